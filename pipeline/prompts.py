@@ -1,0 +1,305 @@
+"""Prompts from a JSON lines file, as an endless sequence in which a position alone is the state.
+
+Each line of the file is an object ``{"prompt": ..., "answer": ...}``: the prompt a string or a list of chat messages, the
+answer any JSON value, or left out. Further keys are ignored, blank lines are skipped.
+
+Position p of the sequence lies in epoch p // n at slot p % n, and each epoch is a permutation of all n prompts that follows
+from (seed, epoch) by integer arithmetic alone. So any process can look up any position, a restart needs the position and
+nothing else, and platform, Python and numpy versions do not change the order.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, cast
+
+from pipeline.errors import ConfigError, FieldError
+
+JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+Message: TypeAlias = dict[str, JsonValue]
+Template: TypeAlias = Literal["auto", "none", "chat"]
+
+_ERRORS_SHOWN = 20
+_FEISTEL_ROUNDS = 8
+_MASK_64 = (1 << 64) - 1
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One element of the endless sequence.
+
+    Attributes:
+        position: Place in the sequence, from 0.
+        epoch: How many times all prompts came before.
+        index: Place of the prompt in the file, from 0, blank lines not counted.
+        prompt: The text, or the chat messages.
+        answer: What the reward functions get as ``gt_answer``; None where the file has none.
+    """
+
+    position: int
+    epoch: int
+    index: int
+    prompt: str | list[Message]
+    answer: JsonValue
+
+
+class Tokenizer(Protocol):
+    """What `render` asks of a Hugging Face tokenizer."""
+
+    def __call__(self, text: str) -> Mapping[str, Sequence[int]]: ...
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
+    ) -> Mapping[str, Sequence[int]]: ...
+
+
+def check(path: str | os.PathLike[str]) -> int:
+    """Read the whole file once, in bounded memory, and refuse it if any line is broken.
+
+    Args:
+        path: The JSON lines file.
+
+    Returns:
+        How many prompts the file holds, at least 1.
+
+    Raises:
+        ConfigError: If the file cannot be read or holds no prompt, or naming the broken lines, the first 20 of them, as
+            ``prompts.jsonl:7:1: what is wrong``.
+    """
+    count = broken = 0
+    shown: list[str] = []
+    for line_number, _, line in _prompt_lines(Path(path)):
+        count += 1
+        try:
+            _parse(line, f"{path}:{line_number}")
+        except ConfigError as error:
+            broken += 1
+            if broken <= _ERRORS_SHOWN:
+                shown.append(str(error))
+    if broken > _ERRORS_SHOWN:
+        shown.append(f"{path}: {broken - _ERRORS_SHOWN} more broken lines")
+    if broken:
+        raise ConfigError("\n".join(shown))
+    if count == 0:
+        raise ConfigError(f"{path}:1:1: no prompt in the file, at least one is needed")
+    return count
+
+
+class PromptSource:
+    """Random access to the endless sequence of prompts; keeps line offsets in memory (8 bytes a prompt), never texts.
+
+    The file is held open, so that one put in its place by a rename does not mix with it during a run.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], seed: int) -> None:
+        """Index the file's lines; `check` is what validates them.
+
+        Args:
+            path: The JSON lines file.
+            seed: Seed of the order, any int; the same seed gives the same order everywhere.
+
+        Raises:
+            ConfigError: If the file cannot be read or holds no prompt.
+        """
+        self._path = Path(path)
+        self._seed = seed
+        self._offsets = array.array("q", (offset for _, offset, _ in _prompt_lines(self._path)))
+        if not self._offsets:
+            raise ConfigError(f"{path}:1:1: no prompt in the file, at least one is needed")
+        self._file = self._path.open("rb")
+
+    def __len__(self) -> int:
+        """How many prompts one epoch holds."""
+        return len(self._offsets)
+
+    def at(self, position: int) -> Prompt:
+        """The prompt at a place of the endless sequence.
+
+        Args:
+            position: Place in the sequence, 0 or more.
+
+        Returns:
+            The prompt, read from the file now.
+
+        Raises:
+            ConfigError: If the line is broken, or no longer there because the file was changed in place.
+            ValueError: If `position` is negative.
+        """
+        if position < 0:
+            raise ValueError(f"position {position} is negative")
+        epoch, slot = divmod(position, len(self._offsets))
+        index = permuted(slot, len(self._offsets), seed=self._seed, epoch=epoch)
+        self._file.seek(self._offsets[index])
+        line = self._file.readline()
+        try:
+            prompt, answer = _parse(line, str(self._path))
+        except ConfigError:
+            # Counting lines is slow, so only where a message needs the number.
+            prompt, answer = _parse(line, f"{self._path}:{self._line_number(index)}")
+        return Prompt(position, epoch, index, prompt, answer)
+
+    def close(self) -> None:
+        """Close the file; `at` fails from then on."""
+        self._file.close()
+
+    def _line_number(self, index: int) -> int:
+        self._file.seek(0)
+        line_number = 1
+        while self._file.tell() < self._offsets[index] and self._file.readline():
+            line_number += 1
+        return line_number
+
+
+def permuted(slot: int, size: int, *, seed: int, epoch: int) -> int:
+    """Where a pseudo-random permutation of ``range(size)`` sends `slot`, in constant memory and some 10 us.
+
+    A Feistel network of 8 rounds over the next even power of two, walked until the value falls below `size` again
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: cycle walking); rounds mix with splitmix64.
+
+    Args:
+        slot: From 0 up to, not including, `size`.
+        size: Length of the permutation, at least 1.
+        seed: Any int.
+        epoch: Any int; another epoch is another permutation.
+
+    Returns:
+        The index, from 0 up to, not including, `size`.
+    """
+    # Halves of fewer than 3 bits leave the network too few different permutations.
+    half_bits = max(3, (max(size - 1, 1).bit_length() + 1) // 2)
+    half_mask = (1 << half_bits) - 1
+    key = _splitmix64(_splitmix64(seed & _MASK_64) ^ (epoch & _MASK_64))
+    value = slot
+    while True:
+        left, right = value >> half_bits, value & half_mask
+        for round_number in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (_splitmix64(key ^ (round_number << 56) ^ right) & half_mask)
+        value = left << half_bits | right
+        if value < size:
+            return value
+
+
+def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") -> list[int]:
+    """Token ids of a prompt, ready to be answered.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: A Hugging Face tokenizer.
+        template: "auto" encodes a text as it is, with the special tokens that the tokenizer adds by itself, and puts chat
+            messages through the tokenizer's chat template; "chat" puts a text through it too, as one message of the
+            user; "none" refuses chat messages.
+
+    Returns:
+        The token ids, at least one.
+
+    Raises:
+        ConfigError: If the template does not serve this prompt, or the tokenizer has no chat template.
+        FieldError: If nothing is left of the prompt after tokenizing.
+    """
+    if isinstance(prompt.prompt, str) and template != "chat":
+        token_ids = list(tokenizer(prompt.prompt)["input_ids"])
+    elif template == "none":
+        raise ConfigError(f'prompt {prompt.index} is a list of chat messages, but prompts.template is "none"')
+    else:
+        token_ids = _render_chat(prompt, tokenizer)
+    if not token_ids:
+        raise FieldError(f"prompt {prompt.index} has no tokens after tokenizing: {prompt.prompt!r:.80}")
+    return token_ids
+
+
+def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            f"prompt {prompt.index} needs a chat template and the tokenizer has none: "
+            'give texts and prompts.template = "none", or a tokenizer with a chat template'
+        )
+    text_or_messages = prompt.prompt
+    messages: list[Message] = (
+        [{"role": "user", "content": text_or_messages}] if isinstance(text_or_messages, str) else text_or_messages
+    )
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def _prompt_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (line number from 1, byte offset, line) of each line that is not blank."""
+    try:
+        with path.open("rb") as file:
+            offset = 0
+            for line_number, line in enumerate(file, start=1):
+                if line.strip(b" \t\r\n" if line_number > 1 else b" \t\r\n" + _BYTE_ORDER_MARK):
+                    yield line_number, offset, line
+                offset += len(line)
+    except OSError as error:
+        raise ConfigError(f"prompts.path: cannot read {path}: {error.strerror}") from error
+
+
+def _parse(line: bytes, where: str) -> tuple[str | list[Message], JsonValue]:
+    """Prompt and answer of one line; `where` is the file and line that an error names."""
+    try:
+        record = json.loads(
+            line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode("utf-8"), parse_constant=_refuse_constant
+        )
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}:{error.colno}: not JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}:{error.start + 1}: not UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}:1: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f'{where}:1: {_kind(record)}, but a line is an object like {{"prompt": "..."}}')
+    if "prompt" not in record:
+        raise ConfigError(f'{where}:1: no key "prompt" among {", ".join(sorted(record)) or "no keys"}')
+    problem = _problem_of_prompt(record["prompt"]) or _problem_of_text(record)
+    if problem:
+        raise ConfigError(f"{where}:1: {problem}")
+    return cast("str | list[Message]", record["prompt"]), cast(JsonValue, record.get("answer"))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _problem_of_prompt(prompt: object) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "prompt is empty"
+    if not isinstance(prompt, list):
+        return f"prompt is {_kind(prompt)}, not a text or a list of chat messages"
+    if not prompt:
+        return "prompt is an empty list"
+    for number, message in enumerate(prompt, start=1):
+        if not isinstance(message, dict):
+            return f"message {number} is {_kind(message)}, not an object"
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            return f'message {number} has no "role"'
+        if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
+            return f'message {number} has no "content"'
+    return None
+
+
+def _kind(value: object) -> str:
+    kinds = {str: "a text", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _problem_of_text(record: Mapping[str, object]) -> str | None:
+    # A lone surrogate is valid in JSON, but no tokenizer takes it.
+    try:
+        json.dumps([record["prompt"], record.get("answer")], ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"prompt or answer holds half of a surrogate pair: {error.object[error.start]!r}"
+    return None
+
+
+def _splitmix64(state: int) -> int:
+    """One output of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) from this state."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return state ^ (state >> 31)
