@@ -1,0 +1,197 @@
+"""Experience: what a rollout leaves behind and a trainer learns from, as one batch or as single rows.
+
+One family of classes serves both origins: coati's eight fields first and in its order, then LightRFT's optional ones.
+Shapes (P prompt width, A number of action columns, S = P + A):
+
+    field                                     PPO            GRPO
+    sequences, attention_mask                 (B, S) int64   same
+    action_log_probs, base_action_log_probs   (B, A) float32 same
+    action_mask                               (B, A) bool    same
+    values, kl, advantages                    (B, A) float32 (B,) float32
+    reward                                    (B,) float32   same
+
+Action column j of A belongs to sequence column S - A + j, in the rows that a maker writes (prompt padded on the left,
+response on the right) as in rows that were stripped and batched again (padded on the left only).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+TOKEN_FIELDS = ("sequences", "attention_mask")
+"""Fields with one column a token, (B, S)."""
+
+ACTION_FIELDS = ("action_log_probs", "base_action_log_probs", "action_mask", "action_entropy")
+"""Fields with one column an action, (B, A)."""
+
+SCORE_FIELDS = ("values", "reward", "kl", "advantages", "returns")
+"""Fields with one column an action, (B, A), or one number a row, (B,) or (B, 1)."""
+
+OBJECT_FIELDS = ("labels", "references")
+"""Fields that may be tensors or lists of anything, one element a row."""
+
+VISION_FIELDS = (
+    ("pixel_values", "image_grid_thws", "image_num"),
+    ("pixel_values_videos", "video_grid_thws", "video_num"),
+)
+"""Pixels, their grids, and the key of `info` that counts the grids of each row."""
+
+
+@dataclasses.dataclass(eq=False)
+class Experience:
+    """A batch of experience; see the module for the shapes.
+
+    A packed batch (`make_experience_batch(..., packing_samples=True)`) holds lists of one tensor a row in place of
+    padded tensors, and `cu_seqlens`, `max_seqlen` and `position_ids` for a forward pass over the rows laid end to end.
+
+    Attributes:
+        sequences: ``(B, S)`` int64, prompt and response.
+        action_log_probs: ``(B, A)`` float32, the actor's log-probs at the sampling temperature.
+        values: PPO ``(B, A)``, the value of the state before each action; GRPO ``(B,)``, the reward with KL.
+        reward: ``(B,)``, PPO the raw reward, GRPO the reward with KL.
+        kl: PPO ``(B, A)``, the k3 estimator; GRPO ``(B,)``, the KL term added to the reward.
+        advantages: PPO ``(B, A)``, zero outside the mask; GRPO ``(B,)``.
+        attention_mask: ``(B, S)`` int64, 1 where the token is real.
+        action_mask: ``(B, A)`` bool, True where the action was taken by the actor.
+        base_action_log_probs: ``(B, A)`` float32, the reference model's log-probs.
+        returns: Targets of the critic where an algorithm does not take advantages + values.
+        info: Tensors whose first dimension is B, by name; "score" is the raw reward of each row.
+        action_entropy: ``(B, A)`` float32.
+        labels: One element a row.
+        references: One element a row.
+        cu_seqlens: Packed only, ``(B + 1,)`` int32, where each row starts, and the end.
+        max_seqlen: Packed only, tokens of the longest row.
+        position_ids: Packed only, ``(1, T)`` int64, 0 at the start of each row.
+    """
+
+    sequences: Tensor
+    action_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    reward: Tensor | None = None
+    kl: Tensor | None = None
+    advantages: Tensor | None = None
+    attention_mask: Tensor | None = None
+    action_mask: Tensor | None = None
+    base_action_log_probs: Tensor | None = None
+    returns: Tensor | None = None
+    info: dict[str, Tensor] | None = None
+    action_entropy: Tensor | None = None
+    labels: Tensor | list[Any] | None = None
+    references: Tensor | list[Any] | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    position_ids: Tensor | None = None
+
+    @torch.no_grad()
+    def to_device(self, device: torch.device | str) -> None:
+        """Move every tensor, those in `info` and in lists too, to `device`, in place."""
+        self._replace_tensors(lambda tensor: tensor.to(device))
+
+    def pin_memory(self) -> Self:
+        """Move every tensor, those in `info` and in lists too, into page-locked memory, in place.
+
+        Without an accelerator there is nothing to lock pages for: the tensors stay as they are.
+
+        Returns:
+            This experience.
+        """
+        self._replace_tensors(_pin)
+        return self
+
+    def _replace_tensors(self, replace: Callable[[Tensor], Tensor]) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, _map_tensors(getattr(self, field.name), replace))
+
+
+@dataclasses.dataclass(eq=False)
+class ExperienceVL(Experience):
+    """A batch of vision-language experience.
+
+    Attributes:
+        pixel_values: ``(patches of all images, D)``, the images of row 0 first.
+        image_grid_thws: ``(images, 3)`` int64; time x height x width of an image is its number of patches.
+        pixel_values_videos: As `pixel_values`, for videos.
+        video_grid_thws: As `image_grid_thws`, for videos.
+        raw_images: For each row the list of its images, or None.
+
+    `info["image_num"]` and `info["video_num"]`, ``(B,)`` float32, tell how many grids each row has.
+    """
+
+    pixel_values: Tensor | None = None
+    image_grid_thws: Tensor | None = None
+    pixel_values_videos: Tensor | None = None
+    video_grid_thws: Tensor | None = None
+    raw_images: list[Any] | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class BufferItem:
+    """One row of an `Experience`: the same fields without the batch dimension.
+
+    The tensors of an item that was split off a batch are views of the batch. Pickling an item copies what it shows
+    out of a larger storage first, so that one row never carries its whole batch along.
+    """
+
+    sequences: Tensor
+    action_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    reward: Tensor | None = None
+    kl: Tensor | None = None
+    advantages: Tensor | None = None
+    attention_mask: Tensor | None = None
+    action_mask: Tensor | None = None
+    base_action_log_probs: Tensor | None = None
+    returns: Tensor | None = None
+    info: dict[str, Any] | None = None
+    action_entropy: Tensor | None = None
+    labels: Any = None
+    references: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _map_tensors(value, _compact) for name, value in self.__dict__.items()}
+
+
+@dataclasses.dataclass(eq=False)
+class BufferItemVL(BufferItem):
+    """One row of an `ExperienceVL`; its vision fields are None where the row has no image or no video."""
+
+    pixel_values: Tensor | None = None
+    image_grid_thws: Tensor | None = None
+    pixel_values_videos: Tensor | None = None
+    video_grid_thws: Tensor | None = None
+    raw_images: list[Any] | None = None
+
+
+def is_vl_experience(experience: Experience | BufferItem) -> bool:
+    """Tell whether an experience, or one row of it, has the fields of a vision-language experience."""
+    return isinstance(experience, ExperienceVL | BufferItemVL)
+
+
+def _map_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(element, replace) for key, element in value.items()}
+    if isinstance(value, list):
+        return [_map_tensors(element, replace) for element in value]
+    return value
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        if torch.accelerator.is_available():
+            raise
+        return tensor
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.clone()
