@@ -1,0 +1,59 @@
+"""Fixtures and rules for every test: one thread, own random state, nothing left behind, needs that CI must meet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.leaks import Holdings, mark_descendants
+
+mark_descendants()
+# Before torch is imported, and inherited by every process that a test starts: two cores, many processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_leaves_nothing() -> Iterator[None]:
+    """Catch what fixtures of a wider scope than one test leave."""
+    before = Holdings.now()
+    yield
+    _fail_on(before, descriptors=False)
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing(_session_leaves_nothing: None) -> Iterator[None]:
+    before = Holdings.now()
+    yield
+    _fail_on(before)
+
+
+def _fail_on(before: Holdings, *, descriptors: bool = True) -> None:
+    if leaks := before.leaks(descriptors=descriptors):
+        pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_torch(request: pytest.FixtureRequest) -> None:
+    """Seed torch as pytest-randomly seeds the others, where a test module has imported it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(request.config.getoption("randomly_seed"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, or in CI fail, a test whose needs this machine does not meet."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+    missing = [
+        program for marker in item.iter_markers("needs") for program in marker.args if shutil.which(program) is None
+    ]
+    if missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"not on this machine: {', '.join(missing)}")

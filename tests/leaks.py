@@ -1,0 +1,125 @@
+"""What this process holds outside itself - processes, shared memory, file descriptors - before a test and after it.
+
+Processes are ours by parent, or by a mark in the environment that descendants inherit: an orphan, whose parent died, is
+found by it. A segment counts only while no living process of somebody else holds it, so that a daemon or a test session
+running beside this one is no leak of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_MARK = "RLHFD_TEST_SESSION"
+_SEGMENT_PREFIX = "rlhfd"
+_GRACE_S = 5.0
+# Opened once by a library and kept for the life of the process.
+_LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
+
+
+def mark_descendants() -> None:
+    """Let every process started from here on be known as ours, whoever becomes its parent."""
+    os.environ[_MARK] = str(os.getpid())
+    # setproctitle would write the title over the environment that the mark is read from.
+    os.environ["SPT_NOENV"] = "1"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """A snapshot; `leaks` compares the present with it."""
+
+    pids: frozenset[int]
+    segments: frozenset[Path]
+    descriptors: frozenset[tuple[int, str]]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        """Take the snapshot."""
+        return cls(frozenset(_pids()), frozenset(_segments()), frozenset(_descriptors()))
+
+    def leaks(self, *, descriptors: bool = True, grace_s: float = _GRACE_S) -> list[str]:
+        """Return a line for each thing that is still there after `grace_s`; processes among them are killed.
+
+        Args:
+            descriptors: Count file descriptors too; over a whole session libraries keep a few.
+            grace_s: For what is about to go, such as a process that was just killed.
+        """
+        deadline = time.monotonic() + grace_s
+        while True:
+            processes = {pid: _command(pid) for pid in _pids() if pid not in self.pids and _is_ours(pid)}
+            segments = [path for path in _segments() if path not in self.segments and not _is_held_by_others(path)]
+            opened = self._new_descriptors() if descriptors else []
+            if not (processes or segments or opened) or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return [
+            *(f"process {pid} is still running: {command}" for pid, command in processes.items()),
+            *(f"shared memory is left: {path}" for path in segments),
+            *(f"file descriptor {number} is still open: {target}" for number, target in opened),
+        ]
+
+    def _new_descriptors(self) -> list[tuple[int, str]]:
+        if len(now := _descriptors()) > len(self.descriptors):
+            gc.collect()
+            now = _descriptors()
+        new = sorted(entry for entry in now - self.descriptors if not entry[1].startswith(_LIBRARY_DESCRIPTORS))
+        return new if len(now) > len(self.descriptors) else []
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _is_ours(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        if state in "ZX":
+            return False
+        if int(parent) == os.getpid():
+            return True
+        mark = f"{_MARK}={os.getpid()}".encode()
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def _segments() -> set[Path]:
+    return set(Path("/dev/shm").glob(f"{_SEGMENT_PREFIX}*"))
+
+
+def _is_held_by_others(segment: Path) -> bool:
+    needle = str(segment)
+    for pid in _pids():
+        if pid == os.getpid() or _is_ours(pid):
+            continue
+        with contextlib.suppress(OSError):
+            if needle in Path(f"/proc/{pid}/maps").read_text():
+                return True
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(link).startswith(needle):
+                        return True
+    return False
+
+
+def _descriptors() -> set[tuple[int, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        # The one that lists the folder is gone by now.
+        with contextlib.suppress(OSError):
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
