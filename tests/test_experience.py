@@ -188,7 +188,7 @@ def test_zero_pad_sequences_pads_on_the_side_asked_for() -> None:
 def test_zero_pad_sequences_refuses_another_side_and_other_shapes() -> None:
     with pytest.raises(AssertionError, match="middle"):
         zero_pad_sequences([torch.ones(2)], side="middle")
-    with pytest.raises(ShapeError, match="row 1.*\\(2, 2\\)"):
+    with pytest.raises(ShapeError, match=r"row 1.*\(2, 2\)"):
         zero_pad_sequences([torch.ones(2), torch.ones(2, 2)])
     with pytest.raises(ValueError, match="no sequences"):
         zero_pad_sequences([])
@@ -289,9 +289,9 @@ def test_fields_of_one_row_that_disagree_on_its_length_are_refused() -> None:
         make_experience_batch([item, dataclasses.replace(item, kl=torch.zeros(2))])
     with pytest.raises(ShapeError, match="row 1: attention_mask has 4 columns, sequences has 5"):
         make_experience_batch([item, dataclasses.replace(item, attention_mask=torch.ones(4))])
-    with pytest.raises(ShapeError, match="values.*row 0"):
+    with pytest.raises(ShapeError, match=r"values.*row 0"):
         make_experience_batch([item, dataclasses.replace(item, values=torch.zeros(1))])
-    with pytest.raises(FieldError, match="sequences is torch.int32 in row 1"):
+    with pytest.raises(FieldError, match=r"sequences is torch\.int32 in row 1"):
         make_experience_batch([item, dataclasses.replace(item, sequences=item.sequences.int())])
 
 
@@ -503,7 +503,7 @@ def test_without_counts_there_must_be_one_image_a_row() -> None:
     assert [len(row.pixel_values) for row in rows] == [4, 4]  # type: ignore[attr-defined]
     assert batch.image_grid_thws is not None
     batch.image_grid_thws = torch.tensor([[1, 2, 2], [1, 1, 2], [1, 1, 2]])
-    with pytest.raises(FieldError, match="image_num.*3 grids.*2 rows"):
+    with pytest.raises(FieldError, match=r"image_num.*3 grids.*2 rows"):
         split_experience_batch(batch)
 
 
@@ -526,7 +526,7 @@ def test_pixels_beyond_or_without_grids_are_refused() -> None:
 def test_a_count_that_contradicts_the_grids_is_refused() -> None:
     item = dataclasses.replace(vl_item(1), info={"image_num": torch.tensor(2.0)})
 
-    with pytest.raises(FieldError, match="image_num.* is 2, image_grid_thws has 1"):
+    with pytest.raises(FieldError, match=r"image_num.* is 2, image_grid_thws has 1"):
         make_experience_batch([item])
 
 
