@@ -1,0 +1,380 @@
+"""The buffer: hands out tickets, takes note of what was sealed, leases batches to trainers. It never touches a payload byte."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from pipeline import admission
+from pipeline.admission import Limits
+from pipeline.arena import Extent, ExtentAllocator
+from pipeline.codec_bounds import extent_bytes_bound
+from pipeline.errors import ArenaFullError, GaveUpError
+from pipeline.ledger import DROP_REASONS, ExtentRecord, ExtentState, Ledger
+from pipeline.messages import (
+    Ack,
+    Credit,
+    Drain,
+    ExtentRows,
+    Failed,
+    Hello,
+    Lease,
+    Message,
+    PeerDied,
+    Published,
+    Release,
+    Sealed,
+    Settled,
+    Ticket,
+    Wait,
+    WantTickets,
+    Welcome,
+)
+from pipeline.transport import trainer_name, worker_name
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[str, Message], None]
+
+
+class Buffer:
+    """All of the buffer's decisions; messages go in and out, no socket and no clock of its own.
+
+    Invariants: ``sealed = trained + dropped + ready + leased`` in the ledger at all times; every extent that is not free
+    belongs to exactly one ticket; lease j belongs to rank ``j mod world_size``.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        allocator: ExtentAllocator,
+        limits: Limits,
+        send: Send,
+        *,
+        workers: int,
+        max_attempts: int = 3,
+        ticket_timeout_s: float = 600.0,
+        prompts_in_source: int = 0,
+        incarnation: int | None = None,
+    ) -> None:
+        """Take over a ledger, fresh or left by an earlier buffer.
+
+        Args:
+            ledger: Opened, hence whole.
+            allocator: Empty; the ledger's extents are marked as taken here.
+            limits: What bounds the buffer.
+            send: Delivers a message to a peer by name.
+            workers: Rollout workers of this instance.
+            max_attempts: How often a ticket is handed out before its prompts are set aside.
+            ticket_timeout_s: Time a rollout may take.
+            prompts_in_source: Prompts of one epoch, 0 if unknown: when that many in a row give no experience at all, the
+                buffer gives up.
+            incarnation: Tells this buffer from its predecessors.
+        """
+        self.ledger = ledger
+        self.limits = limits
+        self.draining = False
+        self.incarnation = random.getrandbits(63) if incarnation is None else incarnation
+        self.duplicates = 0
+        self.tickets_settled = {"sealed": 0, "reissued": 0, "failed": 0}
+        self.leases_ended = {"acked": 0, "nacked": 0, "holder_died": 0}
+        self.prompts_set_aside = 0
+        self.oldest_staleness: list[int] = []
+        self._allocator = allocator
+        self._send = send
+        self._max_attempts = max_attempts
+        self._ticket_timeout_s = ticket_timeout_s
+        self._prompts_in_source = prompts_in_source
+        self._barren_prompts = 0
+        self._peers: dict[str, int] = {}
+        self._wanted: dict[str, int] = {}
+        self._waiting: dict[str, str] = {}
+        self._credit: dict[str, int] = {}
+        for record in ledger.extents.values():
+            allocator.take(Extent(record.offset, record.nbytes))
+        for name in [worker_name(i) for i in range(workers)] + [trainer_name(r) for r in range(limits.world_size)]:
+            send(name, Welcome(self.incarnation))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the arena that hold or await experience."""
+        return self._allocator.capacity_bytes - self._allocator.free_bytes
+
+    def handle(self, message: Message, now_s: float) -> None:
+        """Take note of one message; what follows from it is done in `step`.
+
+        A message that is late, repeated or from a predecessor changes nothing.
+        """
+        match message:
+            case Hello():
+                self._greet(message)
+            case WantTickets() if self._is_current(message.worker, message.incarnation):
+                self._wanted[message.worker] = message.tickets
+            case Sealed():
+                self._seal(message, now_s)
+            case Failed():
+                self._fail(message)
+            case Credit() if self._is_current(message.trainer, message.incarnation):
+                self._credit[message.trainer] = message.batches
+            case Ack():
+                self._acknowledge(message)
+            case Release():
+                self._release(message)
+            case Published():
+                self._publish(message)
+            case PeerDied():
+                self._bury(message.peer)
+            case Drain():
+                self._drain()
+            case _:
+                self.duplicates += 1
+
+    def step(self, now_s: float) -> None:
+        """Issue the tickets and lease the batches that the rules allow now.
+
+        Raises:
+            GaveUpError: If nothing under way can ever change that nothing is allowed.
+        """
+        if self.draining:
+            return
+        if self.limits.drop_stale and (stale := admission.stale_rows(self.ledger, self.limits)):
+            self._free(self.ledger.drop(stale, "stale"))
+        self._lease_batches()
+        self._issue_tickets(now_s)
+
+    def finish(self) -> None:
+        """Count what no trainer will get any more as dropped, so that the books close."""
+        for lease in list(self.ledger.leases()):
+            self.ledger.requeue(lease)
+        for record in list(self.ledger.reserved_extents()):
+            self._abandon(record)
+        rest = [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]
+        if rest:
+            log.info("undelivered experiences discarded: %d", self.ledger.ready)
+            self._free(self.ledger.drop(rest, "cleared"))
+
+    # Peers.
+
+    def _greet(self, hello: Hello) -> None:
+        known = self._peers.get(hello.peer)
+        if known is not None and known != hello.incarnation:
+            self._forget(hello.peer)
+        self._peers[hello.peer] = hello.incarnation
+        self._send(hello.peer, Welcome(self.incarnation))
+        role, _, index = hello.peer.partition("-")
+        if role == "worker":
+            self._orphan(int(index), held=hello.held)
+        elif role == "trainer":
+            if index == "0" and known != hello.incarnation:
+                self._rebase()
+            self._redeliver(int(index), held=hello.held)
+
+    def _is_current(self, peer: str, incarnation: int) -> bool:
+        return self._peers.get(peer) == incarnation
+
+    def _bury(self, peer: str) -> None:
+        self._forget(peer)
+        role, _, index = peer.partition("-")
+        if role == "worker":
+            self._orphan(int(index), held=[])
+
+    def _forget(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+        self._wanted.pop(peer, None)
+        self._waiting.pop(peer, None)
+        self._credit.pop(peer, None)
+
+    def _rebase(self) -> None:
+        """A trainer begins from the newest version: what was trained since it was published is in no version to come."""
+        totals, world_size = self.ledger.totals, self.limits.world_size
+        through = min(self.ledger.leases(), default=totals.leases) // world_size * world_size
+        if through > totals.trained_through:
+            self.ledger.publish(totals.policy_version, through)
+
+    def _drain(self) -> None:
+        self.draining = True
+        for peer, incarnation in self._peers.items():
+            if peer.startswith("worker-"):
+                self._send(peer, Wait(incarnation, "draining"))
+            self._send(peer, Drain())
+
+    # Tickets.
+
+    def _orphan(self, worker: int, *, held: list[int]) -> None:
+        for record in list(self.ledger.reserved_extents()):
+            if record.owner == worker and record.ticket not in held:
+                self._reissue(record, "its worker died")
+
+    def _reissue(self, record: ExtentRecord, reason: str) -> None:
+        if record.attempt >= self._max_attempts:
+            log.warning("prompts set aside: ticket=%d position=%d prompts=%d attempts=%d reason=%s",
+                        record.ticket, record.position, record.prompts, record.attempt, reason)  # fmt: skip
+            self.tickets_settled["failed"] += 1
+            self._count_barren(record.prompts)
+            self.prompts_set_aside += record.prompts
+            self._abandon(record)
+        else:
+            self.tickets_settled["reissued"] += 1
+            self.ledger.assign(record, -1)
+
+    def _issue_tickets(self, now_s: float) -> None:
+        held = {worker: 0 for worker in self._wanted}
+        unowned = []
+        for record in self.ledger.reserved_extents():
+            if record.owner < 0:
+                unowned.append(record)
+            elif worker_name(record.owner) in held:
+                held[worker_name(record.owner)] += 1
+        reason = ""
+        # Who holds least is served first, so that no worker idles while another one queues.
+        while hungry := [worker for worker in sorted(held, key=lambda name: (held[name], name))
+                         if held[worker] < self._wanted[worker]]:  # fmt: skip
+            record, reason = (unowned.pop(0), "") if unowned else self._reserve()
+            if record is None:
+                break
+            self._hand_out(record, hungry[0], now_s)
+            held[hungry[0]] += 1
+        for worker in held:
+            if held[worker] == 0 and self._waiting.get(worker) != reason:
+                self._waiting[worker] = reason
+                self._send(worker, Wait(self._peers[worker], reason))
+            elif held[worker]:
+                self._waiting.pop(worker, None)
+
+    def _reserve(self) -> tuple[ExtentRecord | None, str]:
+        prompts, reason = admission.prompts_to_issue(self.ledger, self.limits)
+        if not prompts:
+            return None, reason
+        rows = prompts * self.limits.group_size
+        nbytes = extent_bytes_bound(rows, self.limits.row_bytes)
+        try:
+            extent = self._allocator.reserve(nbytes)
+        except ArenaFullError as error:
+            if not self.ledger.reserved and not self.ledger.leased and self.ledger.ready < self.limits.sample_batch_size:
+                # Nothing can come and nothing can go: say so instead of hanging.
+                raise GaveUpError(f"buffer.arena_bytes is too small: {error}") from error
+            return None, "full"
+        return self.ledger.reserve(rows=rows, prompts=prompts, offset=extent.offset, nbytes=extent.nbytes), ""
+
+    def _hand_out(self, record: ExtentRecord, worker: str, now_s: float) -> None:
+        self.ledger.assign(record, int(worker.partition("-")[2]))
+        self._waiting.pop(worker, None)
+        self._send(
+            worker,
+            Ticket(
+                self._peers[worker], record.ticket, record.position, record.prompts, record.attempt, record.offset,
+                record.nbytes, record.policy_version, now_s + self._ticket_timeout_s,
+            ),
+        )  # fmt: skip
+
+    def _seal(self, sealed: Sealed, now_s: float) -> None:
+        record = self._held_by(sealed.worker, sealed.ticket)
+        if record is not None:
+            self.prompts_set_aside += sealed.prompts_failed
+            reserved = Extent(record.offset, record.nbytes)
+            self.ledger.seal(
+                record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
+                policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s,
+            )  # fmt: skip
+            self._allocator.shrink(reserved, sealed.nbytes)
+            self.tickets_settled["sealed"] += 1
+            self._barren_prompts = 0
+        self._settle(sealed.worker, sealed.ticket)
+
+    def _fail(self, failed: Failed) -> None:
+        record = self._held_by(failed.worker, failed.ticket)
+        if record is not None:
+            if failed.retry:
+                self._reissue(record, failed.reason)
+            else:
+                self.tickets_settled["failed"] += 1
+                self.prompts_set_aside += record.prompts
+                self._count_barren(record.prompts)
+                self._abandon(record)
+        self._settle(failed.worker, failed.ticket)
+
+    def _held_by(self, worker: str, ticket: int) -> ExtentRecord | None:
+        record = self.ledger.extents.get(ticket)
+        if record is not None and record.state is ExtentState.RESERVED and worker_name(record.owner) == worker:
+            return record
+        self.duplicates += 1
+        return None
+
+    def _settle(self, worker: str, ticket: int) -> None:
+        if worker in self._peers:
+            self._send(worker, Settled(self._peers[worker], ticket))
+
+    def _count_barren(self, prompts: int) -> None:
+        self._barren_prompts += prompts
+        if self._prompts_in_source and self._barren_prompts >= self._prompts_in_source:
+            raise GaveUpError(
+                f"{self._barren_prompts:,} prompts in a row, a whole epoch, gave no experience; the log names each reason"
+            )
+
+    def _abandon(self, record: ExtentRecord) -> None:
+        self._allocator.release(Extent(record.offset, record.nbytes))
+        self.ledger.abandon(record)
+
+    def _free(self, records: list[ExtentRecord]) -> None:
+        for record in records:
+            self._allocator.release(Extent(record.offset, record.nbytes))
+
+    # Leases.
+
+    def _lease_batches(self) -> None:
+        outstanding: dict[str, int] = {}
+        for lease in self.ledger.leases():
+            name = trainer_name(lease % self.limits.world_size)
+            outstanding[name] = outstanding.get(name, 0) + 1
+        while True:
+            # Ranks take turns: in lock-step training no rank may run ahead of another's batch.
+            trainer = trainer_name(self.ledger.totals.leases % self.limits.world_size)
+            if outstanding.get(trainer, 0) >= self._credit.get(trainer, 0):
+                return
+            chosen = admission.next_batch(self.ledger, self.limits)
+            if chosen is None:
+                return
+            for_version = admission.version_of_lease(self.ledger, self.limits, self.ledger.totals.leases)
+            self.oldest_staleness += [
+                for_version - record.policy_version for record, rows in chosen for _ in range(len(rows))
+            ]
+            lease = self.ledger.lease(chosen)
+            outstanding[trainer] = outstanding.get(trainer, 0) + 1
+            self._send_lease(trainer, lease, chosen)
+
+    def _send_lease(self, trainer: str, lease: int, chosen: list[tuple[ExtentRecord, list[int]]]) -> None:
+        parts = [
+            ExtentRows(record.offset, record.nbytes, record.checksum, record.policy_version, record.ticket, rows)
+            for record, rows in chosen
+        ]
+        deliveries = max(record.items[row].deliveries for record, rows in chosen for row in rows)
+        version = admission.version_of_lease(self.ledger, self.limits, lease)
+        self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries))
+
+    def _redeliver(self, rank: int, *, held: list[int]) -> None:
+        for lease in sorted(self.ledger.leases()):
+            if lease % self.limits.world_size == rank and lease not in held:
+                self.leases_ended["holder_died"] += 1
+                self._send_lease(trainer_name(rank), lease, self.ledger.redeliver(lease))
+
+    def _acknowledge(self, ack: Ack) -> None:
+        if ack.lease in self.ledger.leases():
+            self.leases_ended["acked"] += 1
+            self._free(self.ledger.acknowledge(ack.lease))
+        else:
+            self.duplicates += 1
+
+    def _release(self, release: Release) -> None:
+        if release.lease in self.ledger.leases():
+            self.leases_ended["nacked"] += 1
+            self.ledger.requeue(release.lease)
+        else:
+            self.duplicates += 1
+
+    def _publish(self, published: Published) -> None:
+        if published.version > self.ledger.totals.policy_version:
+            self.ledger.publish(published.version, max(published.trained_through, self.ledger.totals.trained_through))
+        else:
+            self.duplicates += 1

@@ -1,0 +1,404 @@
+"""Experience <-> the bytes of an extent: rows stripped of their padding on the way in, batched in one pass on the way out.
+
+    u32 header length, header (msgpack `ExtentHeader`), zeros up to a multiple of 64
+    blocks, each aligned to 64 bytes, in the order in which `_blocks` yields them:
+        for each group of rows of similar length, for each field with a column a token:  (rows, width) values
+        for each other field:                                                            (B, ...) values
+
+A row is stored right-aligned, as long as its group's longest row; so columns of the response end together in group, extent
+and batch, and a group is copied with one slice. Masks without holes are not stored: lengths say all there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
+from pipeline.experience import Experience
+
+SEQUENCE_FIELDS = ("sequences", "attention_mask")
+ACTION_FIELDS = (
+    "action_log_probs", "base_action_log_probs", "values", "returns", "kl", "advantages", "action_mask", "action_entropy",
+)  # fmt: skip
+OTHER_FIELDS = ("reward", "labels", "references")
+_BLOCK_ALIGNMENT = 64
+_MAX_GROUPS = 8
+_LENGTH = struct.Struct("<I")
+
+Array = npt.NDArray[Any]
+
+
+class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
+    """One stored field: its name (``info.`` before those of `info`), torch dtype and columns.
+
+    `columns` is ``"S"`` (one a token), ``"A"`` (one an action) or ``""``; `tail` the shape of a row of the latter.
+    """
+
+    name: str
+    dtype: str
+    columns: str
+    tail: list[int]
+
+
+class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Rows stored together: their places in the append, and the widths of their blocks."""
+
+    rows: list[int]
+    sequence_width: int
+    action_width: int
+
+
+class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
+    """All that a reader needs to know of an extent."""
+
+    rows: int
+    fields: list[FieldHeader]
+    groups: list[GroupHeader]
+    sequence_lengths: list[int]
+    action_lengths: list[int]
+    full_masks: list[str]
+
+
+_header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Size and xxh3-64 checksum of an extent as written (checksum 0 if none was asked for)."""
+
+    nbytes: int
+    checksum: int
+
+
+def encode(experience: Experience, memory: memoryview, *, checksum: bool = True) -> Encoded:
+    """Write a batch into an extent, without its padding.
+
+    Args:
+        experience: Rows on the CPU, padded on either side or both; `action_mask` columns end with the sequences' columns.
+        memory: The extent; longer than needed is fine.
+        checksum: Whether to take the checksum.
+
+    Returns:
+        The bytes used, and their checksum.
+
+    Raises:
+        ShapeError: If a field's shape does not fit `sequences`, naming the field.
+        FieldError: If a row has no tokens, or `info` holds what is no tensor of B rows.
+        ArenaFullError: If the extent is too small.
+    """
+    fields = dict(_fields(experience))
+    spans = _spans(experience)
+    header = _header(fields, spans)
+    packed = msgspec.msgpack.encode(header)
+    data_start = _align(_LENGTH.size + len(packed))
+    blocks = list(_blocks(header, data_start))
+    nbytes = blocks[-1].stop if blocks else data_start
+    if nbytes > len(memory):
+        raise ArenaFullError(f"extent of {nbytes:,} B does not fit: {len(memory):,} B reserved")
+    _LENGTH.pack_into(memory, 0, len(packed))
+    memory[_LENGTH.size : _LENGTH.size + len(packed)] = packed
+    memory[_LENGTH.size + len(packed) : data_start] = bytes(data_start - _LENGTH.size - len(packed))
+    for block in blocks:
+        _fill(block, fields[block.field.name], header, spans, memory)
+    return Encoded(nbytes, xxhash.xxh3_64_intdigest(memory[:nbytes]) if checksum else 0)
+
+
+class ExtentReader:
+    """A sealed extent, read in place."""
+
+    def __init__(self, memory: memoryview, *, checksum: int = 0) -> None:
+        """Read an extent's header.
+
+        Args:
+            memory: The sealed extent, exactly its bytes.
+            checksum: What the bytes must add up to; 0 skips the look.
+
+        Raises:
+            DecodeError: If the bytes are no extent, or not those that were sealed.
+        """
+        if checksum and xxhash.xxh3_64_intdigest(memory) != checksum:
+            raise DecodeError(f"extent of {len(memory):,} B: its checksum is not the one it was sealed with")
+        try:
+            (length,) = _LENGTH.unpack_from(memory)
+            self.header = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
+        except (struct.error, msgspec.DecodeError) as error:
+            raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
+        self._memory = memory
+        self._blocks = list(_blocks(self.header, _align(_LENGTH.size + length)))
+        if self._blocks and self._blocks[-1].stop > len(memory):
+            raise DecodeError(f"extent of {len(memory):,} B, its header speaks of {self._blocks[-1].stop:,} B")
+        self.sequence_lengths = np.array(self.header.sequence_lengths)
+        self.action_lengths = np.array(self.header.action_lengths)
+
+    def blocks(self) -> Iterator[tuple[FieldHeader, GroupHeader | None, Array]]:
+        """Yield each block as an array over the extent's own bytes."""
+        for block in self._blocks:
+            yield block.field, block.group, block.array(self._memory)
+
+
+def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: bool = False) -> Experience:
+    """Copy rows of extents into one left-padded batch, each value once.
+
+    Args:
+        parts: Extents, and which of their rows, in batch order.
+        pin_memory: Whether the batch's tensors are page-locked, for an asynchronous copy to a GPU.
+
+    Returns:
+        An `Experience` of all the rows, as wide as its longest; it shares no memory with the extents.
+
+    Raises:
+        FieldError: If a field is there in one extent and missing in another.
+    """
+    names = _common_fields(parts)
+    rows = sum(len(chosen) for _, chosen in parts)
+    sequence_lengths = np.concatenate([reader.sequence_lengths[list(chosen)] for reader, chosen in parts])
+    action_lengths = np.concatenate([reader.action_lengths[list(chosen)] for reader, chosen in parts])
+    widths = {"S": int(sequence_lengths.max()), "A": int(action_lengths.max())}
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, Array] = {}
+    for field in names.values():
+        shape = (rows, widths[field.columns]) if field.columns else (rows, *field.tail)
+        tensors[field.name] = torch.zeros(shape, dtype=getattr(torch, field.dtype), pin_memory=pin_memory)
+        arrays[field.name] = _as_array(tensors[field.name])
+    start = 0
+    for reader, chosen in parts:
+        _gather_part(reader, list(chosen), arrays, start)
+        start += len(chosen)
+    _fill_masks(parts, arrays, widths, sequence_lengths, action_lengths)
+    return _experience(tensors)
+
+
+# Reading an Experience.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spans:
+    """Where each row's tokens lie: columns ``start:end`` of the sequences, ``end - actions:end`` of them actions."""
+
+    start: Array
+    end: Array
+    actions: Array
+    width: int
+    action_columns: int
+
+
+def _fields(experience: Experience) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS:
+        value = getattr(experience, name)
+        if value is not None:
+            yield name, _checked(name, value, len(experience.sequences))
+    for key, value in (experience.info or {}).items():
+        yield f"info.{key}", _checked(f"info[{key!r}]", value, len(experience.sequences))
+
+
+def _checked(name: str, value: object, rows: int) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
+    if value.ndim == 0 or len(value) != rows:
+        raise ShapeError(f"{name}: {tuple(value.shape)} for {rows} rows")
+    return value.detach()
+
+
+def _spans(experience: Experience) -> _Spans:
+    rows, width = experience.sequences.shape
+    mask = experience.attention_mask
+    present = np.ones((rows, width), bool) if mask is None else _as_array(mask) != 0
+    if not present.any(axis=1).all():
+        row = int(np.flatnonzero(~present.any(axis=1))[0])
+        raise FieldError(f"attention_mask: row {row} has no token")
+    start, end = present.argmax(axis=1), width - present[:, ::-1].argmax(axis=1)
+    action_columns = experience.action_log_probs.shape[1]
+    first = np.zeros(rows, np.int64)
+    if experience.action_mask is not None:
+        taken = _as_array(experience.action_mask) != 0
+        first = np.where(taken.any(axis=1), taken.argmax(axis=1), action_columns)
+        last = np.where(taken.any(axis=1), action_columns - taken[:, ::-1].argmax(axis=1), 0)
+        beyond = np.flatnonzero(last > end - (width - action_columns))
+        if beyond.size:
+            raise FieldError(f"action_mask: row {int(beyond[0])} masks in an action behind its last token")
+    actions = np.maximum(end - np.maximum(start, width - action_columns + first), 0)
+    return _Spans(start, end, actions, width, action_columns)
+
+
+def _header(fields: dict[str, torch.Tensor], spans: _Spans) -> ExtentHeader:
+    stored, full_masks = [], []
+    for name, value in fields.items():
+        columns = _columns_of(name, value, spans)
+        dtype = str(value.dtype).removeprefix("torch.")
+        if name in ("attention_mask", "action_mask") and _is_full(name, value, spans):
+            full_masks.append(name)
+        stored.append(FieldHeader(name, dtype, columns, [] if columns else list(value.shape[1:])))
+    lengths = spans.end - spans.start
+    groups = [
+        GroupHeader(rows.tolist(), int(lengths[rows].max()), int(spans.actions[rows].max()))
+        for rows in _similar(lengths)
+    ]
+    return ExtentHeader(len(lengths), stored, groups, lengths.tolist(), spans.actions.tolist(), full_masks)
+
+
+def _columns_of(name: str, value: torch.Tensor, spans: _Spans) -> str:
+    if name in SEQUENCE_FIELDS:
+        columns, expected = "S", spans.width
+    elif name in ACTION_FIELDS and value.ndim == 2:
+        columns, expected = "A", spans.action_columns
+    else:
+        return ""
+    if value.ndim != 2 or value.shape[1] != expected:
+        raise ShapeError(f"{name}: {tuple(value.shape)}, expected ({len(value)}, {expected})")
+    return columns
+
+
+def _is_full(name: str, value: torch.Tensor, spans: _Spans) -> bool:
+    """Whether the mask is one on exactly the row's span, so that its lengths say everything."""
+    counts = _as_array(value).astype(np.int64)
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > 1:
+        return False
+    expected = spans.end - spans.start if name == "attention_mask" else spans.actions
+    return bool((counts.sum(axis=1) == expected).all())
+
+
+def _similar(lengths: Array) -> list[Array]:
+    """Cut rows into at most `_MAX_GROUPS` groups of similar length, each in append order.
+
+    One group serves as long as its padding stays below an eighth of its tokens.
+    """
+    order = np.argsort(lengths, kind="stable")
+    groups, start = [], 0
+    for stop in range(1, len(order) + 1):
+        if stop == len(order):
+            groups.append(np.sort(order[start:]))
+        elif len(groups) < _MAX_GROUPS - 1:
+            longest = lengths[order[stop]]
+            padding = longest * (stop + 1 - start) - lengths[order[start : stop + 1]].sum()
+            # A group of few short rows is not worth its blocks.
+            if padding * 8 > longest * (stop + 1 - start) and longest * (stop - start) >= 1024:
+                groups.append(np.sort(order[start:stop]))
+                start = stop
+    return groups
+
+
+# Blocks.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    field: FieldHeader
+    group: GroupHeader | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int
+    stop: int
+
+    def array(self, memory: memoryview) -> Array:
+        return np.frombuffer(memory[self.start : self.stop], self.dtype).reshape(self.shape)
+
+
+def _blocks(header: ExtentHeader, start: int) -> Iterator[_Block]:
+    places: list[tuple[FieldHeader, GroupHeader | None]] = []
+    tokens = [field for field in header.fields if field.columns and field.name not in header.full_masks]
+    places += [(field, group) for group in header.groups for field in tokens]
+    places += [(field, None) for field in header.fields if not field.columns]
+    for field, group in places:
+        if group is None:
+            shape: tuple[int, ...] = (header.rows, *field.tail)
+        else:
+            shape = (len(group.rows), group.sequence_width if field.columns == "S" else group.action_width)
+        dtype = _array_dtype(field.dtype)
+        stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        yield _Block(field, group, shape, dtype, start, stop)
+        start = _align(stop)
+
+
+def _fill(block: _Block, value: torch.Tensor, header: ExtentHeader, spans: _Spans, memory: memoryview) -> None:
+    out, source = block.array(memory), _as_array(value)
+    if block.group is None:
+        out[...] = source
+        return
+    out[...] = 0
+    lengths = header.sequence_lengths if block.field.columns == "S" else header.action_lengths
+    # Action columns end where the sequences' columns end.
+    shift = 0 if block.field.columns == "S" else spans.width - spans.action_columns
+    width = out.shape[1]
+    for place, row in enumerate(block.group.rows):
+        length, stop = lengths[row], int(spans.end[row]) - shift
+        out[place, width - length :] = source[row, stop - length : stop]
+
+
+def _gather_part(reader: ExtentReader, chosen: list[int], arrays: dict[str, Array], start: int) -> None:
+    for field, group, block in reader.blocks():
+        out = arrays[field.name]
+        if group is None:
+            out[start : start + len(chosen)] = block[_index(chosen)]
+            continue
+        place_of = {row: place for place, row in enumerate(group.rows)}
+        targets = [start + place for place, row in enumerate(chosen) if row in place_of]
+        if targets:
+            sources = [place_of[row] for row in chosen if row in place_of]
+            # A group may be wider than this batch: columns beyond the batch's width are its padding.
+            width = min(block.shape[1], out.shape[1])
+            out[_index(targets), out.shape[1] - width :] = block[_index(sources), block.shape[1] - width :]
+
+
+def _fill_masks(
+    parts: Sequence[tuple[ExtentReader, Sequence[int]]],
+    arrays: dict[str, Array],
+    widths: dict[str, int],
+    sequence_lengths: Array,
+    action_lengths: Array,
+) -> None:
+    for name, columns, lengths in (
+        ("attention_mask", "S", sequence_lengths),
+        ("action_mask", "A", action_lengths),
+    ):
+        start = 0
+        for reader, chosen in parts:
+            stop = start + len(chosen)
+            if name in reader.header.full_masks:
+                width = widths[columns]
+                arrays[name][start:stop] = np.arange(width) >= width - lengths[start:stop, None]
+            start = stop
+
+
+def _common_fields(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> dict[str, FieldHeader]:
+    first = {field.name: field for field in parts[0][0].header.fields}
+    for reader, _ in parts[1:]:
+        other = {field.name: field for field in reader.header.fields}
+        if first != other:
+            odd = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+            raise FieldError(f"{odd[0]}: present, or of one dtype and shape, in some of the batch's rows only")
+    return first
+
+
+def _experience(tensors: dict[str, torch.Tensor]) -> Experience:
+    plain = {name: tensors.get(name) for name in SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS}
+    info = {name.removeprefix("info."): value for name, value in tensors.items() if name.startswith("info.")}
+    return Experience(**plain, info=info or None)  # type: ignore[arg-type]
+
+
+def _index(places: list[int]) -> slice | list[int]:
+    """Return a slice where one serves, because slices copy several times faster than index lists."""
+    if places[-1] - places[0] + 1 == len(places):
+        return slice(places[0], places[-1] + 1)
+    return places
+
+
+def _as_array(tensor: torch.Tensor) -> Array:
+    # numpy knows no bfloat16; its bits travel as int16.
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def _array_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype({"bfloat16": "int16", "bool": "bool"}.get(name, name))
+
+
+def _align(nbytes: int) -> int:
+    return (nbytes + _BLOCK_ALIGNMENT - 1) // _BLOCK_ALIGNMENT * _BLOCK_ALIGNMENT

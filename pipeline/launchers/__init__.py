@@ -1,0 +1,1 @@
+"""Where a role runs: in processes of this machine, or all of them in one."""

@@ -1,0 +1,79 @@
+"""Entry of every child process: tie its life to the supervisor's, then become the role it was started as."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the supervisor dies; before anything slow is imported."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["RLHFD_PARENT"]):
+        # It died before we could ask.
+        os._exit(0)
+
+
+def main(reports: int, spec_json: str) -> int:
+    """Run a role until it ends; return its exit code."""
+    import msgspec
+    import setproctitle
+
+    from pipeline import log
+    from pipeline.config import Config
+    from pipeline.errors import ExitCode, RlhfdError
+    from pipeline.launchers.local import LaunchSpec
+    from pipeline.metrics_slab import MetricsSlab
+    from pipeline.role import Report, RoleContext
+    from pipeline.workspace import Workspace
+
+    spec = msgspec.json.decode(spec_json, type=LaunchSpec)
+    if spec.cpus:
+        os.sched_setaffinity(0, spec.cpus)
+    workspace = Workspace.open(spec.folder)
+    config = Config.model_validate_json(workspace.config_path.read_bytes())
+    log.configure(f"{spec.role}-{spec.index}", level=config.daemon.log_level, json=config.daemon.log_format == "json")
+    setproctitle.setproctitle(f"rlhfd: {spec.role} {spec.index}")
+
+    def report(message: Report) -> None:
+        os.write(reports, msgspec.json.encode(message) + b"\n")
+
+    slab = MetricsSlab.attach(workspace.metrics_path)
+    context = RoleContext(
+        spec.role, spec.index, workspace.folder, slab.writer(spec.role, spec.index), report, spec.generation
+    )
+    context.stop_on_sigterm()
+    try:
+        return int(_run(config, context))
+    except RlhfdError as error:
+        report(Report(error=str(error)))
+        return int(error.exit_code)
+    except Exception as error:
+        import logging
+
+        logging.getLogger(__name__).exception("%s failed", context.name)
+        report(Report(error=f"{type(error).__name__}: {error}"))
+        return int(ExitCode.FAILED)
+
+
+def _run(config, context):  # type: ignore[no-untyped-def]
+    """Import the one role this process is, and run it."""
+    match context.role:
+        case "buffer":
+            from pipeline.buffer_process import run
+        case "worker":
+            from pipeline.rollout_process import run
+        case "trainer":
+            from pipeline.trainer import run
+        case "setup":
+            from pipeline.setup_process import run
+    return run(config, context)
+
+
+if __name__ == "__main__":
+    _die_with_parent()
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,135 @@
+"""Roles as child processes of this machine: exec, never fork; one pidfd each; they die with their supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from pipeline.role import Report
+
+_MAX_LINE_BYTES = 64 << 10
+_report_decoder = msgspec.json.Decoder(Report)
+
+
+class LaunchSpec(msgspec.Struct, frozen=True):
+    """All that a child needs to become a role; handed over on its command line."""
+
+    role: str
+    index: int
+    folder: str
+    generation: int
+    cpus: list[int] = []
+
+
+class LocalChild:
+    """One running child. Its callbacks come from the event loop, the last of them `on_exit`, once."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        environment: Mapping[str, str],
+        *,
+        on_report: Callable[[Report], None],
+        on_line: Callable[[str], None],
+        on_exit: Callable[[int], None],
+    ) -> None:
+        """Start the child.
+
+        Args:
+            spec: What it is.
+            environment: Variables set on top of ours; an empty value removes one.
+            on_report: Called with each report of the child.
+            on_line: Called with each line it prints.
+            on_exit: Called with its exit code, or minus the signal, after all its lines and reports.
+        """
+        self.spec = spec
+        self._on_report = on_report
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        reports, reports_child = os.pipe()
+        lines, lines_child = os.pipe()
+        variables = {**os.environ, **environment, "RLHFD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        # A child that could tell systemd that it is ready would speak for the whole service.
+        variables.pop("NOTIFY_SOCKET", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.launchers.child", str(reports_child), msgspec.json.encode(spec).decode()],
+            stdin=subprocess.DEVNULL,
+            stdout=lines_child,
+            stderr=lines_child,
+            pass_fds=(reports_child,),
+            env={name: value for name, value in variables.items() if value},
+            # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+        )
+        os.close(reports_child)
+        os.close(lines_child)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._readers = {reports: b"", lines: b""}
+        self._reports, self._lines = reports, lines
+        for descriptor in self._readers:
+            os.set_blocking(descriptor, False)
+            self._loop.add_reader(descriptor, self._read, descriptor)
+        self._loop.add_reader(self._pidfd, self._exited)
+
+    @property
+    def pid(self) -> int:
+        """Process id; ours until `on_exit`, because nobody else reaps it."""
+        return self._process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; a child that is gone already is left alone."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _read(self, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(descriptor)
+            return
+        *whole, rest = (self._readers[descriptor] + data).split(b"\n")
+        self._readers[descriptor] = rest[-_MAX_LINE_BYTES:]
+        for line in whole:
+            self._deliver(descriptor, line)
+
+    def _deliver(self, descriptor: int, line: bytes) -> None:
+        if descriptor == self._lines:
+            self._on_line(line.decode(errors="replace"))
+            return
+        try:
+            report = _report_decoder.decode(line)
+        except msgspec.DecodeError:
+            self._on_line(f"unreadable report: {line[:200]!r}")
+            return
+        self._on_report(report)
+
+    def _exited(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        code = self._process.wait()
+        for descriptor in (self._reports, self._lines):
+            self._finish(descriptor)
+        os.close(self._pidfd)
+        self._on_exit(code)
+
+    def _finish(self, descriptor: int) -> None:
+        """Read what the dead child left in a pipe; a grandchild that holds it open is not waited for."""
+        self._loop.remove_reader(descriptor)
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(descriptor, 1 << 16):
+                self._readers[descriptor] += data
+        for line in self._readers.pop(descriptor).split(b"\n"):
+            if line:
+                self._deliver(descriptor, line)
+        os.close(descriptor)

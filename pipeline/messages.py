@@ -1,0 +1,197 @@
+"""What the processes say to each other: frozen msgspec structs, msgpack on the wire, nothing pickled.
+
+Bulk data never travels in a message; an extent of the arena is named by its offset instead. A process that died leaves
+messages in flight behind, so whoever is addressed compares `to` with its own incarnation and ignores its predecessor's mail.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeline.errors import DecodeError
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of every message; `array_like` keeps field names off the wire."""
+
+
+# To the buffer.
+
+
+class Hello(Message):
+    """A worker or trainer rank introduces itself, on its start and whenever a new buffer says `Welcome`.
+
+    `held` are the tickets or leases it has in hand; the buffer gives the others of its name to its successor.
+    """
+
+    peer: str
+    incarnation: int
+    held: list[int] = []
+
+
+class WantTickets(Message):
+    """A worker can hold this many tickets in all, those it holds now included."""
+
+    worker: str
+    incarnation: int
+    tickets: int
+
+
+class Sealed(Message):
+    """A ticket's experiences are whole in the arena, checksum included; sent again until `Settled`."""
+
+    worker: str
+    ticket: int
+    rows: int
+    nbytes: int
+    checksum: int
+    policy_version: int
+    fingerprint: int
+    prompts_failed: int = 0
+
+
+class Failed(Message):
+    """A ticket came to nothing; the buffer decides whether its prompts are tried again."""
+
+    worker: str
+    ticket: int
+    reason: str
+    retry: bool
+
+
+class Credit(Message):
+    """A trainer rank can hold this many leased batches in all."""
+
+    trainer: str
+    incarnation: int
+    batches: int
+
+
+class Ack(Message):
+    """The optimizer step that used this batch is done: its rows count as trained."""
+
+    trainer: str
+    lease: int
+
+
+class Release(Message):
+    """A trainer hands a batch back unused; its rows are ready again."""
+
+    trainer: str
+    lease: int
+
+
+class Published(Message):
+    """New weights are whole in shared memory; they include every lease below `trained_through`."""
+
+    version: int
+    fingerprint: int
+    trained_through: int
+
+
+class PeerDied(Message):
+    """The supervisor has reaped this peer: its tickets and leases are free."""
+
+    peer: str
+
+
+class Drain(Message):
+    """No new tickets and no new leases; finish what is in hand, then exit 0. Goes to the buffer and from it to its peers."""
+
+
+# From the buffer.
+
+
+class Welcome(Message):
+    """A buffer answers `Hello`, or has started anew and asks for one."""
+
+    incarnation: int
+
+
+class Ticket(Message):
+    """Leave to roll out `prompts` prompts from `position` on, and the room for what comes of it."""
+
+    to: int
+    ticket: int
+    position: int
+    prompts: int
+    attempt: int
+    offset: int
+    nbytes: int
+    policy_version: int
+    deadline_s: float
+
+
+class Settled(Message):
+    """The buffer has taken note of a `Sealed` or `Failed` ticket; the worker may forget it."""
+
+    to: int
+    ticket: int
+
+
+class Wait(Message):
+    """No ticket now: the buffer is ``full``, or a rollout would exceed the ``staleness`` bound, or it is ``draining``."""
+
+    to: int
+    reason: str
+
+
+class ExtentRows(Message):
+    """Rows of one extent, in the order in which the batch takes them."""
+
+    offset: int
+    nbytes: int
+    checksum: int
+    policy_version: int
+    ticket: int
+    rows: list[int]
+
+
+class Lease(Message):
+    """One batch of `sample_batch_size` rows, the trainer's until `Ack` or `Release`."""
+
+    to: int
+    lease: int
+    for_version: int
+    parts: list[ExtentRows]
+    deliveries: int = 1
+
+
+AnyMessage = (
+    Hello
+    | WantTickets
+    | Sealed
+    | Failed
+    | Credit
+    | Ack
+    | Release
+    | Published
+    | PeerDied
+    | Drain
+    | Welcome
+    | Ticket
+    | Settled
+    | Wait
+    | Lease
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Return the message's wire form."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Return the message that `data` holds.
+
+    Raises:
+        DecodeError: If it is not exactly one well-formed message of a known type.
+    """
+    try:
+        return _decoder.decode(data)
+    # RecursionError: a message nested deeper than the interpreter's limit is as hostile as a torn one.
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DecodeError(f"message of {len(data):,} B does not decode: {error}") from error

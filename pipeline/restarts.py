@@ -1,0 +1,53 @@
+"""When a dead process is started again: exponential backoff with jitter, and a limit beyond which its slot has failed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartLimits:
+    """Bounds of restarting one slot.
+
+    Attributes:
+        first_delay_s: Wait before the first restart; doubles with each one that follows.
+        longest_delay_s: Cap of the wait.
+        healthy_s: A process that lived this long starts the doubling anew.
+        starts: Starts within `window_s` after which the slot has failed.
+        window_s: Length of that window.
+    """
+
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 60.0
+    healthy_s: float = 300.0
+    starts: int = 5
+    window_s: float = 600.0
+
+
+class RestartPolicy:
+    """One slot's history of starts and deaths; the clock and the random numbers are the caller's."""
+
+    def __init__(self, limits: RestartLimits, rng: random.Random) -> None:
+        self._limits = limits
+        self._rng = rng
+        self._starts: collections.deque[float] = collections.deque()
+        self._delay_s = limits.first_delay_s
+
+    def started(self, now_s: float) -> None:
+        """Note a start."""
+        self._starts.append(now_s)
+
+    def died(self, now_s: float) -> float | None:
+        """Note a death; return how long to wait before the next start, or None if the slot has failed."""
+        limits = self._limits
+        if self._starts and now_s - self._starts[-1] >= limits.healthy_s:
+            self._delay_s = limits.first_delay_s
+        while self._starts and now_s - self._starts[0] > limits.window_s:
+            self._starts.popleft()
+        if len(self._starts) >= limits.starts:
+            return None
+        delay_s = self._delay_s * self._rng.uniform(0.8, 1.2)
+        self._delay_s = min(2 * self._delay_s, limits.longest_delay_s)
+        return delay_s

@@ -1,0 +1,63 @@
+"""What every role's process has in common: where it lives, how it reports, when it must end."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipeline.metrics_slab import SlotWriter
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a child tells its supervisor, one JSON line each: a new state, progress on the way to it, or why it ends."""
+
+    state: str = ""
+    progress: str = ""
+    error: str = ""
+
+
+@dataclasses.dataclass
+class RoleContext:
+    """A role's surroundings.
+
+    Attributes:
+        role: ``"buffer"``, ``"trainer"``, ``"worker"`` or ``"setup"``.
+        index: Rank or worker number.
+        folder: The instance's shared-memory folder: sockets, arena, weights, metrics.
+        metrics: This process's slot.
+        report: Tells the supervisor.
+        generation: How often the role's group was started; ranks of one generation meet each other.
+        stopping: Set by SIGTERM; the loop ends at the next safe point.
+    """
+
+    role: str
+    index: int
+    folder: Path
+    metrics: SlotWriter
+    report: Callable[[Report], None]
+    generation: int = 0
+    stopping: bool = False
+
+    @property
+    def name(self) -> str:
+        """The peer name, as in `pipeline.transport`."""
+        return self.role if self.role in ("buffer", "setup") else f"{self.role}-{self.index}"
+
+    def stop_on_sigterm(self) -> None:
+        """Let SIGTERM set `stopping`; SIGINT is the supervisor's to handle."""
+
+        def stop(*_: object) -> None:
+            self.stopping = True
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def monotonic_s() -> float:
+    """Return seconds on the machine-wide monotonic clock, comparable between processes and immune to clock steps."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -1,0 +1,263 @@
+"""A rollout worker: takes a ticket, rolls its prompts out with the newest weights, seals the experience into the arena."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from pipeline import codec
+from pipeline.arena import Arena
+from pipeline.errors import ArenaFullError, FieldError, RewardError, RlhfdError, ShapeError
+from pipeline.experience import Experience
+from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
+from pipeline.prompts import Prompt, PromptSource, render
+from pipeline.rollout_metrics import RolloutMetrics
+from pipeline.transport import Sender, worker_name
+from pipeline.weights import WeightsReader, WeightsVersion
+
+TICKETS_AHEAD = 2
+
+log = logging.getLogger(__name__)
+
+
+class Maker(Protocol):
+    """What a rollout needs of an experience maker (`NaiveExperienceMaker`)."""
+
+    def make_experience(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, gt_answer: Any = None, **generate_kwargs: Any
+    ) -> Experience:
+        """Return the experience of a left-padded batch of prompts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rolled:
+    """What came of a ticket: experience of the prompts that could be rolled out (None if none could)."""
+
+    experience: Experience | None
+    prompts_failed: int
+
+
+class Roller:
+    """Prompts in, experience out: tokenizes, pads and calls the maker. What it samples depends on the position alone."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        source: PromptSource,
+        tokenizer: Any,
+        *,
+        seed: int,
+        max_length: int,
+        template: str,
+        generate_kwargs: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        self._maker = maker
+        self._source = source
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._max_length = max_length
+        self._template = template
+        self._generate_kwargs = dict(generate_kwargs)
+        self._device = device
+
+    def roll(self, position: int, prompts: int) -> Rolled:
+        """Roll out the prompts at ``position ... position + prompts - 1``.
+
+        A prompt that leaves no room for a response is set aside and logged.
+
+        Raises:
+            RewardError: If a reward is no finite number, or the reward function raised.
+        """
+        kept: list[tuple[Prompt, list[int]]] = []
+        for place in range(position, position + prompts):
+            prompt = self._source.at(place)
+            ids = render(prompt, self._tokenizer, self._template)  # type: ignore[arg-type]
+            if len(ids) >= self._max_length:
+                log.warning("prompt set aside: position=%d line=%d tokens=%d max_length=%d",
+                            place, prompt.index + 1, len(ids), self._max_length)  # fmt: skip
+            else:
+                kept.append((prompt, ids))
+        if not kept:
+            return Rolled(None, prompts)
+        input_ids, mask = self._pad([ids for _, ids in kept])
+        experience = self._maker.make_experience(
+            input_ids,
+            mask,
+            gt_answer=[prompt.answer for prompt, _ in kept],
+            max_length=self._max_length,
+            seed=seed_of(self._seed, position),
+            **self._generate_kwargs,
+        )
+        return Rolled(experience, prompts - len(kept))
+
+    def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(len(ids) for ids in rows)
+        input_ids = torch.full((len(rows), width), self._tokenizer.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for row, ids in enumerate(rows):
+            input_ids[row, width - len(ids) :] = torch.tensor(ids)
+            mask[row, width - len(ids) :] = 1
+        return input_ids.to(self._device), mask.to(self._device)
+
+
+def seed_of(run_seed: int, position: int) -> int:
+    """Return the sampling seed of the ticket that starts at a prompt position: the same on whichever worker, and again."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}") >> 1
+
+
+class RolloutWorker:
+    """The worker's decisions: which ticket next, with which weights, and what to tell the buffer."""
+
+    def __init__(
+        self,
+        roller: Roller,
+        arena: Arena,
+        weights_path: Path,
+        targets: Mapping[str, torch.Tensor],
+        sender: Sender,
+        metrics: RolloutMetrics,
+        *,
+        index: int,
+        clock: Callable[[], float],
+        checksum: bool = True,
+        initial_version: int = -1,
+    ) -> None:
+        """Introduce this worker to the buffer.
+
+        Args:
+            roller: Makes experience of prompts.
+            arena: Mapped with its payload.
+            weights_path: File of the published weights; it appears with the first publish.
+            targets: The tensors that published weights are copied into, by published name.
+            sender: To the buffer.
+            metrics: Where the work is counted.
+            index: This worker's number.
+            clock: Monotonic seconds.
+            checksum: Whether sealed extents carry one.
+            initial_version: The version of the weights as loaded; -1 if only published ones count.
+        """
+        self.draining = False
+        self.held = WeightsVersion(initial_version, 0)
+        self._roller = roller
+        self._arena = arena
+        self._weights_path = weights_path
+        self._targets = targets
+        self._sender = sender
+        self._metrics = metrics
+        self._name = worker_name(index)
+        self._clock = clock
+        self._checksum = checksum
+        self._reader: WeightsReader | None = None
+        self._incarnation = random.getrandbits(62)
+        self._buffer_incarnation: int | None = None
+        self._tickets: list[Ticket] = []
+        self._unsettled: dict[int, Message] = {}
+        sender.send(self._hello())
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no ticket to work on."""
+        return not self._tickets
+
+    @property
+    def finished(self) -> bool:
+        """Whether a drain is complete: nothing in hand, nothing the buffer does not know of."""
+        return self.draining and not self._tickets and not self._unsettled
+
+    def handle(self, message: Message) -> None:
+        """Take note of what the buffer says."""
+        match message:
+            case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
+                self._meet(incarnation)
+            case Ticket(to=self._incarnation):
+                if message.ticket not in self._unsettled and all(t.ticket != message.ticket for t in self._tickets):
+                    self._tickets.append(message)
+            case Settled(to=self._incarnation, ticket=ticket):
+                self._unsettled.pop(ticket, None)
+            case Wait(to=self._incarnation, reason=reason):
+                self._metrics.wait_for(reason)
+            case Drain():
+                self.draining = True
+
+    def step(self) -> None:
+        """Work on the oldest ticket in hand."""
+        ticket = self._tickets[0]
+        outcome = self._work(ticket)
+        self._tickets.pop(0)
+        self._unsettled[ticket.ticket] = outcome
+        self._sender.send(outcome)
+
+    def close(self) -> None:
+        """Unmap the weights."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _hello(self) -> Hello:
+        return Hello(self._name, self._incarnation, [*self._unsettled, *(ticket.ticket for ticket in self._tickets)])
+
+    def _meet(self, incarnation: int) -> None:
+        self._buffer_incarnation = incarnation
+        self._sender.send(self._hello())
+        for message in self._unsettled.values():
+            self._sender.send(message)
+        self._sender.send(WantTickets(self._name, self._incarnation, TICKETS_AHEAD))
+
+    def _work(self, ticket: Ticket) -> Message:
+        if ticket.policy_version > self.held.version:
+            self._fetch()
+        try:
+            rolled = self._roller.roll(ticket.position, ticket.prompts)
+            if rolled.experience is None:
+                return self._failed(ticket, "prompts fill max_length", retry=False)
+            if self._clock() > ticket.deadline_s:
+                return self._failed(ticket, "deadline passed", retry=True)
+            return self._seal(ticket, rolled)
+        except (RewardError, FieldError, ShapeError, ArenaFullError) as error:
+            # The rollout itself is unusable: the same prompts would give the same again.
+            log.error("rollout failed: ticket=%d position=%d reason=%s", ticket.ticket, ticket.position, error)
+            return self._failed(ticket, str(error), retry=False)
+
+    def _seal(self, ticket: Ticket, rolled: Rolled) -> Sealed:
+        experience = rolled.experience
+        assert experience is not None
+        with self._metrics.activity("seal"):
+            encoded = codec.encode(
+                experience, self._arena.extent(ticket.offset, ticket.nbytes), checksum=self._checksum
+            )
+        self._metrics.rolled(experience, prompts=ticket.prompts, prompts_failed=rolled.prompts_failed)
+        return Sealed(
+            self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
+            self.held.version, self.held.fingerprint, rolled.prompts_failed,
+        )  # fmt: skip
+
+    def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:
+        self._metrics.failed(prompts=ticket.prompts, retried=retry)
+        return Failed(self._name, ticket.ticket, reason, retry)
+
+    def _fetch(self) -> None:
+        if self._reader is None:
+            self._reader = WeightsReader(self._weights_path)
+        with self._metrics.activity("fetch_weights"):
+            started_s = self._clock()
+            self.held = self._reader.fetch(self._targets)
+            self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
+
+
+def refuse_broken_reward(roller: Roller) -> None:
+    """Roll one prompt out before the first ticket, so that a broken reward function ends the start and not the night.
+
+    Raises:
+        RlhfdError: Whatever the rollout of the first usable prompt raises.
+    """
+    for position in range(64):
+        if roller.roll(position, 1).experience is not None:
+            return
+    raise RlhfdError("none of the first 64 prompts leaves room for a response within rollout.max_length")

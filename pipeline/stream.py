@@ -1,0 +1,346 @@
+"""The trainer's side: a connection to a running daemon that yields batches of experience and publishes weights.
+
+    with pipeline.connect("run/rlhfd", rank=0, world_size=1) as daemon:
+        for experience in daemon.experiences(device="cuda:0"):
+            loss = ...
+            daemon.publish(actor=model.state_dict())
+
+A batch is leased, not taken: it counts as trained when the next one is asked for, or when weights are published. One that
+was not acknowledged when its trainer died is delivered again.
+"""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pipeline import codec
+from pipeline.arena import Arena
+from pipeline.errors import ConfigError, DeadlineError, UnreachableError
+from pipeline.experience import Experience
+from pipeline.instance import find
+from pipeline.messages import Ack, Credit, Drain, Hello, Lease, Message, Published, Release, Welcome
+from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, trainer_name
+from pipeline.weights import WeightsPublisher, WeightsReader, WeightsVersion, flatten
+
+_CONNECT_TIMEOUT_S = 30.0
+_ACKS_KEPT = 256
+
+log = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """Where a role's messages come from: a mailbox, or a queue when all roles share one process."""
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """Return what has come, waiting up to `timeout_s` for the first message."""
+
+
+class Batch(NamedTuple):
+    """A leased batch: its rows, its lease, and the policy version that is trained on it."""
+
+    experience: Experience
+    lease: int
+    for_version: int
+
+
+class Connection:
+    """One trainer rank's link to the daemon. Not thread-safe; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        weights_path: Path,
+        receiver: Receiver,
+        sender: Sender,
+        *,
+        rank: int,
+        world_size: int,
+        prefetch: int = 2,
+        verify_checksum: bool = True,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Introduce this rank to the buffer; `connect` is the usual way here.
+
+        Args:
+            arena: Mapped with its payload.
+            weights_path: File of the published weights, made by the first `publish`.
+            receiver: This rank's mail.
+            sender: To the buffer.
+            rank: This rank.
+            world_size: Ranks in all, as in the daemon's configuration.
+            prefetch: Batches leased ahead, the one in hand included.
+            verify_checksum: Whether each extent's checksum is looked at before its rows are used.
+            on_close: Called once by `close`.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.draining = False
+        self.deliveries_repeated = 0
+        self._arena = arena
+        self._weights_path = weights_path
+        self._receiver = receiver
+        self._sender = sender
+        self._prefetch = prefetch
+        self._verify_checksum = verify_checksum
+        self._on_close = on_close
+        self._incarnation = random.getrandbits(62)
+        self._buffer_incarnation: int | None = None
+        self._leases: collections.deque[Lease] = collections.deque()
+        self._in_hand: Batch | None = None
+        self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
+        self._publisher: WeightsPublisher | None = None
+        self._published: Published | None = None
+        self._closed = False
+        self._send(self._hello())
+
+    # Batches.
+
+    def experiences(self, *, device: str | torch.device = "cpu", timeout_s: float | None = None) -> Iterator[Experience]:
+        """Yield batches of `sample_batch_size` rows until the daemon drains.
+
+        Each batch counts as trained when the next is asked for, or at `publish`.
+
+        Args:
+            device: Where the tensors go; a CUDA device is fed from page-locked memory.
+            timeout_s: Longest wait for one batch, None for no end.
+
+        Raises:
+            DeadlineError: If no batch came in time.
+        """
+        while (batch := self.take(timeout_s=timeout_s, device=device)) is not None:
+            yield batch.experience
+            self.acknowledge()
+
+    def take(self, *, timeout_s: float | None, device: str | torch.device = "cpu") -> Batch | None:
+        """Return the next batch, None once the daemon drains.
+
+        Raises:
+            DeadlineError: If `timeout_s` passed without one.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.acknowledge()
+        while not self.draining:
+            if (batch := self.poll(device=device)) is not None:
+                return batch
+            left_s = 1.0 if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(f"no batch for trainer rank {self.rank} within {timeout_s:g} s")
+            self.receive(min(left_s, 1.0))
+        return None
+
+    def poll(self, *, device: str | torch.device = "cpu") -> Batch | None:
+        """Return the next batch if it is here."""
+        if self.draining or not self._leases:
+            return None
+        lease = self._leases.popleft()
+        experience = self._gather(lease, torch.device(device))
+        self._in_hand = Batch(experience, lease.lease, lease.for_version)
+        return self._in_hand
+
+    def acknowledge(self) -> None:
+        """Count the batch in hand as trained; without one, do nothing."""
+        if self._in_hand is not None:
+            self._acks.append(self._in_hand.lease)
+            self._send(Ack(trainer_name(self.rank), self._in_hand.lease))
+            self._in_hand = None
+
+    def receive(self, timeout_s: float) -> None:
+        """Take note of what the buffer says, waiting up to `timeout_s` for it."""
+        for message in self._receiver.receive(timeout_s):
+            self._handle(message)
+
+    # Weights.
+
+    def newest(self) -> WeightsVersion | None:
+        """Return the version published last, by this trainer or the one before it; None before the first."""
+        if not self._weights_path.exists():
+            return None
+        reader = WeightsReader(self._weights_path)
+        try:
+            return reader.newest()
+        finally:
+            reader.close()
+
+    def restore(self, **models: Mapping[str, torch.Tensor]) -> WeightsVersion:
+        """Copy the newest published weights into state dicts, as a trainer does that takes a dead one's place.
+
+        Raises:
+            WeightsError: If there are none, or they are another model's.
+        """
+        reader = WeightsReader(self._weights_path)
+        try:
+            return reader.fetch({f"{prefix}.{name}": t for prefix, state in models.items() for name, t in state.items()})
+        finally:
+            reader.close()
+
+    def publish(
+        self,
+        *,
+        actor: Mapping[str, torch.Tensor],
+        critic: Mapping[str, torch.Tensor] | None = None,
+        version: int | None = None,
+    ) -> WeightsVersion:
+        """Publish weights as the next policy version; the batch in hand counts as trained by it.
+
+        Args:
+            actor: The policy's state dict, on any device, under Hugging Face's names.
+            critic: The critic's, with PPO.
+            version: The version's number, None for one more than the newest.
+
+        Raises:
+            ConfigError: If shared memory has no room for the weights.
+            WeightsError: If the tensors are not those of the first publish, or the version is not new.
+        """
+        self.acknowledge()
+        tensors = flatten(actor=actor, critic=critic)
+        if self._publisher is None:
+            self._publisher = WeightsPublisher(self._weights_path, tensors)
+        if version is None:
+            newest = self.newest()
+            version = 1 if newest is None else newest.version + 1
+        published = self._publisher.publish(version, tensors)
+        through = self._acks[-1] // self.world_size * self.world_size + self.world_size if self._acks else 0
+        self._published = Published(published.version, published.fingerprint, through)
+        self._send(self._published)
+        return published
+
+    # The end.
+
+    def close(self) -> None:
+        """Hand back what is leased and not trained, then disconnect."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._in_hand is not None:
+            self._send(Release(trainer_name(self.rank), self._in_hand.lease))
+        for lease in self._leases:
+            self._send(Release(trainer_name(self.rank), lease.lease))
+        if self._publisher is not None:
+            self._publisher.close()
+        self._on_close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A batch that was in hand when its step failed is not trained: `close` hands it back.
+        self.close()
+
+    # Messages.
+
+    def _send(self, message: Message) -> None:
+        self._sender.send(message)
+
+    def _hello(self) -> Hello:
+        held = [lease.lease for lease in self._leases]
+        if self._in_hand is not None:
+            held.append(self._in_hand.lease)
+        return Hello(trainer_name(self.rank), self._incarnation, held)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
+                self._meet(incarnation)
+            case Lease(to=self._incarnation):
+                self.deliveries_repeated += message.deliveries > 1
+                self._leases.append(message)
+            case Drain():
+                self.draining = True
+
+    def _meet(self, incarnation: int) -> None:
+        if self._buffer_incarnation is not None:
+            log.info("the buffer was restarted, telling it what it may have missed")
+            for lease in self._acks:
+                self._send(Ack(trainer_name(self.rank), lease))
+            if self._published is not None:
+                self._send(self._published)
+        self._buffer_incarnation = incarnation
+        self._send(self._hello())
+        self._send(Credit(trainer_name(self.rank), self._incarnation, self._prefetch))
+
+    def _gather(self, lease: Lease, device: torch.device) -> Experience:
+        parts = []
+        versions = []
+        for part in lease.parts:
+            memory = self._arena.extent(part.offset, part.nbytes)
+            reader = codec.ExtentReader(memory, checksum=part.checksum if self._verify_checksum else 0)
+            parts.append((reader, part.rows))
+            versions += [part.policy_version] * len(part.rows)
+        experience = codec.gather(parts, pin_memory=device.type == "cuda")
+        experience.info = {**(experience.info or {}), "policy_version": torch.tensor(versions)}
+        if device.type != "cpu":
+            experience.to_device(device)
+        return experience
+
+
+def connect(
+    runtime_dir: str | os.PathLike[str] = "run/rlhfd", *, rank: int = 0, world_size: int = 1, prefetch: int = 2
+) -> Connection:
+    """Connect a trainer rank to the daemon that serves `runtime_dir`.
+
+    Args:
+        runtime_dir: As configured under ``daemon.runtime_dir``.
+        rank: This process's rank; each rank connects once.
+        world_size: Ranks in all, as configured under ``trainer.world_size``.
+        prefetch: Batches leased ahead.
+
+    Raises:
+        NotRunningError: If no daemon serves it.
+        UnreachableError: If the daemon's buffer does not answer.
+        ConfigError: If the rank is taken, or the daemon was configured for another world size.
+    """
+    record = find(Path(runtime_dir))
+    if record.world_size != world_size or not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {record.world_size}")
+    folder = Path(record.shm_dir)
+    connection = open_connection(folder, rank=rank, world_size=world_size, prefetch=prefetch)
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    while connection._buffer_incarnation is None:
+        if time.monotonic() > deadline:
+            connection.close()
+            raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
+        connection.receive(0.1)
+    return connection
+
+
+def open_connection(folder: Path, *, rank: int, world_size: int, prefetch: int = 2, verify_checksum: bool = True) -> Connection:
+    """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`."""
+    lock = _lock_rank(folder, rank)
+    arena = Arena(folder / "arena")
+    arena.populate()
+    mailbox = Mailbox(folder, trainer_name(rank))
+    outbox = Outbox(folder, BUFFER)
+
+    def on_close() -> None:
+        outbox.close(linger_s=1.0)
+        mailbox.close()
+        arena.close()
+        os.close(lock)
+
+    return Connection(
+        arena, folder / "weights", mailbox, outbox,
+        rank=rank, world_size=world_size, prefetch=prefetch, verify_checksum=verify_checksum, on_close=on_close,
+    )  # fmt: skip
+
+
+def _lock_rank(folder: Path, rank: int) -> int:
+    descriptor = os.open(folder / f"{trainer_name(rank)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"trainer rank {rank} is connected already") from None
+    return descriptor

@@ -1,0 +1,282 @@
+"""Policy weights in shared memory: the trainer publishes versions, rollout workers copy the newest one between rollouts.
+
+    page 0      magic, slots, slot bytes, data offset, manifest bytes; then `newest` (slot + 1, 0 before the first publish)
+    512         one header of 64 B a slot: sequence, version, fingerprint
+    4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
+    data        the slots, page-aligned
+
+A slot's sequence is odd while it is written. The publisher takes the slot after the newest: sequence odd, tensors,
+fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and looks at its sequence before
+and after; if it changed, or the fingerprint is wrong, the copy is thrown away. With several slots nobody waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+import xxhash
+
+from pipeline.arena import PAGE_BYTES, allocate, refuse_larger_than_free
+from pipeline.errors import WeightsError
+
+_MAGIC = b"rlhfd-weights\x00\x00\x01"
+_HEADER = struct.Struct("<16sQQQQ")
+_NEWEST = 64 // 8
+_SLOT_HEADERS = 512
+_SLOT_HEADER_BYTES = 64
+_MAX_SLOTS = (PAGE_BYTES - _SLOT_HEADERS) // _SLOT_HEADER_BYTES
+_FETCH_ATTEMPTS = 16
+
+log = logging.getLogger(__name__)
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where one tensor lies in every slot."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+class WeightsVersion(NamedTuple):
+    """A published version and the xxh3-64 fingerprint of its bytes."""
+
+    version: int
+    fingerprint: int
+
+
+def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Join state dicts as ``{"actor.lm_head.weight": ...}``, a tensor that two names share (tied weights) once."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size, torch.dtype]] = set()
+    for prefix, state in models.items():
+        for name, tensor in (state or {}).items():
+            identity = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            if tensor.numel() and identity not in seen:
+                seen.add(identity)
+                tensors[f"{prefix}.{name}"] = tensor.detach()
+    return tensors
+
+
+class _Mapping:
+    """The file's mapping; publisher and reader see the same bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self.memory = memoryview(self._map)
+        magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = _HEADER.unpack_from(self.memory)
+        if magic != _MAGIC:
+            raise WeightsError(f"{path} holds no weights of this version")
+        manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
+        self.places = msgspec.msgpack.decode(manifest, type=list[TensorPlace])
+        self.marks = self.memory[:PAGE_BYTES].cast("Q")
+
+    def slot_mark(self, slot: int) -> int:
+        return (_SLOT_HEADERS + slot * _SLOT_HEADER_BYTES) // 8
+
+    def slot_memory(self, slot: int) -> memoryview:
+        start = self.data_offset + slot * self.slot_bytes
+        return self.memory[start : start + self.slot_bytes]
+
+    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
+        memory = self.slot_memory(slot)
+        return {
+            place.name: torch.frombuffer(
+                memory[place.offset : place.offset + place.nbytes], dtype=getattr(torch, place.dtype)
+            ).reshape(place.shape)
+            for place in self.places
+        }
+
+    def newest(self) -> int | None:
+        slot = self.marks[_NEWEST]
+        return slot - 1 if slot else None
+
+    def version(self, slot: int) -> WeightsVersion:
+        mark = self.slot_mark(slot)
+        return WeightsVersion(self.marks[mark + 1], self.marks[mark + 2])
+
+    def close(self) -> None:
+        self.marks.release()
+        self.memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            # A tensor over a slot still lives; the mapping goes with it.
+            pass
+
+
+class WeightsPublisher:
+    """The trainer's side; exactly one process publishes."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], *, slots: int = 3) -> None:
+        """Attach to the weights of an earlier trainer of the same model, or allocate room for `slots` versions.
+
+        Args:
+            path: The file, in the instance's shared-memory folder.
+            tensors: What will be published (`flatten`); names, dtypes and shapes are fixed from here on.
+            slots: Versions held at once, at least 2.
+
+        Raises:
+            ConfigError: If shared memory has less room than that.
+        """
+        if not 2 <= slots <= _MAX_SLOTS:
+            raise ValueError(f"slots must be 2 to {_MAX_SLOTS}, got {slots}")
+        places = _places(tensors)
+        if not self._matches(path, places):
+            _create(path, places, slots)
+        self._mapping = _Mapping(path)
+        self._views = [self._mapping.tensors(slot) for slot in range(self._mapping.slots)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version."""
+        return self._mapping.slot_bytes
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightsVersion:
+        """Make `version` the newest.
+
+        Args:
+            version: Above every version before.
+            tensors: Values, on any device, under the names given at the start.
+
+        Raises:
+            WeightsError: If a tensor is missing, of another shape, or the version is not new.
+        """
+        newest = self._mapping.newest()
+        if newest is not None and self._mapping.version(newest).version >= version:
+            raise WeightsError(f"version {version} is not above {self._mapping.version(newest).version}")
+        slot = 0 if newest is None else (newest + 1) % self._mapping.slots
+        mark, marks = self._mapping.slot_mark(slot), self._mapping.marks
+        marks[mark] |= 1
+        for name, view in self._views[slot].items():
+            if name not in tensors or tensors[name].shape != view.shape:
+                raise WeightsError(f"{name}: {tuple(tensors[name].shape) if name in tensors else 'missing'}, expected {tuple(view.shape)}")
+            view.copy_(tensors[name].detach())
+        fingerprint = _fingerprint(self._mapping.slot_memory(slot))
+        marks[mark + 1], marks[mark + 2] = version, fingerprint
+        marks[mark] += 1
+        # Last: whoever sees this slot as the newest sees it whole.
+        marks[_NEWEST] = slot + 1
+        return WeightsVersion(version, fingerprint)
+
+    def close(self) -> None:
+        """Unmap; the file stays for the workers."""
+        self._views.clear()
+        self._mapping.close()
+
+    @staticmethod
+    def _matches(path: Path, places: list[TensorPlace]) -> bool:
+        if not path.exists():
+            return False
+        mapping = _Mapping(path)
+        try:
+            return mapping.places == places
+        finally:
+            mapping.close()
+
+
+class WeightsReader:
+    """A worker's side."""
+
+    def __init__(self, path: Path) -> None:
+        self._mapping = _Mapping(path)
+        self._views = [self._mapping.tensors(slot) for slot in range(self._mapping.slots)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version."""
+        return self._mapping.slot_bytes
+
+    def newest(self) -> WeightsVersion | None:
+        """Return the newest version, None before the first publish."""
+        slot = self._mapping.newest()
+        return None if slot is None else self._mapping.version(slot)
+
+    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
+        """Copy the newest version into a model's tensors.
+
+        Args:
+            into: Targets by published name; every published tensor needs one of its shape.
+
+        Returns:
+            The version the targets hold now, with its verified fingerprint.
+
+        Raises:
+            WeightsError: If nothing was published, a target is missing or misshapen, or no whole copy could be had.
+        """
+        for _ in range(_FETCH_ATTEMPTS):
+            slot = self._mapping.newest()
+            if slot is None:
+                raise WeightsError("no weights were published yet")
+            mark = self._mapping.slot_mark(slot)
+            before = self._mapping.marks[mark]
+            found = self._mapping.version(slot)
+            if before % 2 == 0 and self._copy(slot, into) == found.fingerprint and self._mapping.marks[mark] == before:
+                return found
+            log.warning("weights of version %d were overtaken while being copied, trying again", found.version)
+        raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
+
+    def _copy(self, slot: int, into: Mapping[str, torch.Tensor]) -> int:
+        with torch.no_grad():
+            for name, view in self._views[slot].items():
+                target = into.get(name)
+                if target is None or target.shape != view.shape:
+                    shape = "missing" if target is None else tuple(target.shape)
+                    raise WeightsError(f"{name}: {shape} in the model, published as {tuple(view.shape)}")
+                target.copy_(view)
+        return _fingerprint(self._mapping.slot_memory(slot))
+
+    def close(self) -> None:
+        """Unmap."""
+        self._views.clear()
+        self._mapping.close()
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> list[TensorPlace]:
+    places, offset = [], 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        places.append(TensorPlace(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, nbytes))
+        offset += (nbytes + 63) // 64 * 64
+    return places
+
+
+def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
+    manifest = msgspec.msgpack.encode(places)
+    data_offset = PAGE_BYTES + _page_up(len(manifest))
+    slot_bytes = _page_up(places[-1].offset + places[-1].nbytes) if places else PAGE_BYTES
+    total_bytes = data_offset + slots * slot_bytes
+    refuse_larger_than_free(path.parent, total_bytes, f"weights in {slots} slots")
+    temporary = path.with_suffix(".new")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        allocate(descriptor, total_bytes, f"weights in {slots} slots")
+        os.pwrite(descriptor, _HEADER.pack(_MAGIC, slots, slot_bytes, data_offset, len(manifest)), 0)
+        os.pwrite(descriptor, manifest, PAGE_BYTES)
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _fingerprint(memory: memoryview) -> int:
+    # Above 2**63 a fingerprint would not fit every reader's signed integer.
+    return xxhash.xxh3_64_intdigest(memory) >> 1
+
+
+def _page_up(nbytes: int) -> int:
+    return (nbytes + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES

@@ -1,0 +1,176 @@
+"""An instance's folder in shared memory: what lies in it, how it is made, taken over and removed.
+
+    arena         ledger and experiences            weights       published policy versions
+    metrics       the slab                          config.json   the effective configuration, for the children
+    *.sock        ZeroMQ and control sockets        *.lock        one trainer rank each
+    run.json      which run this is
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from pipeline.admission import Limits
+from pipeline.arena import Arena
+from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES, row_bytes_bound
+from pipeline.config import Config
+from pipeline.errors import ConfigError, LedgerError
+from pipeline.ledger import LedgerLayout
+
+_LEAST_EXTENTS = 256
+_MOST_EXTENTS = 16384
+_TYPICAL_ROW_BYTES = 256
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Which run an arena belongs to: its id, and what must be equal for another start to go on with it."""
+
+    run_id: str
+    identity: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """The folder of one instance."""
+
+    folder: Path
+    run: Run
+    taken_over: bool = False
+
+    @property
+    def arena_path(self) -> Path:
+        """The arena's file."""
+        return self.folder / "arena"
+
+    @property
+    def weights_path(self) -> Path:
+        """The published weights; made by the first publish."""
+        return self.folder / "weights"
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics slab."""
+        return self.folder / "metrics"
+
+    @property
+    def config_path(self) -> Path:
+        """The effective configuration as the children read it."""
+        return self.folder / "config.json"
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Workspace:
+        """Return the workspace that a supervisor has prepared."""
+        folder = Path(folder)
+        return cls(folder, msgspec.json.decode((folder / "run.json").read_bytes(), type=Run))
+
+    @classmethod
+    def prepare(cls, folder: Path, config: Config) -> Workspace:
+        """Make the folder, or take over what a killed supervisor of the same run left in it.
+
+        The caller holds the instance lock. Whatever was left by another run is removed.
+
+        Raises:
+            ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches.
+        """
+        limits = limits_of(config)
+        refuse_small_arena(config, limits)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"{folder} belongs to another user")
+        folder.chmod(0o700)
+        layout = ledger_layout(config)
+        workspace = cls._left_behind(folder, identity_of(config), layout)
+        try:
+            if workspace is None:
+                workspace = cls._fresh(folder, config, layout)
+            workspace.config_path.touch(mode=0o600)
+            workspace.config_path.write_text(config.model_dump_json())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return workspace
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @classmethod
+    def _left_behind(cls, folder: Path, identity: str, layout: LedgerLayout) -> Workspace | None:
+        try:
+            found = cls.open(folder)
+            arena = Arena(folder / "arena", payload=False)
+        except (OSError, msgspec.DecodeError, LedgerError):
+            return None
+        arena.close()
+        if found.run.identity != identity or arena.layout != layout.identity:
+            return None
+        # Sockets and ranks of the dead are of no use to anyone.
+        for left in [*folder.glob("*.sock"), *folder.glob("*.lock"), *folder.glob("*.new")]:
+            left.unlink(missing_ok=True)
+        return dataclasses.replace(found, taken_over=True)
+
+    @classmethod
+    def _fresh(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
+        for left in folder.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        Arena.create(
+            folder / "arena",
+            payload_bytes=config.buffer.arena_bytes,
+            ledger_bytes=layout.nbytes,
+            layout=layout.identity,
+        )
+        run = Run(secrets.token_hex(4), identity_of(config))
+        # Written last: a folder without it was never finished.
+        (folder / "run.json").touch(mode=0o600)
+        (folder / "run.json").write_bytes(msgspec.json.encode(run))
+        return cls(folder, run)
+
+
+def limits_of(config: Config) -> Limits:
+    """Return what bounds the buffer under this configuration."""
+    return Limits(
+        sample_batch_size=config.sample_batch_size,
+        rows_per_version=config.rows_per_version,
+        group_size=config.group_size,
+        prompts_per_ticket=config.prompts_per_ticket,
+        max_staleness=config.buffer.max_staleness,
+        limit_batches=config.buffer.limit,
+        world_size=config.trainer.world_size,
+        row_bytes=row_bytes_bound(config.rollout.max_length),
+        drop_stale=config.buffer.stale_policy == "drop",
+    )
+
+
+def ledger_layout(config: Config) -> LedgerLayout:
+    """Return a ledger with a record for as many extents as the arena could hold of short rows."""
+    rows = config.prompts_per_ticket * config.group_size
+    extents = config.buffer.arena_bytes // (rows * _TYPICAL_ROW_BYTES)
+    return LedgerLayout(extents=min(max(extents, _LEAST_EXTENTS), _MOST_EXTENTS), rows_per_extent=rows)
+
+
+def refuse_small_arena(config: Config, limits: Limits) -> None:
+    """Raise ConfigError when the arena could not hold one batch for each rank and one ticket beside them."""
+    rows = limits.sample_batch_size * limits.world_size + limits.prompts_per_ticket * limits.group_size
+    needed_bytes = rows * limits.row_bytes + 2 * EXTENT_OVERHEAD_BYTES
+    if config.buffer.arena_bytes < needed_bytes:
+        raise ConfigError(
+            f"buffer.arena_bytes: {config.buffer.arena_bytes:,} B cannot hold a batch a rank and a ticket: "
+            f"{rows} rows of {config.rollout.max_length} tokens take up to {needed_bytes:,} B"
+        )
+
+
+def identity_of(config: Config) -> str:
+    """Return a digest of everything that makes two runs the same run: models, prompts, seed, algorithm and batches."""
+    parts = (
+        config.daemon.seed, config.model.model_dump_json(), config.prompts.model_dump_json(), config.rollout.algorithm,
+        config.rollout.num_generations, config.rollout.max_length, config.sample_batch_size, config.prompts_per_ticket,
+        config.trainer.world_size, config.trainer.kind, config.buffer.arena_bytes,
+    )  # fmt: skip
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

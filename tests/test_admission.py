@@ -1,0 +1,225 @@
+"""The rules that bound the buffer and the staleness of what it holds."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import admission
+from pipeline.admission import Limits
+from pipeline.ledger import Ledger, LedgerLayout
+
+LIMITS = Limits(
+    sample_batch_size=8,
+    rows_per_version=8,
+    group_size=2,
+    prompts_per_ticket=2,
+    max_staleness=0,
+    limit_batches=0,
+    world_size=1,
+    row_bytes=100,
+)
+
+
+def ledger_at(version=0):
+    layout = LedgerLayout(extents=64, rows_per_extent=8)
+    ledger = Ledger(memoryview(bytearray(layout.nbytes)), layout)
+    ledger.publish(version, 0)
+    return ledger
+
+
+def issue(ledger, limits=LIMITS):
+    prompts, _ = admission.prompts_to_issue(ledger, limits)
+    record = ledger.reserve(rows=prompts * limits.group_size, prompts=prompts, offset=0, nbytes=64)
+    ledger.assign(record, 0)
+    return record
+
+
+def seal(ledger, record, rows=None):
+    ledger.seal(
+        record,
+        rows=rows or record.rows,
+        nbytes=1,
+        checksum=0,
+        policy_version=record.policy_version,
+        fingerprint=0,
+        now_s=0.0,
+    )
+
+
+def test_no_ticket_before_the_first_weights():
+    layout = LedgerLayout(extents=4, rows_per_extent=8)
+    ledger = Ledger(memoryview(bytearray(layout.nbytes)), layout)
+
+    assert admission.prompts_to_issue(ledger, LIMITS) == (0, "staleness")
+
+
+def test_without_staleness_exactly_one_version_of_rows_is_issued():
+    ledger = ledger_at()
+
+    for _ in range(2):
+        issue(ledger)
+
+    assert ledger.reserved == 8
+    assert admission.prompts_to_issue(ledger, LIMITS) == (0, "staleness")
+
+
+def test_the_next_version_is_issued_only_once_the_last_is_published():
+    ledger = ledger_at()
+    for _ in range(2):
+        seal(ledger, issue(ledger))
+    lease = ledger.lease(admission.next_batch(ledger, LIMITS))
+    ledger.acknowledge(lease)
+    assert admission.prompts_to_issue(ledger, LIMITS) == (0, "staleness"), "trained, not yet published"
+
+    ledger.publish(1, 1)
+
+    assert admission.prompts_to_issue(ledger, LIMITS) == (2, "")
+
+
+def test_a_late_acknowledgement_of_another_rank_does_not_shrink_the_room():
+    limits = dataclasses.replace(LIMITS, world_size=2, rows_per_version=16)
+    ledger = ledger_at()
+    for _ in range(4):
+        seal(ledger, issue(ledger, limits))
+    first = ledger.lease(admission.next_batch(ledger, limits))
+    second = ledger.lease(admission.next_batch(ledger, limits))
+    ledger.acknowledge(first)
+    ledger.publish(1, 2)
+    room_before = admission.prompts_to_issue(ledger, limits)
+
+    ledger.acknowledge(second)
+
+    assert room_before == admission.prompts_to_issue(ledger, limits) == (2, "")
+
+
+def test_a_short_ticket_is_followed_by_a_small_one_so_that_the_batch_fills():
+    ledger = ledger_at()
+    seal(ledger, issue(ledger), rows=2)
+    seal(ledger, issue(ledger))
+    assert admission.next_batch(ledger, LIMITS) is None
+
+    prompts, _ = admission.prompts_to_issue(ledger, LIMITS)
+
+    assert prompts == 1, "two rows are missing, which is one prompt of two responses"
+
+
+def test_the_limit_counts_batches_reserved_or_ready():
+    limits = dataclasses.replace(LIMITS, max_staleness=9, limit_batches=1)
+    ledger = ledger_at()
+    for _ in range(2):
+        issue(ledger, limits)
+
+    assert admission.prompts_to_issue(ledger, limits) == (0, "full")
+
+
+def test_limit_zero_is_bounded_by_staleness_alone():
+    limits = dataclasses.replace(LIMITS, max_staleness=3)
+    ledger = ledger_at()
+    for _ in range(8):
+        issue(ledger, limits)
+
+    assert admission.prompts_to_issue(ledger, limits) == (0, "staleness")
+
+
+def test_a_batch_takes_the_oldest_tickets_first_whatever_the_order_of_arrival():
+    ledger = ledger_at()
+    records = [issue(ledger), issue(ledger)]
+    seal(ledger, records[1])
+    seal(ledger, records[0])
+
+    batch = admission.next_batch(ledger, LIMITS)
+
+    assert [(record.ticket, rows) for record, rows in batch] == [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
+
+
+def test_a_batch_waits_for_a_ticket_that_would_be_too_old_for_the_next():
+    limits = dataclasses.replace(LIMITS, max_staleness=1)
+    ledger = ledger_at()
+    slow, *quick = [issue(ledger, limits) for _ in range(4)]
+    for record in quick:
+        seal(ledger, record)
+    ledger.publish(1, 0)
+
+    assert ledger.ready == 12
+    assert admission.next_batch(ledger, limits) is None
+
+    seal(ledger, slow)
+    assert admission.next_batch(ledger, limits)[0][0] is slow
+
+
+def test_rows_beyond_the_bound_are_found_stale():
+    ledger = ledger_at()
+    record = issue(ledger)
+    seal(ledger, record)
+
+    ledger.publish(1, 0)
+
+    assert admission.stale_rows(ledger, LIMITS) == [(record, [0, 1, 2, 3])]
+
+
+@given(
+    st.integers(0, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(0, 2**32), st.integers(0, 2)
+)  # fmt: skip
+def test_no_row_is_ever_trained_beyond_the_bound_and_nothing_stalls(staleness, batches, world, prompts, seed, limit):
+    limits = Limits(
+        sample_batch_size=4,
+        rows_per_version=4 * world * batches,
+        group_size=2,
+        prompts_per_ticket=prompts,
+        max_staleness=staleness,
+        limit_batches=limit,
+        world_size=world,
+        row_bytes=1,
+    )
+    rng = random.Random(seed)
+    ledger = ledger_at()
+    trained_batches = 0
+    open_leases: list[int] = []
+    steps_without_progress = 0
+    while trained_batches < 12 * limits.batches_per_version:
+        actions = []
+        if admission.prompts_to_issue(ledger, limits)[0]:
+            actions.append("issue")
+        if ledger.reserved:
+            actions.append("seal")
+        if len(open_leases) < 2 * world and admission.next_batch(ledger, limits):
+            actions.append("lease")
+        if open_leases:
+            actions.append("train")
+        assert actions, f"stalled: {ledger.totals} reserved={ledger.reserved} ready={ledger.ready}"
+        action = rng.choice(actions)
+        if action == "issue":
+            issue(ledger, limits)
+        elif action == "seal":
+            record = rng.choice(list(ledger.reserved_extents()))
+            # A ticket may come up short by a prompt.
+            seal(ledger, record, rows=max(2, record.rows - 2 * rng.randrange(2)))
+        elif action == "lease":
+            lease = ledger.totals.leases
+            trained_at = admission.version_of_lease(ledger, limits, lease)
+            chosen = admission.next_batch(ledger, limits)
+            assert sum(len(rows) for _, rows in chosen) == 4
+            assert all(trained_at - record.policy_version <= staleness for record, _ in chosen)
+            open_leases.append(ledger.lease(chosen))
+        else:
+            lease = open_leases.pop(0)
+            assert admission.version_of_lease(ledger, limits, lease) == ledger.totals.policy_version
+            ledger.acknowledge(lease)
+            trained_batches += 1
+            if trained_batches % limits.batches_per_version == 0:
+                ledger.publish(ledger.totals.policy_version + 1, trained_batches)
+        steps_without_progress += 1
+        assert steps_without_progress < 5000
+
+
+@pytest.mark.parametrize("lease", [0, 1, 2, 3])
+def test_a_leases_version_follows_from_what_the_newest_version_includes(lease):
+    limits = dataclasses.replace(LIMITS, rows_per_version=16)
+    ledger = ledger_at(version=5)
+
+    ledger.publish(6, 2)
+
+    assert admission.version_of_lease(ledger, limits, lease) == [5, 5, 6, 6][lease]
