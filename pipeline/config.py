@@ -1,0 +1,431 @@
+"""The configuration: every section and key with its type, bound, unit and meaning; the defaults are the embedded run.
+
+Reading files, the environment and ``--set`` is the work of `pipeline.config_file`; whatever way a `Config` is made, it
+has passed the same checks. Keys that may be left out and then follow from others are None here and have a property on
+`Config` that gives the value in force.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+BUILTIN_PREFIX = "builtin:"
+BUILTINS = ("builtin:sort-digits",)
+
+_BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTES_TEXT = re.compile(r"([0-9]+)\s*([KMGT]iB|B)")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def _parse_bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _BYTES_TEXT.fullmatch(value.strip())
+    if match is None:
+        raise PydanticCustomError("bytes", 'must be a number of bytes or a text such as "64MiB" or "2GiB"')
+    return int(match[1]) * _BYTE_UNITS[match[2]]
+
+
+def _check_devices(value: object) -> object:
+    if value == "auto":
+        return value
+    if not isinstance(value, list) or any(type(device) is not int or device < 0 for device in value):
+        raise PydanticCustomError("devices", 'must be "auto" or a list of device numbers')
+    if not value:
+        raise PydanticCustomError("devices", 'must be "auto" or name at least one device')
+    if len(set(value)) < len(value):
+        raise PydanticCustomError("devices", "must name each device once")
+    return value
+
+
+def _check_stops(value: object) -> object:
+    def is_sequence(ids: object) -> bool:
+        return isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
+
+    if value is None or is_sequence([value]) or is_sequence(value):
+        return value
+    if isinstance(value, list) and all(ids and is_sequence(ids) for ids in value):
+        return value
+    raise PydanticCustomError("stops", "must be a token id, a list of ids (one stop sequence), or a list of such lists")
+
+
+def _check_source(value: str) -> str:
+    if not value or "\0" in value:
+        raise PydanticCustomError("source", f"must be a path or one of {', '.join(BUILTINS)}")
+    if value.startswith(BUILTIN_PREFIX) and value not in BUILTINS:
+        raise PydanticCustomError("source", f"must be one of {', '.join(BUILTINS)} where it is no path")
+    return value
+
+
+def _check_folder(value: object) -> object:
+    if not isinstance(value, Path) and (not isinstance(value, str) or not value or "\0" in value):
+        raise PydanticCustomError("folder", "must be a path")
+    return value
+
+
+def _check_function(value: str) -> str:
+    if _FUNCTION.fullmatch(value) is None:
+        raise PydanticCustomError("function", 'must be of the form "module:function"')
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes, json_schema_input_type=int | str)]
+Devices = Annotated[Literal["auto"] | list[int], BeforeValidator(_check_devices)]
+Folder = Annotated[Path, Field(strict=False), BeforeValidator(_check_folder)]
+Source = Annotated[str, AfterValidator(_check_source)]
+FunctionName = Annotated[str, AfterValidator(_check_function)]
+StopTokenIds = Annotated[int | list[int] | list[list[int]] | None, BeforeValidator(_check_stops)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    # Strict: "8" for a number or true for 1 is a slip of the pen, not a wish.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
+
+
+class DaemonConfig(_Section):
+    """The daemon itself: where it lives and how it starts, ends and logs."""
+
+    name: str = Field(
+        default="rlhfd",
+        pattern=r"^[a-z0-9-]+$",
+        max_length=64,
+        description="Name of the instance, in process titles and metrics.",
+    )
+    runtime_dir: Folder = Field(
+        default=Path("run/rlhfd"),
+        description="Folder by which commands find the running instance; one instance a folder.",
+    )
+    state_dir: Folder = Field(
+        default=Path("state"), description="Folder of what outlives a run: checkpoints, the spool, the embedded task."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of prompt order, sampling and initialisation.")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Log lines for people, or one JSON object a line."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least level that is logged."
+    )
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, description="Seconds that rollouts in progress get to finish after a stop was asked for."
+    )
+    startup_timeout_s: float = Field(default=300.0, gt=0, description="Seconds that the roles get from start to ready.")
+
+
+class ModelConfig(_Section):
+    """The models, each a local directory as transformers saves it; none is ever downloaded."""
+
+    actor: Source = Field(default="builtin:sort-digits", description="Directory of the policy and its tokenizer.")
+    reference: Source | None = Field(
+        default=None,
+        description="Directory of the model that the KL is measured against; left out: the actor as it started.",
+    )
+    critic: Source | None = Field(
+        default=None,
+        description="Directory of the value model (PPO); left out: the actor's backbone with a value head of zeros.",
+    )
+    reward: Source | None = Field(
+        default=None,
+        description="Directory of a sequence classification model that scores responses; left out: functions only.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Number format of all models."
+    )
+
+
+class PromptsConfig(_Section):
+    """What the policy is asked."""
+
+    path: Source = Field(
+        default="builtin:sort-digits",
+        description='JSON lines file of {"prompt": ..., "answer": ...}, the answer optional.',
+    )
+    template: Literal["auto", "none", "chat"] = Field(
+        default="auto",
+        description="The tokenizer's chat template: for prompts that are messages (auto), for none, or for all (chat).",
+    )
+
+
+class RolloutConfig(_Section):
+    """Rollout workers: how many, where, and how they sample and score."""
+
+    workers: int = Field(default=1, ge=1, le=1024, description="Rollout processes.")
+    devices: Devices = Field(default="auto", description="CUDA device numbers that the workers share, or auto.")
+    algorithm: Literal["grpo", "ppo"] = Field(default="grpo", description="How advantages are made of rewards.")
+    engine: Literal["transformers", "vllm"] = Field(default="transformers", description="What generates the responses.")
+    batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompts of one ticket; left out: half a batch, sample_batch_size / (2 x group).",
+    )
+    num_generations: int = Field(
+        default=8, ge=1, le=4096, description="Responses to each prompt (G), 2 or more; GRPO only."
+    )
+    max_length: int = Field(default=24, ge=2, le=2**20, description="Tokens of prompt and response together, at most.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature; log-probs are taken at it as well."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Probability mass of the likeliest tokens that are sampled from."
+    )
+    top_k: int = Field(default=0, ge=0, description="Number of the likeliest tokens that are sampled from; 0 for all.")
+    kl_coef: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the KL penalty inside the reward; left out: 0.01 with PPO, 0 with GRPO.",
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of the value of the next token (PPO).")
+    lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalized advantage estimation (PPO).")
+    inference_batch_size: int | None = Field(
+        default=None, ge=1, description="Rows that are generated at once; left out: the whole ticket."
+    )
+    logits_forward_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of one forward pass for log-probs, values and scores; left out: the whole ticket.",
+    )
+    stop_token_ids: StopTokenIds = Field(
+        default=None,
+        description="Ends a response: a token, one sequence of tokens, or a list of sequences; left out: eos.",
+    )
+    reward_functions: list[FunctionName] = Field(
+        default=["pipeline.sort_digits:exact_answer"],
+        description='Functions "module:function" that score a response; their scores and the reward model\'s add up.',
+    )
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each worker.")
+    ticket_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a worker gets for one ticket.")
+    max_attempts: int = Field(
+        default=3, ge=1, le=1000, description="Times that a ticket is tried before its prompts are set aside."
+    )
+
+
+class BufferConfig(_Section):
+    """What lies between rollout and training."""
+
+    sample_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**20,
+        description="Rows of each batch that a trainer rank gets; left out: 256 with GRPO, 128 with PPO.",
+    )
+    limit: int = Field(
+        default=0, ge=0, description="Batches that may wait at most; 0: bounded by staleness and bytes alone."
+    )
+    arena_bytes: Bytes = Field(
+        default=64 << 20, gt=0, lt=2**62, description='Shared memory for experience, in bytes or as "64MiB", "2GiB".'
+    )
+    max_staleness: int = Field(
+        default=1,
+        ge=0,
+        le=1024,
+        description="Versions that the weights behind a row may be old when it is trained; 0: in step.",
+    )
+    stale_policy: Literal["drop", "keep"] = Field(
+        default="drop",
+        description="What becomes of rows that grew too old nonetheless: dropped and counted, or trained.",
+    )
+    checksum: bool = Field(
+        default=True, description="Whether experience is checked for damage between rollout and trainer (xxh3)."
+    )
+
+
+class TrainerConfig(_Section):
+    """The trainer: its ranks and its optimization."""
+
+    kind: Literal["builtin", "external"] = Field(
+        default="builtin", description="The trainer of this package, or one of your own that calls pipeline.connect."
+    )
+    world_size: int = Field(default=1, ge=1, le=1024, description="Trainer ranks, one process each.")
+    devices: Devices = Field(default="auto", description="CUDA device numbers, one a rank, or auto.")
+    max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0 for no end.")
+    learning_rate: float = Field(default=4e-4, gt=0, description="Largest learning rate of the actor (AdamW).")
+    critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.99), strict=False, description="AdamW's decay of both moments.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
+    warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps over which the learning rate rises.")
+    decay_steps: int = Field(
+        default=150,
+        ge=0,
+        description="Optimizer steps, warm-up included, after which the learning rate has fallen; 0: it never falls.",
+    )
+    final_learning_rate_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate after decay_steps as a share of the largest."
+    )
+    gradient_clip_norm: float = Field(default=1.0, gt=0, description="Largest gradient norm of a step.")
+    clip_range: float = Field(
+        default=0.2, gt=0, description="How far from 1 the probability ratio still counts in the policy loss."
+    )
+    value_clip_range: float = Field(
+        default=0.2, gt=0, description="How far values may move from the rollout's in the value loss (PPO)."
+    )
+    kl_coef: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the k3 KL to the reference in the loss; left out: 0.01 with GRPO, 0 with PPO.",
+    )
+    critic_warmup_steps: int = Field(
+        default=10, ge=0, description="First optimizer steps that train the critic alone (PPO)."
+    )
+    whiten_advantages: bool = Field(
+        default=True, description="Whether advantages get mean 0 and deviation 1 over the batch (PPO)."
+    )
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="Rows of one forward and backward pass; left out: the whole batch."
+    )
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, le=2**16, description="Batches of each rank to one optimizer step."
+    )
+    publish_every: int = Field(
+        default=1, ge=1, le=2**16, description="Optimizer steps from one published version to the next."
+    )
+    save_every: int = Field(
+        default=0, ge=0, description="Optimizer steps from one checkpoint to the next; 0: at the end only."
+    )
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank.")
+
+
+class MetricsConfig(_Section):
+    """The HTTP server of metrics, health and the page."""
+
+    enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address it listens on.")
+    port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0 for any that is free.")
+
+
+class ClusterConfig(_Section):
+    """Where the roles run."""
+
+    engine: Literal["local", "ray"] = Field(
+        default="local", description="Processes of this server, or Ray actors on several."
+    )
+
+
+class Config(_Section):
+    """A whole configuration, checked.
+
+    Raises:
+        pydantic.ValidationError: At construction, if a value or a combination of values is wrong.
+    """
+
+    daemon: DaemonConfig = DaemonConfig()
+    model: ModelConfig = ModelConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def group_size(self) -> int:
+        """Rows of one prompt (G)."""
+        return self.rollout.num_generations if self.rollout.algorithm == "grpo" else 1
+
+    @property
+    def sample_batch_size(self) -> int:
+        """Rows of one batch of one rank."""
+        return self.buffer.sample_batch_size or (256 if self.rollout.algorithm == "grpo" else 128)
+
+    @property
+    def prompts_per_ticket(self) -> int:
+        """Prompts of one ticket."""
+        return self.rollout.batch_size or max(1, self.sample_batch_size // (2 * self.group_size))
+
+    @property
+    def rollout_kl_coef(self) -> float:
+        """Weight of the KL penalty inside the reward."""
+        if self.rollout.kl_coef is not None:
+            return self.rollout.kl_coef
+        return 0.01 if self.rollout.algorithm == "ppo" else 0.0
+
+    @property
+    def trainer_kl_coef(self) -> float:
+        """Weight of the KL in the loss."""
+        if self.trainer.kl_coef is not None:
+            return self.trainer.kl_coef
+        return 0.01 if self.rollout.algorithm == "grpo" else 0.0
+
+    @property
+    def rows_per_version(self) -> int:
+        """Rows that all ranks train between two published versions."""
+        trainer = self.trainer
+        return self.sample_batch_size * trainer.world_size * trainer.gradient_accumulation_steps * trainer.publish_every
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Config:
+        if found := conflicts(self):
+            text = "; ".join(f"{conflict.keys[0]}: {conflict.message}" for conflict in found)
+            raise PydanticCustomError("conflict", "{text}", {"text": text})
+        return self
+
+
+class Conflict(NamedTuple):
+    """Values that are right each by itself and wrong together: the keys that take part, the one to change first."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+_VERSION_KEYS = (
+    "buffer.sample_batch_size",
+    "rollout.num_generations",
+    "buffer.max_staleness",
+    "rollout.algorithm",
+    "trainer.world_size",
+    "trainer.gradient_accumulation_steps",
+    "trainer.publish_every",
+)
+
+
+def conflicts(config: Config) -> list[Conflict]:
+    """Find what is wrong between keys of a configuration; nothing, where it can run."""
+    rollout, trainer = config.rollout, config.trainer
+    keys: tuple[str, ...]
+    found: list[Conflict] = []
+    if rollout.algorithm == "grpo" and rollout.num_generations < 2:
+        keys = ("rollout.num_generations", "rollout.algorithm")
+        found.append(Conflict(keys, f"must be at least 2 with GRPO, got {rollout.num_generations}"))
+    if not rollout.reward_functions and config.model.reward is None:
+        keys = ("rollout.reward_functions", "model.reward")
+        found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
+    found += _flow_conflicts(config)
+    if trainer.micro_batch_size is not None and trainer.micro_batch_size > config.sample_batch_size:
+        keys = ("trainer.micro_batch_size", "buffer.sample_batch_size", "rollout.algorithm")
+        message = f"must be at most the {config.sample_batch_size} rows of buffer.sample_batch_size"
+        found.append(Conflict(keys, f"{message}, got {trainer.micro_batch_size}"))
+    if trainer.devices != "auto" and len(trainer.devices) < trainer.world_size:
+        keys = ("trainer.devices", "trainer.world_size")
+        found.append(Conflict(keys, f"names {len(trainer.devices)} for {trainer.world_size} ranks, each needs its own"))
+    if 0 < trainer.decay_steps < trainer.warmup_steps:
+        keys = ("trainer.decay_steps", "trainer.warmup_steps")
+        message = f"must be 0 or at least the {trainer.warmup_steps} of trainer.warmup_steps, got {trainer.decay_steps}"
+        found.append(Conflict(keys, message))
+    return found
+
+
+def _flow_conflicts(config: Config) -> list[Conflict]:
+    """Find sizes with which `pipeline.admission` could stop for ever, for a ticket holds whole groups only."""
+    group, rows, buffer = config.group_size, config.rows_per_version, config.buffer
+    found = []
+    if buffer.max_staleness == 0 and rows % group:
+        message = f"must be a multiple of the group of {group} with buffer.max_staleness = 0, got {rows} rows a version"
+        found.append(Conflict(_VERSION_KEYS, message))
+    if buffer.max_staleness and group > rows * buffer.max_staleness:
+        message = (
+            f"is too small for a group of {group}: {rows} rows a version x buffer.max_staleness {buffer.max_staleness}"
+        )
+        found.append(Conflict(_VERSION_KEYS, message))
+    if buffer.limit:
+        batch = config.sample_batch_size
+        # A batch that is no multiple of the group leaves up to batch - 1 rows that wait for the rest of theirs.
+        room = buffer.limit * batch - (batch - 1 if batch % group else 0)
+        if room < group:
+            keys = ("buffer.limit", "buffer.sample_batch_size", "rollout.num_generations", "rollout.algorithm")
+            message = f"leaves no room for a group of {group}: {buffer.limit} batches of {batch} rows"
+            found.append(Conflict(keys, message))
+    return found
