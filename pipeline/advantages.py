@@ -1,0 +1,183 @@
+"""Rewards, KL terms and advantages of PPO and GRPO, as formulas over tensors.
+
+k_t = logp_t - logp_ref_t is the log-ratio of action t; A the action columns; what lies outside the action mask goes in
+as anything and comes out as zero. The two functions that begin with ``coati_`` are the conventions of ColossalAI's
+coati, kept for runs that must be reproduced; nothing else uses them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ShapeError
+
+SCORE_CLIP = 5.0
+"""PPO clips the score of a response to [-SCORE_CLIP, SCORE_CLIP]; GRPO does not."""
+
+_MAX_EXPONENT = 60.0
+"""exp of it, 1e26, can still be summed in float32 over any response; the estimator is exact up to there."""
+
+
+def k3_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+    """Estimate KL(actor || reference) per action as exp(-k) - 1 + k (k3, http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        log_ratios: ``(B, A)`` float32, k.
+        action_mask: ``(B, A)`` bool.
+
+    Returns:
+        ``(B, A)`` float32, never negative, finite for every finite k.
+    """
+    exponents = (-log_ratios).clamp(max=_MAX_EXPONENT)
+    # expm1 keeps the digits that exp(x) - 1 loses near 0, where k3 is the difference of two nearly equal numbers.
+    return (exponents.expm1() + log_ratios).clamp(min=0.0).masked_fill(~action_mask, 0.0)
+
+
+def action_rewards(scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
+    """Reward each action for staying close to the reference, and the last one with the clipped score.
+
+    r_t = -kl_coef k_t, plus clip(score, -5, 5) at the last action of the row (arXiv:1909.08593 eq. 2).
+
+    Args:
+        scores: ``(B,)`` float32, the reward of each response.
+        log_ratios: ``(B, A)`` float32, k.
+        action_mask: ``(B, A)`` bool, at least one action a row.
+        kl_coef: Weight of the KL term.
+
+    Returns:
+        ``(B, A)`` float32.
+
+    Raises:
+        ShapeError: If a row has no action.
+    """
+    _count_actions(action_mask)
+    rewards = (-kl_coef * log_ratios).masked_fill(~action_mask, 0.0)
+    columns = torch.arange(action_mask.shape[1], device=action_mask.device)
+    last = torch.where(action_mask, columns, 0).amax(dim=1, keepdim=True)
+    return rewards.scatter_add(1, last, scores.clamp(-SCORE_CLIP, SCORE_CLIP).unsqueeze(1))
+
+
+def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalized advantage estimation (arXiv:1506.02438 eq. 16), every row terminal after its last action.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, with V and A zero past the end, of a row
+    cut off at its length limit too. Not whitened.
+
+    Args:
+        values: ``(B, A)`` float32, the value of the state before each action.
+        rewards: ``(B, A)`` float32.
+        action_mask: ``(B, A)`` bool.
+        gamma: Discount.
+        lam: Lambda; 0 is the one-step error, 1 the return minus the value.
+
+    Returns:
+        ``(B, A)`` float32.
+
+    Raises:
+        ShapeError: If the shapes differ.
+    """
+    if not values.shape == rewards.shape == action_mask.shape:
+        raise ShapeError(
+            f"values {tuple(values.shape)}, rewards {tuple(rewards.shape)} and action_mask "
+            f"{tuple(action_mask.shape)} differ in shape"
+        )
+    values, rewards = values.masked_fill(~action_mask, 0.0), rewards.masked_fill(~action_mask, 0.0)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    errors = (rewards + gamma * following - values).unbind(dim=1)
+    advantages: list[Tensor] = []
+    advantage = torch.zeros_like(values[:, 0])
+    for error in reversed(errors):
+        advantage = error + gamma * lam * advantage
+        advantages.append(advantage)
+    return torch.stack(advantages[::-1], dim=1).masked_fill(~action_mask, 0.0)
+
+
+def kl_rewards(log_ratios: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
+    """KL term of a GRPO response: the mean of -kl_coef k over its actions.
+
+    Args:
+        log_ratios: ``(B, A)`` float32, k.
+        action_mask: ``(B, A)`` bool, at least one action a row.
+        kl_coef: Weight of the KL term.
+
+    Returns:
+        ``(B,)`` float32.
+
+    Raises:
+        ShapeError: If a row has no action.
+    """
+    return (-kl_coef * log_ratios).masked_fill(~action_mask, 0.0).sum(dim=1) / _count_actions(action_mask)
+
+
+def group_advantages(rewards: Tensor, group_size: int, *, eps: float = 1e-4) -> Tensor:
+    """Normalize each reward within its prompt's group (GRPO, arXiv:2402.03300 section 4.1.2).
+
+    Args:
+        rewards: ``(B,)`` float32, the G responses of a prompt contiguous.
+        group_size: Responses per prompt (G), at least 2.
+        eps: Added to the group's unbiased standard deviation.
+
+    Returns:
+        ``(B,)`` float32: (reward - mean) / (standard deviation + eps).
+
+    Raises:
+        ShapeError: If B is not a multiple of `group_size`, or `group_size` is below 2.
+    """
+    groups = _groups(rewards, group_size)  # (B/G, G)
+    centered = groups - groups.mean(dim=1, keepdim=True)
+    return (centered / (groups.std(dim=1, keepdim=True) + eps)).reshape(-1)
+
+
+def group_mixed(scores: Tensor, group_size: int) -> Tensor:
+    """Tell which rows stand in a group whose scores are not all equal, and so teach something.
+
+    Args:
+        scores: ``(B,)``, the G responses of a prompt contiguous.
+        group_size: Responses per prompt (G), at least 2.
+
+    Returns:
+        ``(B,)`` bool, the same for all rows of a group.
+
+    Raises:
+        ShapeError: If B is not a multiple of `group_size`, or `group_size` is below 2.
+    """
+    groups = _groups(scores, group_size)
+    return (groups != groups[:, :1]).any(dim=1).repeat_interleave(group_size)
+
+
+def coati_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+    """Give coati's per-action KL: exp(k) - 1 - k, and -k above k = 10.
+
+    The ratio is inverted (k3 of the reverse KL), and what guards against overflow turns it negative.
+
+    Args:
+        log_ratios: ``(B, A)`` float32, k.
+        action_mask: ``(B, A)`` bool.
+
+    Returns:
+        ``(B, A)`` float32.
+    """
+    guarded = torch.where(log_ratios < 10, log_ratios, 0.0)
+    return (guarded.exp() - 1 - log_ratios).masked_fill(~action_mask, 0.0)
+
+
+def coati_action_rewards(scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
+    """Give coati's per-action rewards: as `action_rewards`, with the clipped score added to EVERY action."""
+    rewards = -kl_coef * log_ratios + scores.clamp(-SCORE_CLIP, SCORE_CLIP).unsqueeze(1)
+    return rewards.masked_fill(~action_mask, 0.0)
+
+
+def _count_actions(action_mask: Tensor) -> Tensor:
+    counts = action_mask.sum(dim=1)
+    if bool((counts == 0).any()):
+        raise ShapeError(f"row {int((counts == 0).nonzero()[0])}: action_mask has no action")
+    return counts
+
+
+def _groups(rewards: Tensor, group_size: int) -> Tensor:
+    if group_size < 2:
+        raise ShapeError(f"group_size is {group_size}; a group needs at least 2 responses to compare")
+    if rewards.dim() != 1 or len(rewards) % group_size:
+        raise ShapeError(f"rewards of shape {tuple(rewards.shape)} do not divide into groups of {group_size}")
+    return rewards.reshape(-1, group_size)
