@@ -1,11 +1,11 @@
 """Prompts from a JSON lines file, as an endless sequence in which a position alone is the state.
 
-Each line of the file is an object ``{"prompt": ..., "answer": ...}``: the prompt a string or a list of chat messages, the
-answer any JSON value, or left out. Further keys are ignored, blank lines are skipped.
+Each line of the file is an object ``{"prompt": ..., "answer": ...}``: the prompt a string or a list of chat messages,
+the answer any JSON value, or left out. Further keys are ignored, blank lines are skipped.
 
-Position p of the sequence lies in epoch p // n at slot p % n, and each epoch is a permutation of all n prompts that follows
-from (seed, epoch) by integer arithmetic alone. So any process can look up any position, a restart needs the position and
-nothing else, and platform, Python and numpy versions do not change the order.
+Position p of the sequence lies in epoch p // n at slot p % n, and each epoch is a permutation of all n prompts that
+follows from (seed, epoch) by integer arithmetic alone. So any process can look up any position, a restart needs the
+position and nothing else, and platform, Python and numpy versions do not change the order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypeAlias, cast
 
 from pipeline.errors import ConfigError, FieldError
 
-JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 Message: TypeAlias = dict[str, JsonValue]
 Template: TypeAlias = Literal["auto", "none", "chat"]
 
@@ -52,11 +52,13 @@ class Prompt:
 class Tokenizer(Protocol):
     """What `render` asks of a Hugging Face tokenizer."""
 
-    def __call__(self, text: str) -> Mapping[str, Sequence[int]]: ...
+    def __call__(self, text: str) -> Mapping[str, Sequence[int]]:
+        """Encode a text, with special tokens."""
 
     def apply_chat_template(
         self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
-    ) -> Mapping[str, Sequence[int]]: ...
+    ) -> Mapping[str, Sequence[int]]:
+        """Encode chat messages by the tokenizer's chat template."""
 
 
 def check(path: str | os.PathLike[str]) -> int:
@@ -160,7 +162,7 @@ def permuted(slot: int, size: int, *, seed: int, epoch: int) -> int:
     """Where a pseudo-random permutation of ``range(size)`` sends `slot`, in constant memory and some 10 us.
 
     A Feistel network of 8 rounds over the next even power of two, walked until the value falls below `size` again
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: cycle walking); rounds mix with splitmix64.
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: cycle walking); rounds mix by splitmix64.
 
     Args:
         slot: From 0 up to, not including, `size`.
@@ -191,9 +193,9 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") ->
     Args:
         prompt: The prompt.
         tokenizer: A Hugging Face tokenizer.
-        template: "auto" encodes a text as it is, with the special tokens that the tokenizer adds by itself, and puts chat
-            messages through the tokenizer's chat template; "chat" puts a text through it too, as one message of the
-            user; "none" refuses chat messages.
+        template: "auto" encodes a text as it is, with the special tokens that the tokenizer adds by itself, and puts
+            chat messages through the tokenizer's chat template; "chat" puts a text through it too, as one message of
+            the user; "none" refuses chat messages.
 
     Returns:
         The token ids, at least one.

@@ -236,7 +236,7 @@ def test_chat_messages_and_with_template_chat_texts_go_through_the_chat_template
 def test_a_template_that_does_not_serve_the_prompt_is_refused() -> None:
     messages: list[Message] = [{"role": "user", "content": "ab"}]
 
-    with pytest.raises(ConfigError, match='prompt 2 is a list of chat messages, but prompts.template is "none"'):
+    with pytest.raises(ConfigError, match=r'prompt 2 is a list of chat messages, but prompts\.template is "none"'):
         render(prompt_of(messages), CharacterTokenizer(chat_template="{{ messages }}"), "none")
     with pytest.raises(ConfigError, match="prompt 2 needs a chat template and the tokenizer has none"):
         render(prompt_of(messages), CharacterTokenizer())
