@@ -1,0 +1,95 @@
+"""Where a response ends: at the first stop sequence, else at the first eos, else before the padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import FieldError, ShapeError
+
+
+def parse_stop_token_ids(
+    stop_token_ids: int | Sequence[int] | Sequence[Sequence[int]] | None,
+) -> tuple[tuple[int, ...], ...]:
+    """Read the forms that `stop_token_ids` may have.
+
+    Args:
+        stop_token_ids: An int is one stop token; a list of ints is ONE stop sequence; a list of lists are
+            alternatives; None or an empty list means that only eos ends a response.
+
+    Returns:
+        The stop sequences.
+
+    Raises:
+        FieldError: If it is something else, or an alternative is empty.
+    """
+    if stop_token_ids is None:
+        return ()
+    if isinstance(stop_token_ids, int):
+        return ((stop_token_ids,),)
+    if all(isinstance(element, int) for element in stop_token_ids):
+        return (tuple(stop_token_ids),) if stop_token_ids else ()  # type: ignore[arg-type]
+    sequences = []
+    for element in stop_token_ids:
+        if isinstance(element, int) or not element or not all(isinstance(token, int) for token in element):
+            raise FieldError(
+                f"stop_token_ids is {stop_token_ids!r}: an int, a list of ints (one stop sequence), or a list of "
+                "such lists, none of them empty (alternatives)"
+            )
+        sequences.append(tuple(element))
+    return tuple(sequences)
+
+
+def response_lengths(
+    responses: Tensor,
+    stop_sequences: Sequence[Sequence[int]],
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
+) -> Tensor:
+    """Find the end of each response in ids that say nothing else about it.
+
+    The first stop sequence ends a response; without one the first eos; without either the padding at its end is
+    stripped, and a response cut off at the length limit keeps all its tokens. The stop belongs to the response.
+
+    Args:
+        responses: ``(B, A)`` int64, without the prompts.
+        stop_sequences: The stops.
+        eos_token_ids: Tokens that end a response on their own.
+        pad_token_id: What follows the end; may be one of the eos tokens.
+
+    Returns:
+        ``(B,)`` int64, from 1 to A.
+
+    Raises:
+        ShapeError: If a response has no tokens.
+    """
+    num_actions = responses.shape[1]
+    columns = torch.arange(1, num_actions + 1, device=responses.device)
+    ends = torch.where(responses != pad_token_id, columns, 0).amax(dim=1)
+    eos = torch.isin(responses, torch.tensor(list(eos_token_ids), dtype=responses.dtype, device=responses.device))
+    ends = _first_end(eos, columns, ends)
+    stop_ends = torch.full_like(ends, num_actions + 1)
+    for stop in stop_sequences:
+        found = _ends_of(responses, stop)
+        stop_ends = torch.minimum(stop_ends, _first_end(found, columns, stop_ends))
+    ends = torch.where(stop_ends <= num_actions, stop_ends, ends)
+    if bool((ends == 0).any()):
+        raise ShapeError(f"row {int((ends == 0).nonzero()[0])}: no response token in {num_actions} columns")
+    return ends
+
+
+def _ends_of(responses: Tensor, stop: Sequence[int]) -> Tensor:
+    """``(B, A)`` bool: the stop sequence ends in this column and began inside the response."""
+    found = torch.zeros_like(responses, dtype=torch.bool)
+    if len(stop) <= responses.shape[1]:
+        windows = responses.unfold(1, len(stop), 1)  # (B, A - len + 1, len)
+        found[:, len(stop) - 1 :] = (windows == torch.tensor(stop, device=responses.device)).all(dim=-1)
+    return found
+
+
+def _first_end(found: Tensor, columns: Tensor, otherwise: Tensor) -> Tensor:
+    beyond = len(columns) + 1
+    first = torch.where(found, columns, beyond).amin(dim=1)
+    return torch.where(first == beyond, otherwise, first)
