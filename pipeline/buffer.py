@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable
+from typing import Literal, Protocol
 
 from pipeline import admission
 from pipeline.admission import Limits
 from pipeline.arena import Extent, ExtentAllocator
 from pipeline.codec_bounds import extent_bytes_bound
 from pipeline.errors import ArenaFullError, GaveUpError
-from pipeline.ledger import DROP_REASONS, ExtentRecord, ExtentState, Ledger
+from pipeline.ledger import ExtentRecord, ExtentState, Ledger
 from pipeline.messages import (
     Ack,
     Credit,
@@ -37,6 +37,27 @@ from pipeline.transport import trainer_name, worker_name
 log = logging.getLogger(__name__)
 
 Send = Callable[[str, Message], None]
+TicketEnd = Literal["sealed", "reissued", "failed"]
+LeaseEnd = Literal["acked", "nacked", "holder_died"]
+
+
+class Observer(Protocol):
+    """Who counts what the buffer does (`pipeline.buffer_metrics`)."""
+
+    def sealed(self, rows: int, staleness_versions: int) -> None:
+        """Rows came in, written by a policy this many versions behind the newest."""
+
+    def ticket_ended(self, result: TicketEnd) -> None:
+        """A ticket was settled, or goes to another worker."""
+
+    def leased(self, rows: int, age_s: float) -> None:
+        """Rows that were sealed `age_s` ago went to a trainer."""
+
+    def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
+        """A batch was trained, handed back, or lost its holder."""
+
+    def duplicate(self) -> None:
+        """A message said what was known already, or came from a dead peer."""
 
 
 class Buffer:
@@ -52,6 +73,7 @@ class Buffer:
         allocator: ExtentAllocator,
         limits: Limits,
         send: Send,
+        observer: Observer,
         *,
         workers: int,
         max_attempts: int = 3,
@@ -66,6 +88,7 @@ class Buffer:
             allocator: Empty; the ledger's extents are marked as taken here.
             limits: What bounds the buffer.
             send: Delivers a message to a peer by name.
+            observer: Told of everything worth counting.
             workers: Rollout workers of this instance.
             max_attempts: How often a ticket is handed out before its prompts are set aside.
             ticket_timeout_s: Time a rollout may take.
@@ -77,13 +100,9 @@ class Buffer:
         self.limits = limits
         self.draining = False
         self.incarnation = random.getrandbits(63) if incarnation is None else incarnation
-        self.duplicates = 0
-        self.tickets_settled = {"sealed": 0, "reissued": 0, "failed": 0}
-        self.leases_ended = {"acked": 0, "nacked": 0, "holder_died": 0}
-        self.prompts_set_aside = 0
-        self.oldest_staleness: list[int] = []
         self._allocator = allocator
         self._send = send
+        self._observer = observer
         self._max_attempts = max_attempts
         self._ticket_timeout_s = ticket_timeout_s
         self._prompts_in_source = prompts_in_source
@@ -92,6 +111,7 @@ class Buffer:
         self._wanted: dict[str, int] = {}
         self._waiting: dict[str, str] = {}
         self._credit: dict[str, int] = {}
+        self._leased_s: dict[int, float] = {}
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
         for name in [worker_name(i) for i in range(workers)] + [trainer_name(r) for r in range(limits.world_size)]:
@@ -119,9 +139,9 @@ class Buffer:
             case Credit() if self._is_current(message.trainer, message.incarnation):
                 self._credit[message.trainer] = message.batches
             case Ack():
-                self._acknowledge(message)
+                self._acknowledge(message, now_s)
             case Release():
-                self._release(message)
+                self._release(message, now_s)
             case Published():
                 self._publish(message)
             case PeerDied():
@@ -129,7 +149,7 @@ class Buffer:
             case Drain():
                 self._drain()
             case _:
-                self.duplicates += 1
+                self._observer.duplicate()
 
     def step(self, now_s: float) -> None:
         """Issue the tickets and lease the batches that the rules allow now.
@@ -141,7 +161,7 @@ class Buffer:
             return
         if self.limits.drop_stale and (stale := admission.stale_rows(self.ledger, self.limits)):
             self._free(self.ledger.drop(stale, "stale"))
-        self._lease_batches()
+        self._lease_batches(now_s)
         self._issue_tickets(now_s)
 
     def finish(self) -> None:
@@ -163,6 +183,8 @@ class Buffer:
             self._forget(hello.peer)
         self._peers[hello.peer] = hello.incarnation
         self._send(hello.peer, Welcome(self.incarnation))
+        if self.draining:
+            self._send(hello.peer, Drain())
         role, _, index = hello.peer.partition("-")
         if role == "worker":
             self._orphan(int(index), held=hello.held)
@@ -211,12 +233,11 @@ class Buffer:
         if record.attempt >= self._max_attempts:
             log.warning("prompts set aside: ticket=%d position=%d prompts=%d attempts=%d reason=%s",
                         record.ticket, record.position, record.prompts, record.attempt, reason)  # fmt: skip
-            self.tickets_settled["failed"] += 1
-            self._count_barren(record.prompts)
-            self.prompts_set_aside += record.prompts
+            self._observer.ticket_ended("failed")
             self._abandon(record)
+            self._count_barren(record.prompts)
         else:
-            self.tickets_settled["reissued"] += 1
+            self._observer.ticket_ended("reissued")
             self.ledger.assign(record, -1)
 
     def _issue_tickets(self, now_s: float) -> None:
@@ -272,14 +293,14 @@ class Buffer:
     def _seal(self, sealed: Sealed, now_s: float) -> None:
         record = self._held_by(sealed.worker, sealed.ticket)
         if record is not None:
-            self.prompts_set_aside += sealed.prompts_failed
             reserved = Extent(record.offset, record.nbytes)
             self.ledger.seal(
                 record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
                 policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s,
             )  # fmt: skip
             self._allocator.shrink(reserved, sealed.nbytes)
-            self.tickets_settled["sealed"] += 1
+            self._observer.ticket_ended("sealed")
+            self._observer.sealed(sealed.rows, self.ledger.totals.policy_version - sealed.policy_version)
             self._barren_prompts = 0
         self._settle(sealed.worker, sealed.ticket)
 
@@ -289,17 +310,16 @@ class Buffer:
             if failed.retry:
                 self._reissue(record, failed.reason)
             else:
-                self.tickets_settled["failed"] += 1
-                self.prompts_set_aside += record.prompts
-                self._count_barren(record.prompts)
+                self._observer.ticket_ended("failed")
                 self._abandon(record)
+                self._count_barren(record.prompts)
         self._settle(failed.worker, failed.ticket)
 
     def _held_by(self, worker: str, ticket: int) -> ExtentRecord | None:
         record = self.ledger.extents.get(ticket)
         if record is not None and record.state is ExtentState.RESERVED and worker_name(record.owner) == worker:
             return record
-        self.duplicates += 1
+        self._observer.duplicate()
         return None
 
     def _settle(self, worker: str, ticket: int) -> None:
@@ -323,7 +343,7 @@ class Buffer:
 
     # Leases.
 
-    def _lease_batches(self) -> None:
+    def _lease_batches(self, now_s: float) -> None:
         outstanding: dict[str, int] = {}
         for lease in self.ledger.leases():
             name = trainer_name(lease % self.limits.world_size)
@@ -336,11 +356,10 @@ class Buffer:
             chosen = admission.next_batch(self.ledger, self.limits)
             if chosen is None:
                 return
-            for_version = admission.version_of_lease(self.ledger, self.limits, self.ledger.totals.leases)
-            self.oldest_staleness += [
-                for_version - record.policy_version for record, rows in chosen for _ in range(len(rows))
-            ]
+            for record, rows in chosen:
+                self._observer.leased(len(rows), now_s - record.sealed_s)
             lease = self.ledger.lease(chosen)
+            self._leased_s[lease] = now_s
             outstanding[trainer] = outstanding.get(trainer, 0) + 1
             self._send_lease(trainer, lease, chosen)
 
@@ -356,25 +375,30 @@ class Buffer:
     def _redeliver(self, rank: int, *, held: list[int]) -> None:
         for lease in sorted(self.ledger.leases()):
             if lease % self.limits.world_size == rank and lease not in held:
-                self.leases_ended["holder_died"] += 1
-                self._send_lease(trainer_name(rank), lease, self.ledger.redeliver(lease))
+                chosen = self.ledger.redeliver(lease)
+                self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), 0.0)
+                self._send_lease(trainer_name(rank), lease, chosen)
 
-    def _acknowledge(self, ack: Ack) -> None:
+    def _acknowledge(self, ack: Ack, now_s: float) -> None:
         if ack.lease in self.ledger.leases():
-            self.leases_ended["acked"] += 1
+            self._end_lease("acked", ack.lease, now_s)
             self._free(self.ledger.acknowledge(ack.lease))
         else:
-            self.duplicates += 1
+            self._observer.duplicate()
 
-    def _release(self, release: Release) -> None:
+    def _release(self, release: Release, now_s: float) -> None:
         if release.lease in self.ledger.leases():
-            self.leases_ended["nacked"] += 1
+            self._end_lease("nacked", release.lease, now_s)
             self.ledger.requeue(release.lease)
         else:
-            self.duplicates += 1
+            self._observer.duplicate()
+
+    def _end_lease(self, result: LeaseEnd, lease: int, now_s: float) -> None:
+        rows = sum(len(rows) for _, rows in self.ledger.leases()[lease])
+        self._observer.lease_ended(result, rows, now_s - self._leased_s.pop(lease, now_s))
 
     def _publish(self, published: Published) -> None:
         if published.version > self.ledger.totals.policy_version:
             self.ledger.publish(published.version, max(published.trained_through, self.ledger.totals.trained_through))
         else:
-            self.duplicates += 1
+            self._observer.duplicate()

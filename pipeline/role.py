@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.config import Config
 from pipeline.metrics_slab import SlotWriter
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a child tells its supervisor, one JSON line each: a new state, progress on the way to it, or why it ends."""
+    """What a child tells its supervisor, one JSON line each: a new state (``"ready"``, ``"finished"``), progress on the way to it, or why it ends."""
 
     state: str = ""
     progress: str = ""
@@ -31,6 +32,7 @@ class RoleContext:
         folder: The instance's shared-memory folder: sockets, arena, weights, metrics.
         metrics: This process's slot.
         report: Tells the supervisor.
+        prompts: Prompts in one epoch, 0 if unknown.
         generation: How often the role's group was started; ranks of one generation meet each other.
         stopping: Set by SIGTERM; the loop ends at the next safe point.
     """
@@ -41,6 +43,7 @@ class RoleContext:
     metrics: SlotWriter
     report: Callable[[Report], None]
     generation: int = 0
+    prompts: int = 0
     stopping: bool = False
 
     @property
@@ -61,3 +64,8 @@ class RoleContext:
 def monotonic_s() -> float:
     """Return seconds on the machine-wide monotonic clock, comparable between processes and immune to clock steps."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def reward_source(config: Config) -> str:
+    """Return the label ``source`` of the reward metrics: a model's scores, or functions' alone."""
+    return "function" if config.model.reward is None else "model"

@@ -38,10 +38,14 @@ class Maker(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Rolled:
-    """What came of a ticket: experience of the prompts that could be rolled out (None if none could)."""
+    """What came of a ticket: experience of the prompts that could be rolled out (None if none could).
+
+    `stopped` is ``(B,)`` bool: whether the response ended by itself.
+    """
 
     experience: Experience | None
     prompts_failed: int
+    stopped: torch.Tensor | None = None
 
 
 class Roller:
@@ -96,7 +100,14 @@ class Roller:
             seed=seed_of(self._seed, position),
             **self._generate_kwargs,
         )
-        return Rolled(experience, prompts - len(kept))
+        return Rolled(experience, prompts - len(kept), self._stopped(experience))
+
+    def _stopped(self, experience: Experience) -> torch.Tensor:
+        """A response that leaves room stopped by itself; one that fills it did if it ends with eos."""
+        assert experience.action_mask is not None
+        lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
+        ends_with_eos = experience.sequences[:, -1] == self._tokenizer.eos_token_id
+        return (lengths < columns) | ends_with_eos
 
     def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in rows)
@@ -127,6 +138,7 @@ class RolloutWorker:
         *,
         index: int,
         clock: Callable[[], float],
+        group_size: int = 1,
         checksum: bool = True,
         initial_version: int = -1,
     ) -> None:
@@ -141,6 +153,7 @@ class RolloutWorker:
             metrics: Where the work is counted.
             index: This worker's number.
             clock: Monotonic seconds.
+            group_size: Responses of a prompt (G).
             checksum: Whether sealed extents carry one.
             initial_version: The version of the weights as loaded; -1 if only published ones count.
         """
@@ -154,6 +167,7 @@ class RolloutWorker:
         self._metrics = metrics
         self._name = worker_name(index)
         self._clock = clock
+        self._group_size = group_size
         self._checksum = checksum
         self._reader: WeightsReader | None = None
         self._incarnation = random.getrandbits(62)
@@ -190,10 +204,12 @@ class RolloutWorker:
     def step(self) -> None:
         """Work on the oldest ticket in hand."""
         ticket = self._tickets[0]
+        self._metrics.in_flight(len(self._tickets))
         outcome = self._work(ticket)
         self._tickets.pop(0)
         self._unsettled[ticket.ticket] = outcome
         self._sender.send(outcome)
+        self._metrics.in_flight(len(self._tickets))
 
     def close(self) -> None:
         """Unmap the weights."""
@@ -232,14 +248,21 @@ class RolloutWorker:
             encoded = codec.encode(
                 experience, self._arena.extent(ticket.offset, ticket.nbytes), checksum=self._checksum
             )
-        self._metrics.rolled(experience, prompts=ticket.prompts, prompts_failed=rolled.prompts_failed)
+        assert rolled.stopped is not None
+        self._metrics.rolled(
+            experience,
+            prompts=ticket.prompts,
+            prompts_failed=rolled.prompts_failed,
+            group_size=self._group_size,
+            stopped=rolled.stopped,
+        )
         return Sealed(
             self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
             self.held.version, self.held.fingerprint, rolled.prompts_failed,
         )  # fmt: skip
 
     def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:
-        self._metrics.failed(prompts=ticket.prompts, retried=retry)
+        self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=retry)
         return Failed(self._name, ticket.ticket, reason, retry)
 
     def _fetch(self) -> None:

@@ -5,7 +5,7 @@
             loss = ...
             daemon.publish(actor=model.state_dict())
 
-A batch is leased, not taken: it counts as trained when the next one is asked for, or when weights are published. One that
+A batch is leased, not given: it counts as trained when the next one is asked for, or when weights are published. One that
 was not acknowledged when its trainer died is delivered again.
 """
 
@@ -97,7 +97,7 @@ class Connection:
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
         self._leases: collections.deque[Lease] = collections.deque()
-        self._in_hand: Batch | None = None
+        self._in_hand: list[int] = []
         self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
         self._publisher: WeightsPublisher | None = None
         self._published: Published | None = None
@@ -145,8 +145,121 @@ class Connection:
             return None
         lease = self._leases.popleft()
         experience = self._gather(lease, torch.device(device))
-        self._in_hand = Batch(experience, lease.lease, lease.for_version)
-        return self._in_hand
+        self._in_hand.append(lease.lease)
+        return Batch(experience, lease.lease, lease.for_version)
+
+    def acknowledge(self) -> None:
+        """Count the batches in hand as trained; without one, do nothing."""
+        for lease in self._in_hand:
+            self._acks.append(lease)
+            self._send(Ack(trainer_name(self.rank), lease))
+        self._in_hand.clear()
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """Return what has come, waiting up to `timeout_s` for the first message."""
+
+
+class Batch(NamedTuple):
+    """A leased batch: its rows, its lease, and the policy version that is trained on it."""
+
+    experience: Experience
+    lease: int
+    for_version: int
+
+
+class Connection:
+    """One trainer rank's link to the daemon. Not thread-safe; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        weights_path: Path,
+        receiver: Receiver,
+        sender: Sender,
+        *,
+        rank: int,
+        world_size: int,
+        prefetch: int = 2,
+        verify_checksum: bool = True,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Introduce this rank to the buffer; `connect` is the usual way here.
+
+        Args:
+            arena: Mapped with its payload.
+            weights_path: File of the published weights, made by the first `publish`.
+            receiver: This rank's mail.
+            sender: To the buffer.
+            rank: This rank.
+            world_size: Ranks in all, as in the daemon's configuration.
+            prefetch: Batches leased ahead, the one in hand included.
+            verify_checksum: Whether each extent's checksum is looked at before its rows are used.
+            on_close: Called once by `close`.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.draining = False
+        self.deliveries_repeated = 0
+        self._arena = arena
+        self._weights_path = weights_path
+        self._receiver = receiver
+        self._sender = sender
+        self._prefetch = prefetch
+        self._verify_checksum = verify_checksum
+        self._on_close = on_close
+        self._incarnation = random.getrandbits(62)
+        self._buffer_incarnation: int | None = None
+        self._leases: collections.deque[Lease] = collections.deque()
+        self._in_hand: list[int] = []
+        self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
+        self._publisher: WeightsPublisher | None = None
+        self._published: Published | None = None
+        self._closed = False
+        self._send(self._hello())
+
+    # Batches.
+
+    def experiences(self, *, device: str | torch.device = "cpu", timeout_s: float | None = None) -> Iterator[Experience]:
+        """Yield batches of `sample_batch_size` rows until the daemon drains.
+
+        Each batch counts as trained when the next is asked for, or at `publish`.
+
+        Args:
+            device: Where the tensors go; a CUDA device is fed from page-locked memory.
+            timeout_s: Longest wait for one batch, None for no end.
+
+        Raises:
+            DeadlineError: If no batch came in time.
+        """
+        while (batch := self.take(timeout_s=timeout_s, device=device)) is not None:
+            yield batch.experience
+            self.acknowledge()
+
+    def take(self, *, timeout_s: float | None, device: str | torch.device = "cpu") -> Batch | None:
+        """Return the next batch, None once the daemon drains.
+
+        Raises:
+            DeadlineError: If `timeout_s` passed without one.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.acknowledge()
+        while not self.draining:
+            if (batch := self.poll(device=device)) is not None:
+                return batch
+            left_s = 1.0 if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(f"no batch for trainer rank {self.rank} within {timeout_s:g} s")
+            self.receive(min(left_s, 1.0))
+        return None
+
+    def poll(self, *, device: str | torch.device = "cpu") -> Batch | None:
+        """Return the next batch if it is here."""
+        if self.draining or not self._leases:
+            return None
+        lease = self._leases.popleft()
+        experience = self._gather(lease, torch.device(device))
+        self._in_hand.append(lease.lease)
+        return Batch(experience, lease.lease, lease.for_version)
 
     def acknowledge(self) -> None:
         """Count the batch in hand as trained; without one, do nothing."""
@@ -161,6 +274,11 @@ class Connection:
             self._handle(message)
 
     # Weights.
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of one published version, 0 before the first publish of this trainer."""
+        return 0 if self._publisher is None else self._publisher.nbytes
 
     def newest(self) -> WeightsVersion | None:
         """Return the version published last, by this trainer or the one before it; None before the first."""
@@ -222,10 +340,8 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        if self._in_hand is not None:
-            self._send(Release(trainer_name(self.rank), self._in_hand.lease))
-        for lease in self._leases:
-            self._send(Release(trainer_name(self.rank), lease.lease))
+        for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
+            self._send(Release(trainer_name(self.rank), lease))
         if self._publisher is not None:
             self._publisher.close()
         self._on_close()
@@ -245,9 +361,7 @@ class Connection:
         self._sender.send(message)
 
     def _hello(self) -> Hello:
-        held = [lease.lease for lease in self._leases]
-        if self._in_hand is not None:
-            held.append(self._in_hand.lease)
+        held = [*self._in_hand, *(lease.lease for lease in self._leases)]
         return Hello(trainer_name(self.rank), self._incarnation, held)
 
     def _handle(self, message: Message) -> None:

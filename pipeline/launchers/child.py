@@ -44,7 +44,7 @@ def main(reports: int, spec_json: str) -> int:
 
     slab = MetricsSlab.attach(workspace.metrics_path)
     context = RoleContext(
-        spec.role, spec.index, workspace.folder, slab.writer(spec.role, spec.index), report, spec.generation
+        spec.role, spec.index, workspace.folder, slab.writer(spec.role, spec.index), report, spec.generation, spec.prompts
     )
     context.stop_on_sigterm()
     try:
@@ -68,7 +68,7 @@ def _run(config, context):  # type: ignore[no-untyped-def]
         case "worker":
             from pipeline.rollout_process import run
         case "trainer":
-            from pipeline.trainer import run
+            from pipeline.trainer_process import run
         case "setup":
             from pipeline.setup_process import run
     return run(config, context)

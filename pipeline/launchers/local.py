@@ -25,7 +25,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     role: str
     index: int
     folder: str
-    generation: int
+    generation: int = 0
+    prompts: int = 0
     cpus: list[int] = []
 
 

@@ -1,0 +1,90 @@
+"""The buffer's process: ZeroMQ and the arena's ledger around `pipeline.buffer`."""
+
+from __future__ import annotations
+
+import logging
+
+from pipeline.activity import ActivityClock
+from pipeline.arena import Arena, ExtentAllocator
+from pipeline.buffer import Buffer, Observer, Send
+from pipeline.buffer_metrics import BufferMetrics
+from pipeline.config import Config
+from pipeline.errors import ExitCode
+from pipeline.ledger import Ledger
+from pipeline.messages import Message
+from pipeline.role import Report, RoleContext, monotonic_s
+from pipeline.transport import BUFFER, Mailbox, Outbox
+from pipeline.workspace import ledger_layout, limits_of
+
+_IDLE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Outboxes:
+    """An outbox a peer, opened when something is first said to it."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._folder = context.folder
+        self._open: dict[str, Outbox] = {}
+
+    def send(self, peer: str, message: Message) -> None:
+        """Queue a message to a peer."""
+        if peer not in self._open:
+            self._open[peer] = Outbox(self._folder, peer)
+        self._open[peer].send(message)
+
+    def close(self) -> None:
+        """Close them all, giving last words a moment to leave."""
+        for outbox in self._open.values():
+            outbox.close(linger_s=0.2)
+
+
+def run(config: Config, context: RoleContext) -> ExitCode:
+    """Serve tickets and leases until told to stop."""
+    arena = Arena(context.folder / "arena", payload=False)
+    ledger = Ledger(arena.ledger, ledger_layout(config))
+    mailbox, outboxes = Mailbox(context.folder, BUFFER), Outboxes(context)
+    metrics = BufferMetrics(context.metrics)
+    clock = ActivityClock(context.metrics, ["wait_data"])
+    buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
+    if ledger.totals.tickets:
+        log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
+    metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
+    context.report(Report(state="ready"))
+    try:
+        while not context.stopping:
+            with clock.during("wait_data"):
+                messages = mailbox.receive(_IDLE_S)
+            now_s = monotonic_s()
+            for message in messages:
+                buffer.handle(message, now_s)
+            buffer.step(now_s)
+            metrics.publish(buffer, now_s, arena.payload_bytes)
+        if buffer.draining:
+            buffer.finish()
+            metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
+        return ExitCode.OK
+    finally:
+        outboxes.close()
+        mailbox.close()
+
+
+def new_buffer(
+    config: Config, ledger: Ledger, arena: Arena, send: Send, observer: Observer, *, prompts: int = 0
+) -> Buffer:
+    """Return the buffer that a configuration asks for, on a ledger fresh or left by an earlier one."""
+    if config.trainer.kind == "external" and ledger.totals.policy_version < 0:
+        # A trainer of one's own starts from the weights that the workers have loaded: version 0.
+        ledger.publish(0, 0)
+    return Buffer(
+        ledger,
+        ExtentAllocator(arena.payload_bytes),
+        limits_of(config),
+        send,
+        observer,
+        workers=config.rollout.workers,
+        max_attempts=config.rollout.max_attempts,
+        ticket_timeout_s=config.rollout.ticket_timeout_s,
+        prompts_in_source=prompts,
+    )

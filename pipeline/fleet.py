@@ -1,0 +1,194 @@
+"""The children of one instance: one slot each, started, watched, restarted with backoff."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+from pipeline.errors import ExitCode
+from pipeline.launchers.local import LaunchSpec, LocalChild
+from pipeline.metrics_slab import MetricsSlab
+from pipeline.placement import Place
+from pipeline.restarts import RestartLimits, RestartPolicy
+from pipeline.role import Report
+
+SlotState = Literal["idle", "starting", "ready", "draining", "backoff", "failed", "ended"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Slot:
+    """One child's place: what runs in it now, and what ran in it before.
+
+    Attributes:
+        error: The child's own last words, one line.
+        finished: Whether the child said that its work is complete.
+        last_exit: Exit code of the last child, or minus its signal; None before the first ended.
+        due_s: When the next start is due, while in backoff.
+    """
+
+    role: str
+    index: int
+    place: Place
+    policy: RestartPolicy
+    state: SlotState = "idle"
+    child: LocalChild | None = None
+    generation: int = 0
+    restarts: int = 0
+    started_s: float = 0.0
+    due_s: float = 0.0
+    last_exit: int | None = None
+    error: str = ""
+    last_line: str = ""
+    finished: bool = False
+
+    @property
+    def name(self) -> str:
+        """How it is called in logs."""
+        return self.role if self.role in ("buffer", "setup") else f"{self.role}-{self.index}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether a child runs."""
+        return self.child is not None
+
+
+class Fleet:
+    """Starts and watches children; what an end means for the whole is the supervisor's to decide (`on_end`)."""
+
+    def __init__(
+        self,
+        folder: str,
+        slab: MetricsSlab,
+        *,
+        clock: Callable[[], float],
+        on_end: Callable[[Slot, int], None],
+        on_change: Callable[[Slot], None],
+        on_line: Callable[[Slot, str], None],
+        limits: RestartLimits | None = None,
+    ) -> None:
+        self.slots: list[Slot] = []
+        self.prompts = 0
+        self._folder = folder
+        self._slab = slab
+        self._clock = clock
+        self._on_end = on_end
+        self._on_change = on_change
+        self._on_line = on_line
+        self._limits = limits or RestartLimits()
+        self._metrics = slab.writer("supervisor")
+
+    def add(self, role: str, index: int, place: Place) -> Slot:
+        """Make a slot; nothing runs in it yet."""
+        slot = Slot(role, index, place, RestartPolicy(self._limits, random.Random()))
+        self.slots.append(slot)
+        return slot
+
+    def of(self, *roles: str) -> Iterator[Slot]:
+        """Yield the slots of some roles."""
+        return (slot for slot in self.slots if slot.role in roles)
+
+    def start(self, slot: Slot, *, threads: int = 1) -> None:
+        """Start a child in a slot."""
+        now_s = self._clock()
+        if slot.role != "setup":
+            self._slab.begin(slot.role, slot.index)
+            self._metrics.counter("rlhfd_process_starts_total", role=slot.role).inc()
+        slot.policy.started(now_s)
+        slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
+        slot.generation += 1
+        spec = LaunchSpec(
+            slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus)
+        )
+        environment = {
+            "CUDA_VISIBLE_DEVICES": slot.place.gpu,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        slot.child = LocalChild(
+            spec,
+            environment,
+            on_report=lambda report: self._report(slot, report),
+            on_line=lambda line: self._line(slot, line),
+            on_exit=lambda code: self._ended(slot, code),
+        )
+        self._on_change(slot)
+
+    def retry(self, slot: Slot) -> float | None:
+        """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
+        delay_s = slot.policy.died(self._clock())
+        if delay_s is None:
+            slot.state = "failed"
+        else:
+            slot.state, slot.due_s = "backoff", self._clock() + delay_s
+            slot.restarts += 1
+        self._on_change(slot)
+        return delay_s
+
+    def due(self) -> Iterator[Slot]:
+        """Yield the slots whose next start is due."""
+        now_s = self._clock()
+        return (slot for slot in self.slots if slot.state == "backoff" and slot.due_s <= now_s)
+
+    def signal(self, slots: Iterable[Slot], number: signal.Signals) -> None:
+        """Send a signal to whatever runs in these slots."""
+        for slot in slots:
+            if slot.child is not None:
+                slot.child.signal(number)
+
+    def all_ready(self) -> bool:
+        """Whether every role but the setup is ready; failed rollout slots degrade a run, they do not stop it."""
+        required = [slot for slot in self.slots if slot.role != "setup" and slot.state != "failed"]
+        return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
+
+    def now_s(self) -> float:
+        """Return the fleet's clock."""
+        return self._clock()
+
+    def alive(self, *roles: str) -> list[Slot]:
+        """Return the slots of these roles (all, if none is named) in which a child runs."""
+        return [slot for slot in self.slots if slot.alive and (not roles or slot.role in roles)]
+
+    def _report(self, slot: Slot, report: Report) -> None:
+        if report.error:
+            slot.error = report.error
+        if report.progress:
+            self._on_line(slot, report.progress)
+        if report.state == "finished":
+            slot.finished = True
+        if report.state == "ready":
+            slot.state = "ready"
+            startup_s = self._clock() - slot.started_s
+            if slot.role != "setup":
+                self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
+            log.info("ready: process=%s pid=%d startup_s=%.1f", slot.name, slot.child.pid if slot.child else 0, startup_s)
+            self._on_change(slot)
+
+    def _line(self, slot: Slot, line: str) -> None:
+        slot.last_line = line
+        self._on_line(slot, line)
+
+    def _ended(self, slot: Slot, code: int) -> None:
+        booted = slot.state != "starting"
+        slot.child, slot.last_exit, slot.state = None, code, "ended"
+        if slot.role != "setup":
+            self._slab.fold(slot.role, slot.index)
+            reason = exit_reason(code, booted=booted)
+            self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
+        self._on_end(slot, code)
+
+
+def exit_reason(code: int, *, booted: bool) -> str:
+    """Return the label ``reason`` of an exit."""
+    if code == ExitCode.OK:
+        return "clean"
+    if code < 0:
+        return "signal"
+    return "error" if booted else "boot"

@@ -1,0 +1,141 @@
+"""A rollout worker's process: models, prompts and reward around `pipeline.rollout`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from pipeline.arena import Arena
+from pipeline.config import Config
+from pipeline.devices import process_device
+from pipeline.errors import ConfigError, ExitCode, RewardError
+from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.models import Critic, load_actor, load_critic, load_reward_model, load_tokenizer
+from pipeline.prompts import PromptSource
+from pipeline.rewards import FunctionReward, load_reward_function
+from pipeline.role import Report, RoleContext, monotonic_s, reward_source
+from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
+from pipeline.rollout_metrics import RolloutMetrics
+from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, worker_name
+
+_IDLE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, context: RoleContext) -> ExitCode:
+    """Roll out tickets until told to stop."""
+    torch.set_num_threads(config.rollout.threads)
+    arena = Arena(context.folder / "arena")
+    arena.populate()
+    metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config))
+    mailbox = Mailbox(context.folder, worker_name(context.index))
+    outbox = Outbox(context.folder, BUFFER)
+    worker = new_worker(config, context, arena, outbox, metrics)
+    context.report(Report(state="ready"))
+    waiting_since_s = monotonic_s()
+    try:
+        while not worker.finished:
+            worker.draining |= context.stopping
+            for message in mailbox.receive(0.0):
+                worker.handle(message)
+            if not worker.idle:
+                metrics.ticket_came(monotonic_s() - waiting_since_s)
+                worker.step()
+                waiting_since_s = monotonic_s()
+                continue
+            metrics.in_flight(0)
+            with metrics.waiting():
+                for message in mailbox.receive(_IDLE_S):
+                    worker.handle(message)
+        return ExitCode.OK
+    finally:
+        worker.close()
+        outbox.close(linger_s=1.0)
+        mailbox.close()
+
+
+def new_worker(
+    config: Config, context: RoleContext, arena: Arena, sender: Sender, metrics: RolloutMetrics
+) -> RolloutWorker:
+    """Load the models and the reward, try both on one prompt, and introduce the worker to the buffer.
+
+    Raises:
+        ConfigError: If the reward function does not give one finite number a row.
+    """
+    device = process_device()
+    actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
+    reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
+    targets = {f"actor.{name}": tensor for name, tensor in actor.state_dict().items()}
+    critic = None
+    if config.rollout.algorithm == "ppo":
+        critic = (
+            Critic.from_actor(actor)
+            if config.model.critic is None
+            else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
+        )
+        targets |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
+    tokenizer = load_tokenizer(config.model.actor)
+    rollout = config.rollout
+    maker = NaiveExperienceMaker(
+        actor,
+        critic,
+        load_reward(config, tokenizer, device),
+        reference,
+        tokenizer,
+        kl_coef=config.rollout_kl_coef,
+        gamma=rollout.gamma,
+        lam=rollout.lam,
+        use_grpo=rollout.algorithm == "grpo",
+        num_generation=rollout.num_generations,
+        inference_batch_size=rollout.inference_batch_size,
+        logits_forward_batch_size=rollout.logits_forward_batch_size,
+        stage=metrics.activity,
+    )
+    source = PromptSource(config.prompts.path, config.daemon.seed)
+    roller = Roller(
+        maker,
+        source,
+        tokenizer,
+        seed=config.daemon.seed,
+        max_length=rollout.max_length,
+        template=config.prompts.template,
+        generate_kwargs={
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "stop_token_ids": rollout.stop_token_ids,
+        },
+        device=device,
+    )
+    try:
+        refuse_broken_reward(roller)
+    except RewardError as error:
+        raise ConfigError(f"rollout.reward_functions: {error}") from error
+    return RolloutWorker(
+        roller,
+        arena,
+        context.folder / "weights",
+        targets,
+        sender,
+        metrics,
+        index=context.index,
+        clock=monotonic_s,
+        group_size=config.group_size,
+        checksum=config.buffer.checksum,
+        initial_version=0 if config.trainer.kind == "external" else -1,
+    )
+
+
+def load_reward(config: Config, tokenizer: Any, device: torch.device) -> Any:
+    """Return the configured reward model, or functions, or both added up."""
+    functions = [load_reward_function(name) for name in config.rollout.reward_functions]
+    if config.model.reward is None:
+        return FunctionReward(functions, tokenizer)
+    model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
+    if not functions:
+        return model
+    scores = FunctionReward(functions, tokenizer)
+    return lambda **row: model(**row) + scores(**row)

@@ -1,0 +1,324 @@
+"""The supervisor: prepares the instance, starts its processes, keeps them running, and ends them together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline import log as logs
+from pipeline import placement, sort_digits
+from pipeline.config import Config
+from pipeline.config_file import LoadedConfig
+from pipeline.errors import ConfigError, ExitCode, RlhfdError
+from pipeline.fleet import Fleet, Slot
+from pipeline.instance import InstanceLock, InstanceRecord, serve_control, shm_directory
+from pipeline.instance_status import InstanceStatus
+from pipeline.messages import Drain, PeerDied
+from pipeline.metrics import SlotName
+from pipeline.metrics_slab import MetricsSlab
+from pipeline.page import HttpServer
+from pipeline.placement import Place
+from pipeline.role import monotonic_s
+from pipeline.top import LiveView
+from pipeline.transport import BUFFER, Outbox, worker_name
+from pipeline.workspace import Workspace
+
+_TICK_S = 0.25
+_KILL_AFTER_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def run(loaded: LoadedConfig) -> ExitCode:
+    """Run an instance in the foreground until it has ended; return why.
+
+    Raises:
+        ConfigError: If the configuration cannot be run here; nothing is left behind then.
+    """
+    config = with_builtin_paths(loaded.config)
+    logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
+    with InstanceLock(Path(config.daemon.runtime_dir)):
+        # Bound before anything is made: a port in use is the commonest reason why a start fails.
+        http = HttpServer.bind(config.metrics.host, config.metrics.port) if config.metrics.enabled else None
+        try:
+            workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
+        except BaseException:
+            if http is not None:
+                http.close()
+            raise
+        try:
+            return asyncio.run(Supervisor(config, loaded, workspace, http).serve())
+        finally:
+            workspace.remove()
+
+
+def with_builtin_paths(config: Config) -> Config:
+    """Return the configuration with the embedded model and prompts replaced by where they lie, or will."""
+    directory = sort_digits.directory_of(config.daemon.state_dir)
+
+    def located(value: str | None, path: Path) -> str | None:
+        return str(path) if value == sort_digits.BUILTIN else value
+
+    model = {
+        name: located(getattr(config.model, name), sort_digits.model_directory(directory))
+        for name in ("actor", "reference", "critic")
+    }
+    path = located(config.prompts.path, sort_digits.prompts_path(directory))
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "prompts": config.prompts.model_copy(update={"path": path}),
+        }
+    )
+
+
+class Supervisor:
+    """One instance from its first child to its last."""
+
+    def __init__(
+        self, config: Config, loaded: LoadedConfig, workspace: Workspace, http: HttpServer | None
+    ) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._workspace = workspace
+        self._http = http
+        self._exit_code = ExitCode.OK
+        self._reason = ""
+        self._draining_since_s: float | None = None
+        self._killed_s: float | None = None
+        self._finished_ranks: set[int] = set()
+        self._ended = asyncio.Event()
+
+    async def serve(self) -> ExitCode:
+        """Start everything, watch until all has ended, leave nothing behind."""
+        self._loop = asyncio.get_running_loop()
+        self._prepare()
+        self._record = self._write_record()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop_asked, number)
+        control = await serve_control(self._workspace.folder / "control.sock", self._answer)
+        if self._http is not None:
+            await self._http.start(self._status.metrics, self._status.health, self._status.ready)
+        self._view.start()
+        try:
+            self._start_first()
+            while not self._ended.is_set():
+                self._tick()
+                await asyncio.sleep(_TICK_S) if self._fleet.alive() or not self._ending else None
+        except RlhfdError as error:
+            self._abort(error.exit_code, str(error))
+        finally:
+            await self._leave(control)
+        return self._exit_code
+
+    # The start.
+
+    def _prepare(self) -> None:
+        config, gpus = self._config, placement.visible_gpus(os.environ)
+        places = placement.place(config, gpus, placement.usable_cpus())
+        slots = [SlotName("supervisor"), SlotName("buffer"), *(SlotName(role, index) for role, index in places)]
+        self._slab = MetricsSlab.reopen(self._workspace.metrics_path, slots)
+        self._slab.begin("supervisor")
+        self._fleet = Fleet(
+            str(self._workspace.folder), self._slab,
+            clock=monotonic_s, on_end=self._child_ended, on_change=self._child_changed, on_line=self._child_spoke,
+        )  # fmt: skip
+        nowhere = Place("", ())
+        if not self._is_prepared():
+            self._fleet.add("setup", 0, nowhere)
+        self._fleet.add("buffer", 0, nowhere)
+        for (role, index), place in places.items():
+            self._fleet.add(role, index, place)
+        self._status = InstanceStatus(config, self._workspace, self._slab, self._fleet, self._http)
+        self._view = LiveView()
+        self._to_buffer = Outbox(self._workspace.folder, BUFFER)
+        if self._workspace.taken_over:
+            log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
+
+    def _is_prepared(self) -> bool:
+        if sort_digits.BUILTIN not in (self._loaded.config.model.actor, self._loaded.config.prompts.path):
+            return True
+        return sort_digits.is_prepared(sort_digits.directory_of(self._config.daemon.state_dir))
+
+    def _write_record(self) -> InstanceRecord:
+        record = InstanceRecord(
+            pid=os.getpid(),
+            started_unix_s=time.time(),
+            run_id=self._workspace.run.run_id,
+            shm_dir=str(self._workspace.folder),
+            host=self._config.metrics.host,
+            port=self._http.port if self._http is not None else 0,
+            config=str(self._loaded.path or ""),
+        )
+        record.write(Path(self._config.daemon.runtime_dir))
+        return record
+
+    def _start_first(self) -> None:
+        for slot in self._fleet.of("buffer"):
+            self._start(slot)
+        setup = list(self._fleet.of("setup"))
+        for slot in setup:
+            self._start(slot)
+        if not setup:
+            self._start_roles()
+
+    def _start_roles(self) -> None:
+        for slot in self._fleet.of("trainer", "rollout"):
+            self._start(slot)
+
+    def _start(self, slot: Slot) -> None:
+        threads = {"trainer": self._config.trainer.threads, "rollout": self._config.rollout.threads}
+        self._fleet.start(slot, threads=threads.get(slot.role, 1))
+
+    # While it runs.
+
+    def _tick(self) -> None:
+        now_s = monotonic_s()
+        if not self._ending:
+            self._restart_due()
+            self._check_startup(now_s)
+        self._status.sample(now_s)
+        self._view.update(self._status.snapshot())
+        if self._ending:
+            self._press_on(now_s)
+
+    def _restart_due(self) -> None:
+        for slot in list(self._fleet.due()):
+            # Ranks start together: a rank alone would wait for the others of its generation for ever.
+            if slot.role != "trainer" or not self._fleet.alive("trainer") or self._due_together():
+                self._start(slot)
+
+    def _due_together(self) -> bool:
+        return all(slot.state in ("backoff", "starting") for slot in self._fleet.of("trainer"))
+
+    def _check_startup(self, now_s: float) -> None:
+        limit_s = self._config.daemon.startup_timeout_s
+        for slot in self._fleet.slots:
+            if slot.state == "starting" and now_s - slot.started_s > limit_s:
+                self._abort(ExitCode.GAVE_UP, f"{slot.name} was not ready within {limit_s:g} s; its last line: {slot.last_line}")
+                return
+
+    def _child_changed(self, slot: Slot) -> None:
+        self._status.changed(slot)
+
+    def _child_spoke(self, slot: Slot, line: str) -> None:
+        self._view.log(line)
+
+    def _child_ended(self, slot: Slot, code: int) -> None:
+        self._child_changed(slot)
+        if self._ending:
+            return
+        if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
+            self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
+        elif slot.role == "setup":
+            if code == 0:
+                self._start_roles()
+            else:
+                self._abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.error or slot.last_line}")
+        elif slot.role == "trainer":
+            self._rank_ended(slot, code)
+        else:
+            if slot.role == "rollout":
+                self._to_buffer.send(PeerDied(worker_name(slot.index)))
+            self._retry(slot, code)
+
+    def _rank_ended(self, slot: Slot, code: int) -> None:
+        if code == 0 and slot.finished:
+            self._finished_ranks.add(slot.index)
+            if len(self._finished_ranks) == self._config.trainer.world_size:
+                self._drain("training is complete")
+            return
+        # A rank cannot go on without the others, nor be joined by a new one: all of them start anew.
+        self._fleet.signal(self._fleet.alive("trainer"), signal.SIGKILL)
+        self._retry(slot, code)
+
+    def _retry(self, slot: Slot, code: int) -> None:
+        delay_s = self._fleet.retry(slot)
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        words = slot.error or slot.last_line
+        if delay_s is not None:
+            log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, words)
+            return
+        log.error("%s ended (%s) too often, it is not started again: %s", slot.name, how, words)
+        usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
+        if slot.role != "rollout" or not usable:
+            self._abort(ExitCode.GAVE_UP, f"{slot.name} failed ({how}): {words}")
+
+    # The end.
+
+    @property
+    def _ending(self) -> bool:
+        return self._draining_since_s is not None or self._killed_s is not None
+
+    def _stop_asked(self, number: signal.Signals) -> None:
+        if self._ending:
+            self._kill_all("second signal")
+        else:
+            self._drain(f"{signal.Signals(number).name} received")
+
+    def _drain(self, reason: str) -> None:
+        """Let rollouts and steps in progress finish; `_press_on` sees to it that this ends."""
+        log.info("draining: %s", reason)
+        self._draining_since_s = monotonic_s()
+        self._status.state = "draining"
+        self._to_buffer.send(Drain())
+        self._fleet.signal(self._fleet.alive("trainer", "rollout", "setup"), signal.SIGTERM)
+        for slot in self._fleet.alive("trainer", "rollout"):
+            slot.state = "draining"
+
+    def _abort(self, code: ExitCode, reason: str) -> None:
+        """End at once because going on makes no sense."""
+        if self._exit_code is ExitCode.OK:
+            self._exit_code, self._reason = code, reason
+        self._kill_all(reason)
+
+    def _kill_all(self, reason: str) -> None:
+        if self._killed_s is None:
+            log.info("ending at once: %s", reason)
+            self._killed_s = monotonic_s()
+        self._fleet.signal(self._fleet.alive(), signal.SIGKILL)
+
+    def _press_on(self, now_s: float) -> None:
+        working = self._fleet.alive("trainer", "rollout", "setup")
+        if self._draining_since_s is not None and self._killed_s is None:
+            overdue_s = now_s - self._draining_since_s - self._config.daemon.drain_timeout_s
+            if working and overdue_s > 0:
+                log.warning("cut at daemon.drain_timeout_s: %s", ", ".join(slot.name for slot in working))
+                self._fleet.signal(working, signal.SIGKILL)
+            elif not working:
+                self._fleet.signal(self._fleet.alive("buffer"), signal.SIGTERM)
+                if overdue_s > _KILL_AFTER_S:
+                    self._fleet.signal(self._fleet.alive("buffer"), signal.SIGKILL)
+        if not self._fleet.alive():
+            self._ended.set()
+
+    async def _leave(self, control: asyncio.AbstractServer) -> None:
+        self._view.update(self._status.snapshot())
+        self._view.stop()
+        for line in self._status.summary():
+            log.info("%s", line)
+        control.close()
+        if self._http is not None:
+            await self._http.stop()
+        self._to_buffer.close()
+        InstanceRecord.remove(Path(self._config.daemon.runtime_dir))
+        if self._reason:
+            log.error("%s", self._reason)
+
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request.get("command"):
+            case "status":
+                return self._status.status()
+            case "stop":
+                if not self._ending:
+                    self._drain("asked to by `rlhfd stop`")
+                return {"ok": True}
+            case other:
+                return {"error": f"unknown command {other!r}"}

@@ -1,0 +1,132 @@
+"""What a trainer rank counts. Losses and rewards are shown by rank 0, for they are those of all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+
+from pipeline.activity import ActivityClock
+from pipeline.experience import Experience
+from pipeline.learner import StepStats
+from pipeline.metrics_slab import SlotWriter
+
+
+class TrainerMetrics:
+    """Writes a rank's slot."""
+
+    def __init__(self, writer: SlotWriter, *, rank: int, reward_source: str) -> None:
+        self._writer = writer
+        self._leads = rank == 0
+        self.clock = ActivityClock(writer, ["train", "publish", "wait_data", "fetch_weights"])
+        self._waited_s = 0.0
+        self._fetch_s = writer.histogram("rlhfd_train_phase_duration_seconds", phase="fetch")
+        self._wait_s = writer.histogram("rlhfd_buffer_get_wait_seconds")
+        self._tokens = writer.counter("rlhfd_tokens_total", kind="trained")
+        self._experiences = writer.counter("rlhfd_train_experiences_total")
+        self._staleness = writer.histogram("rlhfd_policy_staleness_versions", point="train")
+        self._version = writer.gauge("rlhfd_policy_version")
+        if not self._leads:
+            return
+        self._steps = writer.counter("rlhfd_train_steps_total")
+        self._reward_mean = writer.gauge("rlhfd_reward_mean", source=reward_source)
+        self._reward_stddev = writer.gauge("rlhfd_reward_stddev", source=reward_source)
+        self._losses = {
+            kind: writer.gauge("rlhfd_loss", kind=kind) for kind in ("policy", "value", "kl", "total")
+        }
+        self._gradient_norm = writer.gauge("rlhfd_gradient_norm")
+        self._learning_rate = writer.gauge("rlhfd_learning_rate")
+        self._clipped = writer.gauge("rlhfd_clipped_ratio")
+        self._entropy = writer.gauge("rlhfd_entropy_nats")
+        self._ratio = writer.histogram("rlhfd_importance_ratio")
+        self._kl = writer.histogram("rlhfd_kl_nats")
+        self._nonfinite = {
+            where: writer.counter("rlhfd_nonfinite_total", where=where) for where in ("loss", "gradient")
+        }
+        self._publish_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="publish")
+        self._published_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport="shm")
+        self._published = writer.counter("rlhfd_weight_syncs_total", result="ok")
+        self._published_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
+        self._saved = writer.counter("rlhfd_checkpoints_total", result="ok")
+        self._save_s = writer.histogram("rlhfd_checkpoint_duration_seconds")
+        self._save_time = writer.gauge("rlhfd_checkpoint_last_success_timestamp_seconds")
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Copy a batch out of the arena; a look that finds none costs nothing worth showing."""
+        started_s = time.monotonic()
+        yield
+        duration_s = time.monotonic() - started_s
+        if duration_s > 1e-4:
+            self._fetch_s.observe(duration_s)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for a batch."""
+        self._writer.beat(time.time())
+        started_s = time.monotonic()
+        with self.clock.during("wait_data"):
+            yield
+        self._waited_s += time.monotonic() - started_s
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Take an optimizer step."""
+        self._wait_s.observe(self._waited_s)
+        self._waited_s = 0.0
+        with self.clock.during("train"):
+            yield
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Publish weights."""
+        with self.clock.during("publish"):
+            yield
+
+    def began(self, version: int, step: int) -> None:
+        """Show where training starts from."""
+        self._version.set(version)
+
+    def stepped(self, step: int, stats: StepStats, batches: list[Experience], for_version: int) -> None:
+        """Count a step and show what came of it."""
+        for batch in batches:
+            assert batch.info is not None
+            self._experiences.inc(len(batch.sequences))
+            staleness = (for_version - batch.info["policy_version"]).clamp(min=0)
+            self._staleness.observe_many(staleness.tolist())
+        self._tokens.inc(stats.tokens)
+        self._writer.beat(time.time())
+        if self._leads:
+            self._lead(step, stats, batches)
+
+    def _lead(self, step: int, stats: StepStats, batches: list[Experience]) -> None:
+        self._steps.inc()
+        scores = torch.cat([batch.info["score"].float().cpu() for batch in batches if batch.info is not None])
+        self._reward_mean.set(float(scores.mean()))
+        self._reward_stddev.set(float(scores.std()) if len(scores) > 1 else 0.0)
+        for kind, value in (
+            ("policy", stats.policy_loss), ("value", stats.value_loss), ("kl", stats.kl_loss), ("total", stats.loss),
+        ):  # fmt: skip
+            if value is not None and math.isfinite(value):
+                self._losses[kind].set(value)
+        if math.isfinite(stats.gradient_norm):
+            self._gradient_norm.set(stats.gradient_norm)
+        self._learning_rate.set(stats.learning_rate)
+        self._clipped.set(stats.clipped_ratio)
+
+    def published(self, version: int, nbytes: int, duration_s: float) -> None:
+        """Count a publish."""
+        self._version.set(version)
+        self._publish_s.observe(duration_s)
+        self._published_bytes.inc(nbytes)
+        self._published.inc()
+        self._published_time.set(time.time())
+
+    def saved(self, duration_s: float) -> None:
+        """Count a checkpoint."""
+        self._saved.inc()
+        self._save_s.observe(duration_s)
+        self._save_time.set(time.time())

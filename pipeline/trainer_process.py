@@ -1,0 +1,122 @@
+"""A trainer rank's process: models, process group and connection around `pipeline.trainer`."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as distributed
+
+from pipeline.checkpoints import save_checkpoint
+from pipeline.config import Config
+from pipeline.devices import process_device
+from pipeline.errors import ExitCode
+from pipeline.learner import Learner
+from pipeline.models import Critic, load_actor, load_critic, load_tokenizer
+from pipeline.role import Report, RoleContext, reward_source
+from pipeline.stream import Connection, open_connection
+from pipeline.trainer import Trainer
+from pipeline.trainer_metrics import TrainerMetrics
+
+_IDLE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, context: RoleContext) -> ExitCode:
+    """Train until `trainer.max_steps`, a drain, or SIGTERM."""
+    torch.set_num_threads(config.trainer.threads)
+    connection = open_connection(
+        context.folder,
+        rank=context.index,
+        world_size=config.trainer.world_size,
+        prefetch=config.trainer.gradient_accumulation_steps + 1,
+        verify_checksum=config.buffer.checksum,
+    )
+    join_ranks(config, context)
+    trainer = new_trainer(config, context, connection)
+    context.report(Report(state="ready"))
+    try:
+        while not trainer.finished:
+            if context.stopping:
+                trainer.stop()
+            elif not trainer.poll():
+                trainer.wait(_IDLE_S)
+        trainer.close()
+        if trainer.complete:
+            context.report(Report(state="finished"))
+    finally:
+        connection.close()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+    return ExitCode.OK
+
+
+def join_ranks(config: Config, context: RoleContext) -> None:
+    """Meet the other ranks of this generation, over a file in the instance's folder: no port is taken for it."""
+    if config.trainer.world_size == 1:
+        return
+    backend = "nccl" if process_device().type == "cuda" else "gloo"
+    distributed.init_process_group(
+        backend,
+        init_method=f"file://{context.folder / f'ranks-{context.generation}'}",
+        rank=context.index,
+        world_size=config.trainer.world_size,
+        # A rank may wait for data as long as it takes; a hang is for the supervisor's watchdog to find.
+        timeout=datetime.timedelta(days=7),
+    )
+
+
+def all_ranks_agree(ready: bool) -> bool:
+    """Return whether every rank said True."""
+    flag = torch.tensor(int(ready), device=process_device())
+    distributed.all_reduce(flag, distributed.ReduceOp.MIN)
+    return bool(flag)
+
+
+def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
+    """Load the models, from the newest published weights if a trainer was here before, and join them to the daemon."""
+    device = process_device()
+    actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
+    models: dict[str, torch.nn.Module] = {"actor": actor}
+    if config.rollout.algorithm == "ppo":
+        models["critic"] = (
+            Critic.from_actor(actor)
+            if config.model.critic is None
+            else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
+        )
+    newest = connection.newest()
+    if newest is not None:
+        connection.restore(**{name: model.state_dict() for name, model in models.items()})
+        log.info("took over from a dead trainer: version=%d", newest.version)
+    learner = Learner(
+        config.trainer,
+        config.rollout.algorithm,
+        actor,
+        models.get("critic"),
+        temperature=config.rollout.temperature,
+        kl_coef=config.trainer_kl_coef,
+        process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
+    )
+    step = 0 if newest is None else newest.version * config.trainer.publish_every
+    save = functools.partial(
+        save_checkpoint,
+        Path(config.daemon.state_dir) / "checkpoints",
+        actor=actor,
+        critic=models.get("critic"),
+        tokenizer=load_tokenizer(config.model.actor),
+    )
+    return Trainer(
+        config,
+        learner,
+        connection,
+        models,
+        TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config)),
+        device=device,
+        agree=all_ranks_agree if config.trainer.world_size > 1 else lambda ready: ready,
+        save=save if context.index == 0 else None,
+        step=step,
+    )
