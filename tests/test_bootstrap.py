@@ -23,7 +23,9 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = [*sorted((ROOT / "bin").iterdir()), ROOT / ".ci" / "run"]
 # Where a venv under test must not be found by way of the one that runs this.
 PATH = os.pathsep.join(
-    folder for folder in os.environ["PATH"].split(os.pathsep) if Path(folder).resolve() != Path(sys.executable).parent
+    folder
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if Path(folder).resolve() != Path(sys.executable).parent
 )
 
 PYPROJECT = """

@@ -75,7 +75,7 @@ def test_a_segment_held_by_a_stranger_is_not_ours(segment: Path) -> None:
         ["setsid", "--fork", sys.executable, "-c", holding, str(segment)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={"PATH": os.environ["PATH"]},
+        env={"PATH": os.defpath},
     )
     with stranger:
         assert stranger.stdout and stranger.stdin
