@@ -11,7 +11,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 BUILTIN_PREFIX = "builtin:"
@@ -41,6 +48,13 @@ def _check_devices(value: object) -> object:
     if len(set(value)) < len(value):
         raise PydanticCustomError("devices", "must name each device once")
     return value
+
+
+def _check_betas(value: object) -> object:
+    betas = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas):
+        return betas
+    raise PydanticCustomError("betas", "must be a list of two numbers, each at least 0 and less than 1")
 
 
 def _check_stops(value: object) -> object:
@@ -80,7 +94,7 @@ Folder = Annotated[Path, Field(strict=False), BeforeValidator(_check_folder)]
 Source = Annotated[str, AfterValidator(_check_source)]
 FunctionName = Annotated[str, AfterValidator(_check_function)]
 StopTokenIds = Annotated[int | list[int] | list[list[int]] | None, BeforeValidator(_check_stops)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[float, float], BeforeValidator(_check_betas)]
 
 
 class _Section(BaseModel):
@@ -95,7 +109,7 @@ class DaemonConfig(_Section):
         default="rlhfd",
         pattern=r"^[a-z0-9-]+$",
         max_length=64,
-        description="Name of the instance, in process titles and metrics.",
+        description="Name of the instance in process titles and metrics.",
     )
     runtime_dir: Folder = Field(
         default=Path("run/rlhfd"),
@@ -105,15 +119,11 @@ class DaemonConfig(_Section):
         default=Path("state"), description="Folder of what outlives a run: checkpoints, the spool, the embedded task."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of prompt order, sampling and initialisation.")
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="Log lines for people, or one JSON object a line."
-    )
+    log_format: Literal["text", "json"] = Field(default="text", description="Log lines for people, or JSON.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least level that is logged."
     )
-    drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="Seconds that rollouts in progress get to finish after a stop was asked for."
-    )
+    drain_timeout_s: float = Field(default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.")
     startup_timeout_s: float = Field(default=300.0, gt=0, description="Seconds that the roles get from start to ready.")
 
 
@@ -133,9 +143,7 @@ class ModelConfig(_Section):
         default=None,
         description="Directory of a sequence classification model that scores responses; left out: functions only.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="Number format of all models."
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Number format.")
 
 
 class PromptsConfig(_Section):
@@ -159,35 +167,23 @@ class RolloutConfig(_Section):
     algorithm: Literal["grpo", "ppo"] = Field(default="grpo", description="How advantages are made of rewards.")
     engine: Literal["transformers", "vllm"] = Field(default="transformers", description="What generates the responses.")
     batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Prompts of one ticket; left out: half a batch, sample_batch_size / (2 x group).",
+        default=None, ge=1, description="Prompts of one ticket; left out: half a batch of rows."
     )
-    num_generations: int = Field(
-        default=8, ge=1, le=4096, description="Responses to each prompt (G), 2 or more; GRPO only."
-    )
+    num_generations: int = Field(default=8, ge=1, le=4096, description="Responses to each prompt (G); GRPO only.")
     max_length: int = Field(default=24, ge=2, le=2**20, description="Tokens of prompt and response together, at most.")
-    temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature; log-probs are taken at it as well."
-    )
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Probability mass of the likeliest tokens that are sampled from."
-    )
-    top_k: int = Field(default=0, ge=0, description="Number of the likeliest tokens that are sampled from; 0 for all.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature, of log-probs too.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is sampled from.")
+    top_k: int = Field(default=0, ge=0, description="How many of the likeliest tokens are sampled from; 0 for all.")
     kl_coef: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the KL penalty inside the reward; left out: 0.01 with PPO, 0 with GRPO.",
+        default=None, ge=0, description="Weight of the KL penalty in the reward; left out: 0.01 (PPO), 0 (GRPO)."
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of the value of the next token (PPO).")
     lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalized advantage estimation (PPO).")
     inference_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows that are generated at once; left out: the whole ticket."
+        default=None, ge=1, description="Rows generated at once; left out: the ticket."
     )
     logits_forward_batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rows of one forward pass for log-probs, values and scores; left out: the whole ticket.",
+        default=None, ge=1, description="Rows of one forward pass; left out: the ticket."
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,
@@ -200,7 +196,7 @@ class RolloutConfig(_Section):
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each worker.")
     ticket_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a worker gets for one ticket.")
     max_attempts: int = Field(
-        default=3, ge=1, le=1000, description="Times that a ticket is tried before its prompts are set aside."
+        default=3, ge=1, le=1000, description="Times a ticket is tried before its prompts are set aside."
     )
 
 
@@ -208,10 +204,7 @@ class BufferConfig(_Section):
     """What lies between rollout and training."""
 
     sample_batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**20,
-        description="Rows of each batch that a trainer rank gets; left out: 256 with GRPO, 128 with PPO.",
+        default=None, ge=1, le=2**20, description="Rows of a rank's batch; left out: 256 (GRPO), 128 (PPO)."
     )
     limit: int = Field(
         default=0, ge=0, description="Batches that may wait at most; 0: bounded by staleness and bytes alone."
@@ -220,18 +213,13 @@ class BufferConfig(_Section):
         default=64 << 20, gt=0, lt=2**62, description='Shared memory for experience, in bytes or as "64MiB", "2GiB".'
     )
     max_staleness: int = Field(
-        default=1,
-        ge=0,
-        le=1024,
-        description="Versions that the weights behind a row may be old when it is trained; 0: in step.",
+        default=1, ge=0, le=1024, description="Versions that a row may be old when it is trained; 0: in step."
     )
     stale_policy: Literal["drop", "keep"] = Field(
         default="drop",
         description="What becomes of rows that grew too old nonetheless: dropped and counted, or trained.",
     )
-    checksum: bool = Field(
-        default=True, description="Whether experience is checked for damage between rollout and trainer (xxh3)."
-    )
+    checksum: bool = Field(default=True, description="Whether experience is checked for damage on its way.")
 
 
 class TrainerConfig(_Section):
@@ -245,47 +233,29 @@ class TrainerConfig(_Section):
     max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0 for no end.")
     learning_rate: float = Field(default=4e-4, gt=0, description="Largest learning rate of the actor (AdamW).")
     critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.99), strict=False, description="AdamW's decay of both moments.")
+    betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay of both moments.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
     warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps over which the learning rate rises.")
     decay_steps: int = Field(
         default=150,
         ge=0,
-        description="Optimizer steps, warm-up included, after which the learning rate has fallen; 0: it never falls.",
+        description="Optimizer steps, warm-up included, until the learning rate has fallen; 0: never.",
     )
     final_learning_rate_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="Learning rate after decay_steps as a share of the largest."
+        default=0.1, ge=0, le=1, description="Last learning rate as a share of the largest."
     )
     gradient_clip_norm: float = Field(default=1.0, gt=0, description="Largest gradient norm of a step.")
-    clip_range: float = Field(
-        default=0.2, gt=0, description="How far from 1 the probability ratio still counts in the policy loss."
-    )
-    value_clip_range: float = Field(
-        default=0.2, gt=0, description="How far values may move from the rollout's in the value loss (PPO)."
-    )
+    clip_range: float = Field(default=0.2, gt=0, description="How far from 1 the policy ratio counts.")
+    value_clip_range: float = Field(default=0.2, gt=0, description="How far values may move in the value loss (PPO).")
     kl_coef: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the k3 KL to the reference in the loss; left out: 0.01 with GRPO, 0 with PPO.",
+        default=None, ge=0, description="Weight of the k3 KL in the loss; left out: 0.01 (GRPO), 0 (PPO)."
     )
-    critic_warmup_steps: int = Field(
-        default=10, ge=0, description="First optimizer steps that train the critic alone (PPO)."
-    )
-    whiten_advantages: bool = Field(
-        default=True, description="Whether advantages get mean 0 and deviation 1 over the batch (PPO)."
-    )
-    micro_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows of one forward and backward pass; left out: the whole batch."
-    )
-    gradient_accumulation_steps: int = Field(
-        default=1, ge=1, le=2**16, description="Batches of each rank to one optimizer step."
-    )
-    publish_every: int = Field(
-        default=1, ge=1, le=2**16, description="Optimizer steps from one published version to the next."
-    )
-    save_every: int = Field(
-        default=0, ge=0, description="Optimizer steps from one checkpoint to the next; 0: at the end only."
-    )
+    critic_warmup_steps: int = Field(default=10, ge=0, description="First steps, for the critic alone (PPO).")
+    whiten_advantages: bool = Field(default=True, description="Whether advantages are normalized (PPO).")
+    micro_batch_size: int | None = Field(default=None, ge=1, description="Rows of one pass; left out: the batch.")
+    gradient_accumulation_steps: int = Field(default=1, ge=1, le=2**16, description="Batches of a rank to one step.")
+    publish_every: int = Field(default=1, ge=1, le=2**16, description="Optimizer steps to one version.")
+    save_every: int = Field(default=0, ge=0, description="Optimizer steps to one checkpoint; 0: at the end.")
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank.")
 
 
@@ -300,9 +270,7 @@ class MetricsConfig(_Section):
 class ClusterConfig(_Section):
     """Where the roles run."""
 
-    engine: Literal["local", "ray"] = Field(
-        default="local", description="Processes of this server, or Ray actors on several."
-    )
+    engine: Literal["local", "ray"] = Field(default="local", description="Local processes, or Ray actors.")
 
 
 class Config(_Section):

@@ -1,0 +1,407 @@
+"""Reading a configuration: file, environment and ``--set`` into one `Config`, every error at once and with its place.
+
+Precedence, highest first: ``--set section.key=value``, the variable ``RLHFD_SECTION__KEY``, the file, the defaults. The
+file is the one that was asked for, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR stands for
+``daemon.runtime_dir`` and gives way to RLHFD_DAEMON__RUNTIME_DIR.
+
+A key that is unknown or set twice is shown at the key, a value that is wrong at the value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline import prompts
+from pipeline.config import BUILTIN_PREFIX, Config, conflicts
+from pipeline.errors import ConfigError
+from pipeline.toml_positions import KeyPath, Positions, line_and_column, scan
+
+CONFIG_VARIABLE = "RLHFD_CONFIG"
+RUNTIME_DIR_VARIABLE = "RLHFD_RUNTIME_DIR"
+
+_PREFIX = "RLHFD_"
+_FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
+_MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
+_PATH_KEYS = {*_FOLDER_KEYS, *_MODEL_KEYS, "prompts.path"}
+_SECTIONS: dict[str, BaseModel] = {name: info.default for name, info in Config.model_fields.items()}
+_TYPE_MESSAGES = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "finite_number": "must be finite",
+    "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
+}
+_SYNTAX_ERROR = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
+_SHOWN_CHARACTERS = 60
+
+
+class ConfigErrors(ConfigError):
+    """Everything that is wrong with a configuration, a line each."""
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        super().__init__("\n".join(errors))
+        self.errors = tuple(errors)
+
+
+class Origin(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+        layer: What set it.
+        place: ``config.toml:8:15``, ``--set rollout.workers``, or the variable's name; empty for a default.
+    """
+
+    layer: Literal["default", "file", "environment", "set"]
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked configuration, its paths absolute.
+
+    Attributes:
+        config: The configuration.
+        origins: Of the values that are no defaults, by ``section.key``.
+        path: The file that was read, if any.
+    """
+
+    config: Config
+    origins: Mapping[str, Origin]
+    path: Path | None
+
+    def where(self, key: str) -> str:
+        """Return what an error about ``section.key`` starts with: its place and name."""
+        return _where(self.origins.get(key, Origin("default")), key)
+
+
+def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> LoadedConfig:
+    """Read and check a configuration.
+
+    Relative paths are taken from the file's folder where the file or a default gives them, and from the current folder
+    where the environment or ``--set`` does, or where there is no file.
+
+    Args:
+        path: The file, or None for the one that RLHFD_CONFIG names, or none at all.
+        sets: Assignments ``section.key=value``, the value in TOML or else a bare string.
+        environ: The environment.
+
+    Raises:
+        ConfigErrors: If anything is wrong, naming all of it.
+    """
+    if path is None and environ.get(CONFIG_VARIABLE):
+        path = Path(environ[CONFIG_VARIABLE])
+    errors: list[str] = []
+    values = _from_file(path, errors) if path else {}
+    values |= _from_environment(environ, errors)
+    values |= _from_sets(sets, errors)
+    config = _validate(values, path.parent if path else Path(), errors)
+    if errors:
+        raise ConfigErrors(sorted(errors, key=_by_place(path)))
+    return LoadedConfig(config, {key: value.origin for key, value in values.items()}, path)
+
+
+def check_files(loaded: LoadedConfig) -> None:
+    """Check what the configuration names on disk, as far as that can be known without running it.
+
+    Raises:
+        ConfigErrors: If models or prompts are missing or broken, or a folder cannot be made or written: all of it.
+    """
+    errors = []
+    for key in _MODEL_KEYS:
+        source = get(loaded.config, key)
+        if source is None or source.startswith(BUILTIN_PREFIX):
+            continue
+        if not Path(source).is_dir():
+            errors.append(f"{loaded.where(key)}: no such directory: {source} (models are local, none is downloaded)")
+        elif not (Path(source) / "config.json").is_file():
+            errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
+    if not loaded.config.prompts.path.startswith(BUILTIN_PREFIX):
+        try:
+            prompts.check(loaded.config.prompts.path)
+        except ConfigError as error:
+            errors += [
+                line.replace("prompts.path", loaded.where("prompts.path"), 1)
+                if line.startswith("prompts.path:")
+                else line
+                for line in str(error).splitlines()
+            ]
+    for key in _FOLDER_KEYS:
+        folder = Path(get(loaded.config, key))
+        nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        if not nearest.is_dir():
+            errors.append(f"{loaded.where(key)}: {nearest} is not a directory")
+        elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
+            errors.append(f"{loaded.where(key)}: {nearest} is not writable by uid {os.geteuid()}")
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
+    """Write a configuration as TOML: what was set, or everything that is in force.
+
+    Args:
+        loaded: The configuration.
+        effective: Show defaults too, and the values that keys take which were left out.
+        origin: Add where each value comes from, as a comment.
+    """
+    config = loaded.config
+    in_force = {
+        "buffer.sample_batch_size": config.sample_batch_size,
+        "rollout.batch_size": config.prompts_per_ticket,
+        "rollout.kl_coef": config.rollout_kl_coef,
+        "trainer.kl_coef": config.trainer_kl_coef,
+    }
+    blocks = []
+    for section, defaults in _SECTIONS.items():
+        lines = []
+        for name in type(defaults).model_fields:
+            key = f"{section}.{name}"
+            if key not in loaded.origins and not effective:
+                continue
+            value = get(config, key)
+            value = in_force.get(key) if value is None else value
+            line = f"# {name} is left out" if value is None else f"{name} = {_toml(value)}"
+            place = loaded.origins.get(key, Origin("default")).place or "default"
+            lines.append(f"{line}  # {place}" if origin and value is not None else line)
+        if lines:
+            blocks.append("\n".join([f"[{section}]", *lines, ""]))
+    return "\n".join(blocks)
+
+
+def get(config: Config, key: str) -> Any:
+    """Return the value of ``section.key``."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+@dataclass
+class _Value:
+    value: Any
+    origin: Origin
+    # As typed on the command line, where `--set daemon.name=7` means a name.
+    text: str | None = None
+    element_origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
+
+
+def _from_file(path: Path, errors: list[str]) -> dict[str, _Value]:
+    text, tables, positions = _parse_file(path, errors)
+    values = {}
+
+    def origin(offset: int) -> Origin:
+        line, column = line_and_column(text, offset)
+        return Origin("file", f"{path}:{line}:{column}")
+
+    for section, table in tables.items():
+        if problem := _problem_of_section(section, table):
+            errors.append(f"{origin(positions.marks[section,].key).place}: {problem}")
+            continue
+        for name, value in table.items():
+            key, mark = f"{section}.{name}", positions.marks[section, name]
+            if problem := _problem_of_key(section, name):
+                errors.append(f"{origin(mark.key).place}: {problem}")
+                continue
+            elements = {
+                inner[2:]: origin(mark.value) for inner, mark in positions.marks.items() if inner[:2] == (section, name)
+            }
+            values[key] = _Value(_resolve(key, value, path.parent), origin(mark.value), element_origins=elements)
+    return values
+
+
+def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Positions]:
+    try:
+        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+        return text, tomllib.loads(text), scan(text)
+    except OSError as error:
+        errors.append(f"{path}: cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].decode("utf-8")
+        errors.append("{}:{}:{}: not UTF-8".format(path, *line_and_column(before, len(before))))
+    except tomllib.TOMLDecodeError as error:
+        errors += _syntax_errors(path, text, str(error))
+    except RecursionError:
+        errors.append(f"{path}: nested too deeply")
+    return "", {}, Positions({}, [])
+
+
+def _syntax_errors(path: Path, text: str, message: str) -> list[str]:
+    """Turn tomllib's first error into ours, or into all keys that are set twice if it is of that kind."""
+    try:
+        positions = scan(text)
+    except (ValueError, RecursionError):
+        positions = Positions({}, [])
+    errors = []
+    for key_path, offset in positions.repeats:
+        line, column = line_and_column(text, offset)
+        first_line, _ = line_and_column(text, positions.marks[key_path].key)
+        name = ".".join(map(str, key_path))
+        errors.append(f"{path}:{line}:{column}: {name} is set twice, first in line {first_line}")
+    if errors:
+        return errors
+    what, line_text, column_text = (
+        match.groups() if (match := _SYNTAX_ERROR.fullmatch(message)) else (message, "1", "1")
+    )
+    line, column = (int(line_text), int(column_text)) if line_text else line_and_column(text, len(text))
+    words = text.split("\n")[line - 1][column - 1 :] if what == "Invalid value" else ""
+    hint = ", a string needs quotes" if re.match(r"[A-Za-z./~]", words) else ""
+    return [f"{path}:{line}:{column}: {what[:1].lower()}{what[1:]}{hint}"]
+
+
+def _from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str, _Value]:
+    values = {}
+    if folder := environ.get(RUNTIME_DIR_VARIABLE):
+        key = "daemon.runtime_dir"
+        values[key] = _Value(_resolve(key, folder, Path()), Origin("environment", RUNTIME_DIR_VARIABLE))
+    for variable in sorted(environ):
+        section, separator, name = variable.removeprefix(_PREFIX).lower().partition("__")
+        if variable.startswith(_PREFIX) and separator:
+            values |= _from_text(section, name, environ[variable], Origin("environment", variable), errors)
+    return values
+
+
+def _from_sets(sets: Sequence[str], errors: list[str]) -> dict[str, _Value]:
+    values: dict[str, _Value] = {}
+    for assignment in sets:
+        key, separator, text = (part.strip() for part in assignment.partition("="))
+        section, dot, name = key.partition(".")
+        if not (section and dot and name and separator):
+            errors.append(f"--set {assignment}: must be of the form section.key=value")
+        else:
+            values |= _from_text(section, name, text, Origin("set", f"--set {key}"), errors)
+    return values
+
+
+def _from_text(section: str, name: str, text: str, origin: Origin, errors: list[str]) -> dict[str, _Value]:
+    if problem := _problem_of_section(section, {}) or _problem_of_key(section, name):
+        errors.append(f"{origin.place}: {problem}")
+        return {}
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        parsed = {}
+    # More than one key: the text holds line breaks and is no single value.
+    value = parsed["value"] if list(parsed) == ["value"] else text
+    key = f"{section}.{name}"
+    return {key: _Value(_resolve(key, value, Path()), origin, text=text)}
+
+
+def _resolve(key: str, value: Any, base: Path) -> Any:
+    if key not in _PATH_KEYS or not isinstance(value, str) or not value or value.startswith(BUILTIN_PREFIX):
+        return value
+    return os.path.abspath(base / os.path.expanduser(value))
+
+
+def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Config:
+    wrong: set[str] = set()
+    sections: dict[str, Any] = {name: _validate_section(name, values, base, errors, wrong) for name in _SECTIONS}
+    # Without validation: conflicts are found here, where their places are known.
+    config = Config.model_construct(**sections)
+    for keys, message in conflicts(config):
+        if wrong.isdisjoint(keys):
+            # Defaults go together, so at least one of the keys was set.
+            key = next(key for key in keys if key in values)
+            origin = values[key].origin
+            errors.append(f"{_where(origin, key) if key == keys[0] else f'{origin.place}: {keys[0]}'}: {message}")
+    return config
+
+
+def _validate_section(
+    section: str, values: Mapping[str, _Value], base: Path, errors: list[str], wrong: set[str]
+) -> BaseModel:
+    """Return the section with every value that is right; wrong ones go to `errors`, their keys to `wrong`."""
+    model = type(_SECTIONS[section])
+    given = {
+        name: _resolve(f"{section}.{name}", str(getattr(_SECTIONS[section], name)), base)
+        for name in model.model_fields
+        if f"{section}.{name}" in _FOLDER_KEYS
+    }
+    given |= {name: values[f"{section}.{name}"].value for name in model.model_fields if f"{section}.{name}" in values}
+    while True:
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                name = str(details["loc"][0])
+                value = values[key := f"{section}.{name}"]
+                if details["type"] == "string_type" and value.text is not None:
+                    given[name] = _resolve(key, value.text, Path())
+                    continue
+                given.pop(name, None)
+                wrong.add(key)
+                origin = value.element_origins.get(details["loc"][1:], value.origin)
+                errors.append(f"{_where(origin, key)}: {_describe(details)}")
+
+
+def _describe(details: ErrorDetails) -> str:
+    problem = _TYPE_MESSAGES.get(details["type"]) or re.sub(r"^\w+ should ", "must ", details["msg"])
+    problem = problem.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    if details["type"] == "literal_error":
+        problem = problem.replace("'", '"')
+    shown = _toml(details["input"])
+    return f"{problem}, got {shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + '...'}"
+
+
+def _problem_of_section(section: str, table: object) -> str:
+    if section in _SECTIONS:
+        return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {_toml(table)}"
+    if isinstance(table, dict):
+        return f"unknown section {_key(section)}{_suggestion(section, _SECTIONS)}"
+    homes = [f"{home}.{section}" for home in _SECTIONS if section in type(_SECTIONS[home]).model_fields]
+    return f"unknown key {_key(section)}" + (f", did you mean {homes[0]}?" if homes else "")
+
+
+def _problem_of_key(section: str, name: str) -> str:
+    names = type(_SECTIONS[section]).model_fields
+    if name in names:
+        return ""
+    homes = [f"{home}.{name}" for home, model in _SECTIONS.items() if name in type(model).model_fields]
+    return f"unknown key {section}.{_key(name)}{f', did you mean {homes[0]}?' if homes else _suggestion(name, names)}"
+
+
+def _suggestion(wrong: str, right: Iterable[str]) -> str:
+    close = difflib.get_close_matches(wrong.lower(), right, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _where(origin: Origin, key: str) -> str:
+    return {"default": key, "file": f"{origin.place}: {key}"}.get(origin.layer, origin.place)
+
+
+def _by_place(path: Path | None) -> Callable[[str], tuple[float, float]]:
+    """Sort key of errors: those in the file by line and column, then the others as they were found."""
+
+    def place(error: str) -> tuple[float, float]:
+        match = re.match(re.escape(f"{path}:") + r"(\d+):(\d+):", error)
+        return (int(match[1]), int(match[2])) if match else (math.inf, 0)
+
+    return place
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name) else _toml(name)
+
+
+def _toml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | Path():
+            return json.dumps(str(value), ensure_ascii=not str(value).isprintable())
+        case list() | tuple():
+            return f"[{', '.join(map(_toml, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{_key(key)} = {_toml(inner)}' for key, inner in value.items())}}}"
+    return str(value)
