@@ -1,0 +1,142 @@
+"""Rewards: functions of a row at the seam of a reward model, and what a score must be.
+
+A reward that is no finite number ends the experience with `RewardError`; it never becomes reward 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError, RewardError
+
+RewardFunction = Callable[..., Any]
+"""``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number."""
+
+
+class FunctionReward:
+    """Functions at the reward seam, in coati's convention for verifiable rewards; their results add up.
+
+    Args:
+        functions: At least one; each is called once a row with right-padded ids and the columns of the response
+            (`response_end` exclusive, the stop included), and returns a number or a tensor with one element.
+        tokenizer: Handed to every function.
+
+    Raises:
+        ConfigError: If there are no functions.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction], tokenizer: Any) -> None:
+        if not functions:
+            raise ConfigError("no reward functions: give at least one")
+        self._functions = list(functions)
+        self._tokenizer = tokenizer
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_start: Tensor,
+        response_end: Tensor,
+        gt_answer: Sequence[Any],
+    ) -> Tensor:
+        """Score rows.
+
+        Args:
+            input_ids: ``(B, S)`` int64, right-padded.
+            attention_mask: ``(B, S)``, 1 where the token is real.
+            response_start: ``(B,)`` int64, column of the first response token.
+            response_end: ``(B,)`` int64, column after the last response token.
+            gt_answer: One element a row.
+
+        Returns:
+            ``(B,)`` float32.
+
+        Raises:
+            RewardError: If a function raises or returns something else than one finite number.
+        """
+        scores = []
+        for row, (ids, mask, start, end, answer) in enumerate(
+            zip(input_ids, attention_mask, response_start.tolist(), response_end.tolist(), gt_answer, strict=True)
+        ):
+            keywords = {
+                "gt_answer": answer,
+                "response_start": start,
+                "response_end": end,
+                "tokenizer": self._tokenizer,
+            }
+            scores.append(sum(_score(function, row, ids, mask, keywords) for function in self._functions))
+        return torch.tensor(scores, dtype=torch.float32)
+
+
+def load_reward_function(name: str, *, field: str = "rollout.reward_functions") -> RewardFunction:
+    """Import a reward function by its name.
+
+    Args:
+        name: ``module:function``; the module is imported from ``sys.path``.
+        field: The configuration field that named it, for the error.
+
+    Returns:
+        The function.
+
+    Raises:
+        ConfigError: If the name has another form, does not import, or is not callable.
+    """
+    module_name, separator, function_name = name.partition(":")
+    if not (module_name and separator and function_name):
+        raise ConfigError(f"{field}: {name!r} is not of the form module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"{field}: cannot import {module_name}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{field}: {module_name} has no function {function_name}")
+    loaded: RewardFunction = function
+    return loaded
+
+
+def checked_scores(scores: Any, batch_size: int, source: str) -> Tensor:
+    """Take what a reward model returned as one finite number a row.
+
+    Args:
+        scores: What it returned.
+        batch_size: Rows it was given (B).
+        source: Its name, for the error.
+
+    Returns:
+        ``(B,)`` float32.
+
+    Raises:
+        RewardError: If it is anything else; the message names the first row that is wrong.
+    """
+    tensor = torch.as_tensor(scores)
+    if tensor.shape != (batch_size,):
+        raise RewardError(f"{source} returned scores of shape {tuple(tensor.shape)}, not ({batch_size},)")
+    tensor = tensor.float()
+    finite = torch.isfinite(tensor)
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise RewardError(f"{source} returned {tensor[row].item()} for row {row}; a reward is a finite number")
+    return tensor
+
+
+def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywords: dict[str, Any]) -> float:
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        result = function(ids, mask, **keywords)
+    # Somebody else's code may raise anything, and which row did must be told.
+    except Exception as error:
+        raise RewardError(f"{name} raised {error!r} for row {row}") from error
+    try:
+        score = float(result)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"{name} returned {result!r} for row {row}; a reward is a finite number") from error
+    if not math.isfinite(score):
+        raise RewardError(f"{name} returned {score} for row {row}; a reward is a finite number")
+    return score

@@ -1,0 +1,121 @@
+"""Reward functions at the seam of a reward model, and what is no reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError, RewardError
+from pipeline.rewards import FunctionReward, checked_scores, load_reward_function
+
+IDS = torch.tensor([[5, 6, 7, 1, 0], [5, 8, 1, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+START, END = torch.tensor([1, 1]), torch.tensor([4, 3])
+
+
+def score(*functions: Any, answers: list[Any] | None = None) -> Tensor:
+    reward = FunctionReward(functions, tokenizer="the tokenizer")
+    return reward(
+        input_ids=IDS, attention_mask=MASK, response_start=START, response_end=END, gt_answer=answers or [None, None]
+    )
+
+
+def test_a_function_gets_one_row_in_coatis_convention() -> None:
+    seen: list[Any] = []
+
+    def record(input_ids: Tensor, attention_mask: Tensor, **keywords: Any) -> float:
+        seen.append((input_ids.tolist(), attention_mask.tolist(), keywords))
+        return 1.0
+
+    score(record, answers=["a", "b"])
+
+    expected = {"gt_answer": "b", "response_start": 1, "response_end": 3, "tokenizer": "the tokenizer"}
+    assert len(seen) == 2
+    assert seen[1] == ([5, 8, 1, 0, 0], [1, 1, 1, 0, 0], expected)
+
+
+def test_several_functions_add_up() -> None:
+    def length(ids: Tensor, mask: Tensor, *, response_start: int, response_end: int, **_: Any) -> int:
+        return response_end - response_start
+
+    def half(ids: Tensor, mask: Tensor, **_: Any) -> Tensor:
+        return torch.tensor([0.5])
+
+    def right(ids: Tensor, mask: Tensor, **_: Any) -> bool:
+        return bool(ids[1] == 8)
+
+    scores = score(length, half, right)
+
+    assert scores.tolist() == [3.5, 3.5]
+    assert scores.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "judge returned nan for row 1"),
+        (float("inf"), "judge returned inf for row 1"),
+        (torch.zeros(2), r"judge returned tensor\(\[0., 0.\]\) for row 1"),
+        (None, "judge returned None for row 1"),
+        ("good", "judge returned 'good' for row 1"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_that_names_function_row_and_value(value: Any, message: str) -> None:
+    def judge(ids: Tensor, mask: Tensor, **_: Any) -> Any:
+        return value if ids[1] == 8 else 1.0
+
+    with pytest.raises(RewardError, match=f"<locals>.{message}"):
+        score(judge)
+
+
+def test_a_raising_function_is_an_error_and_not_reward_zero() -> None:
+    def judge(ids: Tensor, mask: Tensor, **_: Any) -> float:
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match=r"judge raised KeyError\('answer'\) for row 0"):
+        score(judge)
+
+
+def test_without_functions_there_is_no_reward() -> None:
+    with pytest.raises(ConfigError, match="no reward functions"):
+        FunctionReward([], tokenizer=None)
+
+
+def test_a_function_is_loaded_by_name() -> None:
+    import math
+
+    assert load_reward_function("math:sqrt") is math.sqrt
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("math", "'math' is not of the form module:function"),
+        (":sqrt", "not of the form"),
+        ("no_such_module_of_rewards:f", "cannot import no_such_module_of_rewards"),
+        ("math:no_such", "math has no function no_such"),
+        ("math:pi", "math has no function pi"),
+        ("broken_rewards_module:f", "cannot import broken_rewards_module"),
+    ],
+)
+def test_a_name_that_is_no_function_is_a_configuration_error(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_rewards_module.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ConfigError, match=rf"rollout\.reward_functions: .*{message}"):
+        load_reward_function(name)
+
+
+def test_scores_of_a_reward_model_are_one_finite_number_a_row() -> None:
+    assert checked_scores(torch.tensor([1, 2]), 2, "model").dtype == torch.float32
+    assert checked_scores([0.5, 1.5], 2, "model").tolist() == [0.5, 1.5]
+    with pytest.raises(RewardError, match=r"model returned scores of shape \(2, 1\), not \(2,\)"):
+        checked_scores(torch.zeros(2, 1), 2, "model")
+    with pytest.raises(RewardError, match="model returned nan for row 1"):
+        checked_scores(torch.tensor([0.0, torch.nan]), 2, "model")
