@@ -130,7 +130,7 @@ class ExtentReader:
         try:
             (length,) = _LENGTH.unpack_from(memory)
             self.header = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
-        except (struct.error, msgspec.DecodeError) as error:
+        except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
         self._memory = memory
         self._blocks = list(_blocks(self.header, _align(_LENGTH.size + length)))

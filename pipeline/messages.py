@@ -192,6 +192,6 @@ def decode(data: bytes) -> Message:
     """
     try:
         return _decoder.decode(data)
-    # RecursionError: a message nested deeper than the interpreter's limit is as hostile as a torn one.
-    except (msgspec.DecodeError, RecursionError) as error:
+    # msgspec lets an ill-formed string through as UnicodeDecodeError, and deep nesting as RecursionError (both by fuzzing).
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"message of {len(data):,} B does not decode: {error}") from error

@@ -26,8 +26,16 @@ def _session_leaves_nothing() -> Iterator[None]:
     _fail_on(before, descriptors=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _zmq_context(_session_leaves_nothing: None) -> None:
+    """Let ZeroMQ open what it keeps for the life of a process, so that no test is blamed for it."""
+    import zmq
+
+    zmq.Context.instance().socket(zmq.PULL).close()
+
+
 @pytest.fixture(autouse=True)
-def _test_leaves_nothing(_session_leaves_nothing: None) -> Iterator[None]:
+def _test_leaves_nothing(_zmq_context: None) -> Iterator[None]:
     before = Holdings.now()
     yield
     _fail_on(before)

@@ -111,7 +111,7 @@ class LocalChild:
             return
         try:
             report = _report_decoder.decode(line)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             self._on_line(f"unreadable report: {line[:200]!r}")
             return
         self._on_report(report)

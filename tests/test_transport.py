@@ -1,0 +1,108 @@
+"""Messages over real ZeroMQ sockets."""
+
+import stat
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import messages
+from pipeline.errors import DecodeError
+from pipeline.messages import Ack, Drain, ExtentRows, Hello, Lease, Sealed
+from pipeline.transport import Mailbox, Outbox
+
+EXAMPLES = [
+    Hello("worker-0", 2**62, [1, 2]),
+    Sealed("worker-0", 1, 2, 3, 2**64 - 1, 5, 2**63 - 1, 0),
+    Lease(1, 2, 3, [ExtentRows(0, 64, 7, 1, 4, [0, 1, 5])], 2),
+    Drain(),
+]
+
+
+@pytest.fixture
+def mailbox(tmp_path):
+    box = Mailbox(tmp_path, "buffer")
+    yield box
+    box.close()
+
+
+@pytest.fixture
+def outbox(tmp_path, mailbox):
+    box = Outbox(tmp_path, "buffer")
+    yield box
+    box.close()
+
+
+def receive(mailbox, count):
+    found = []
+    while len(found) < count:
+        came = mailbox.receive(5.0)
+        assert came, f"{len(found)} of {count} messages came"
+        found += came
+    return found
+
+
+def test_every_kind_of_message_arrives_as_it_was_in_order(mailbox, outbox):
+    for message in EXAMPLES:
+        outbox.send(message)
+
+    assert receive(mailbox, len(EXAMPLES)) == EXAMPLES
+
+
+def test_a_message_sent_before_the_receiver_exists_is_delivered(tmp_path):
+    early = Outbox(tmp_path, "late")
+    early.send(Ack("trainer-0", 1))
+    late = Mailbox(tmp_path, "late")
+
+    assert receive(late, 1) == [Ack("trainer-0", 1)]
+    early.close()
+    late.close()
+
+
+def test_nothing_comes_within_the_time_given(mailbox):
+    assert mailbox.receive(0.01) == []
+
+
+def test_the_socket_is_private_and_gone_after_close(tmp_path):
+    box = Mailbox(tmp_path, "buffer")
+    path = tmp_path / "buffer.sock"
+    assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+    box.close()
+
+    assert not path.exists()
+
+
+def test_garbage_is_counted_and_does_not_stop_the_mail(tmp_path, mailbox):
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(f"ipc://{tmp_path / 'buffer.sock'}")
+    for data in (b"", b"\xc1", b"\x93\xa5Hello", msgspec.msgpack.encode({"type": "Ack"})):
+        socket.send(data)
+    socket.send(messages.encode(Drain()))
+
+    assert receive(mailbox, 1) == [Drain()]
+    assert mailbox.refused == 4
+    socket.close(linger=0)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(st.one_of(st.binary(max_size=200), st.binary(max_size=5).map(lambda tail: b"\x91" * 5000 + tail)))
+def test_random_bytes_never_crash_the_decoder(data):
+    try:
+        messages.decode(data)
+    except DecodeError:
+        pass
+
+
+@settings(max_examples=3000, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.integers(0, 200), st.integers(0, 255))
+def test_a_mutated_message_is_refused_or_is_another_whole_message(message, place, value):
+    data = bytearray(messages.encode(message))
+    data[place % len(data)] = value
+    try:
+        other = messages.decode(bytes(data))
+    except DecodeError:
+        return
+    assert messages.decode(messages.encode(other)) == other
