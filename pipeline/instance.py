@@ -1,0 +1,379 @@
+"""A running instance as others find it: its lock, its record, its control channel.
+
+    runtime_dir/lock            flock of the live supervisor, holds its pid; never removed, so that nobody locks a ghost
+    runtime_dir/instance.json   the record: who runs, since when, and where its shared memory is
+    shm_dir/control.sock        one JSON line in, one JSON line out
+
+Sockets lie in shared memory rather than in the runtime directory: the path of a unix socket has at most 107 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import signal
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
+
+CONTROL_SOCKET = "control.sock"
+
+_LOCK = "lock"
+_RECORD = "instance.json"
+# `find` holds the lock shared for microseconds; a start that meets it tries again.
+_LOCK_TIMEOUT_S = 0.5
+_POLL_S = 0.02
+_REQUEST_BYTES = 64 << 10
+_ANSWER_BYTES = 16 << 20
+_CLIENT_TIMEOUT_S = 5.0
+_CLIENTS = 16
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+@functools.cache
+def installed_version() -> str:
+    """Return the version of rlhfd that is installed."""
+    # Costs more than the rest of this module together.
+    from importlib import metadata
+
+    try:
+        return metadata.version("rlhfd")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class InstanceLock:
+    """The right to be the one instance of a runtime directory; a context manager.
+
+    The lock goes with the process, however it dies, and is not inherited by programs that it starts.
+    """
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> InstanceLock:
+        """Take the lock; make the directory if need be.
+
+        Raises:
+            ConfigError: If another instance holds it, or the directory cannot be used.
+        """
+        path = self._runtime_dir / _LOCK
+        try:
+            self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._runtime_dir.stat().st_mode & 0o002:
+                raise ConfigError(f"daemon.runtime_dir: {self._runtime_dir} can be written by everybody")
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"daemon.runtime_dir: cannot use {path}: {error.strerror}") from error
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"daemon.runtime_dir: {self._runtime_dir} is in use by {_named(holder(self._runtime_dir))}"
+                )
+            time.sleep(_POLL_S)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class InstanceRecord(msgspec.Struct, frozen=True):
+    """What a running instance tells those who look for it.
+
+    Attributes:
+        pid: The supervisor.
+        started_unix_s: When it started.
+        run_id: Which run it serves.
+        shm_dir: Its folder in shared memory.
+        host: Address of the HTTP server.
+        port: Port of the HTTP server, 0 if there is none.
+        config: The configuration file, empty if there is none.
+        world_size: Trainer ranks.
+        version: Version of rlhfd.
+    """
+
+    pid: int
+    started_unix_s: float
+    run_id: str
+    shm_dir: str
+    host: str = ""
+    port: int = 0
+    config: str = ""
+    world_size: int = 1
+    version: str = msgspec.field(default_factory=installed_version)
+
+    def write(self, runtime_dir: Path) -> None:
+        """Put the record into the runtime directory, at once and whole."""
+        descriptor, temporary = tempfile.mkstemp(dir=runtime_dir, prefix=f".{_RECORD}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(self) + b"\n")
+        os.replace(temporary, runtime_dir / _RECORD)
+
+    @classmethod
+    def read(cls, runtime_dir: Path) -> InstanceRecord:
+        """Return the record in the runtime directory, whether its instance still lives or not.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            UnreachableError: If it cannot be read.
+        """
+        path = runtime_dir / _RECORD
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except msgspec.DecodeError as error:
+            raise UnreachableError(f"{path} is no record of an instance: {error}") from error
+        except PermissionError as error:
+            raise UnreachableError(f"cannot read {path}: {error.strerror}") from error
+
+    @staticmethod
+    def remove(runtime_dir: Path) -> None:
+        """Remove the record, if there is one."""
+        (runtime_dir / _RECORD).unlink(missing_ok=True)
+
+
+def shm_directory(runtime_dir: str | os.PathLike[str]) -> Path:
+    """Return the folder in shared memory of the instance that serves, or would serve, `runtime_dir`; it is not made."""
+    digest = hashlib.blake2b(os.fsencode(os.path.realpath(runtime_dir))).hexdigest()
+    return Path(f"/dev/shm/rlhfd-{os.geteuid()}-{digest[:10]}")
+
+
+def holder(runtime_dir: Path) -> int | None:
+    """Return the pid of the supervisor that holds the runtime directory, 0 if it has not told yet, None if nobody does.
+
+    Raises:
+        UnreachableError: If the lock may not be looked at.
+    """
+    path = runtime_dir / _LOCK
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise UnreachableError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        if _try_lock(descriptor, fcntl.LOCK_SH):
+            return None
+        text = os.pread(descriptor, 32, 0).strip()
+        return int(text) if text.isdigit() else 0
+    finally:
+        os.close(descriptor)
+
+
+def find(runtime_dir: Path) -> InstanceRecord:
+    """Return the record of the instance that runs in a runtime directory.
+
+    Raises:
+        NotRunningError: If none runs there.
+        UnreachableError: If one runs there and has left no record yet, or none that can be read.
+    """
+    pid = holder(runtime_dir)
+    if pid is None:
+        raise NotRunningError(f"no instance runs in {runtime_dir}")
+    with contextlib.suppress(FileNotFoundError):
+        # A record of another pid was left by one that was killed.
+        if (record := InstanceRecord.read(runtime_dir)).pid == pid:
+            return record
+    raise UnreachableError(f"{_named(pid)} in {runtime_dir} is starting and does not answer yet")
+
+
+def terminate(runtime_dir: Path) -> None:
+    """Send SIGTERM to the supervisor that holds the runtime directory, and to no other process.
+
+    Raises:
+        NotRunningError: If nobody holds it.
+        UnreachableError: If the process may not be signalled.
+    """
+    nobody = f"no instance runs in {runtime_dir}"
+    if not (pid := holder(runtime_dir)):
+        raise NotRunningError(nobody)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise NotRunningError(nobody) from None
+    try:
+        # The pid in the file may be a dead one's, given to another process since.
+        if not _has_open(pid, runtime_dir / _LOCK):
+            raise NotRunningError(nobody)
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it ended by itself, which is what was wanted
+    except PermissionError as error:
+        raise UnreachableError(f"{_named(pid)} in {runtime_dir} belongs to another user") from error
+    finally:
+        os.close(descriptor)
+
+
+def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
+    """Wait until nobody holds the runtime directory; return whether that came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while holder(runtime_dir) is not None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
+    """Answer requests on the control socket until the server is closed.
+
+    Clients of other users, but root, are refused; one that is slow, sends too much or never reads is cut off.
+
+    Args:
+        path: Where the socket is made, mode 0600; one that a dead process left is replaced.
+        handler: Gets a request, returns its answer; an `RlhfdError` becomes the answer ``{"error": ...}``.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except BaseException:
+        listener.close()
+        raise
+    clients = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal clients
+        clients += 1
+        try:
+            answer = {"error": "too many clients"} if clients > _CLIENTS else await _answer(reader, writer, handler)
+            writer.write(msgspec.json.encode(answer) + b"\n")
+            async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+                await writer.drain()
+        except (OSError, TimeoutError) as error:
+            log.debug("control client lost: %s", error)
+        finally:
+            clients -= 1
+            await _close(writer)
+
+    return await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    try:
+        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+            await writer.wait_closed()
+    except (OSError, TimeoutError):
+        writer.transport.abort()
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> dict[str, Any]:
+    credentials = writer.get_extra_info("socket").getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+    )
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    if uid not in (0, os.geteuid()):
+        log.warning("control client refused: pid=%d uid=%d", pid, uid)
+        return {"error": f"uid {uid} may not control this instance"}
+    try:
+        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+            line = await reader.readuntil(b"\n")
+        request = msgspec.json.decode(line, type=dict[str, Any])
+    except (asyncio.LimitOverrunError, asyncio.IncompleteReadError, TimeoutError, msgspec.DecodeError) as error:
+        return {"error": f"no request of one JSON line: {error}"}
+    try:
+        return await handler(request)
+    except RlhfdError as error:
+        return {"error": str(error)}
+
+
+def request(record: InstanceRecord, command: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+    """Ask a running instance over its control socket.
+
+    Args:
+        record: The instance.
+        command: ``"status"``, ``"stop"``, ...
+        timeout_s: Until the whole answer is there.
+        fields: More of the request, by name.
+
+    Raises:
+        UnreachableError: If it does not answer in time, or not with one JSON line.
+        RlhfdError: If it answers with an error.
+    """
+    deadline = time.monotonic() + timeout_s
+    path = Path(record.shm_dir) / CONTROL_SOCKET
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as client:
+            _connect(client, path, deadline)
+            client.sendall(msgspec.json.encode({"command": command, **fields}) + b"\n")
+            line = _read_line(client, deadline)
+        answer = msgspec.json.decode(line, type=dict[str, Any])
+    except TimeoutError:
+        raise UnreachableError(f"pid {record.pid} does not answer within {timeout_s:g} s") from None
+    except OSError as error:
+        raise UnreachableError(f"pid {record.pid} cannot be reached at {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UnreachableError(f"pid {record.pid} answers with no JSON line: {error}") from error
+    if "error" in answer:
+        raise RlhfdError(str(answer["error"]))
+    return answer
+
+
+def _connect(client: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        client.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            return client.connect(str(path))
+        except BlockingIOError:  # so many clients wait that the kernel takes no more
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(_POLL_S)
+
+
+def _read_line(client: socket.socket, deadline: float) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) <= _ANSWER_BYTES:
+        client.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (part := client.recv(1 << 16)):
+            break
+        line += part
+    return bytes(line)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    try:
+        return any(entry.exists() and entry.samefile(path) for entry in Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:
+        return False
+
+
+def _named(pid: int | None) -> str:
+    return f"pid {pid}" if pid else "an instance"
