@@ -301,6 +301,10 @@ class Conservation:
         """Items that are nowhere (positive) or in two places (negative)."""
         return self.sealed - self.trained - sum(self.dropped) - self.ready_items - self.leased_items
 
+    def dropped_by_reason(self) -> dict[str, int]:
+        """Return the items dropped for each of `DROP_REASONS`."""
+        return dict(zip(DROP_REASONS, self.dropped, strict=True))
+
     def to_words(self) -> list[float]:
         """Return the block as the slab holds it."""
         held = (self.ready_items, self.leased_items, self.writing_items)
@@ -324,7 +328,7 @@ class Conservation:
             ("rlhfd_leases_active", partition): self.leases_active,
             ("rlhfd_tickets_outstanding", ()): self.tickets_outstanding,
         }
-        for reason, items in zip(DROP_REASONS, self.dropped, strict=True):
+        for reason, items in self.dropped_by_reason().items():
             samples["rlhfd_items_dropped_total", (reason,)] = items
         for state in ("ready", "leased", "writing"):
             samples["rlhfd_buffer_items", (PARTITION, state)] = getattr(self, f"{state}_items")

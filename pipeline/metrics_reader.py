@@ -19,8 +19,6 @@ from typing import Final, NamedTuple
 from pipeline.metrics import BY_NAME, METRICS, Metric, SlotName
 from pipeline.metrics_slab import MetricsSlab
 
-TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-OPENMETRICS_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _HEARTBEAT: Final = "rlhfd_process_last_heartbeat_timestamp_seconds"
 _CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
@@ -49,13 +47,20 @@ class Reading:
 
     def value(self, name: str, /, **labels: str) -> float | None:
         """Return a counter or gauge, summed over the labels that are not named; None if there is no such series."""
-        metric = BY_NAME[name]
-        found = [
-            value
-            for key, value in self.families.get(name, {}).items()
-            if isinstance(value, float) and labels.items() <= dict(zip(metric.labels, key, strict=True)).items()
-        ]
+        found = [value for value in self._named(name, labels) if isinstance(value, float)]
         return math.fsum(found) if found else None
+
+    def histogram_mean(self, name: str, /, **labels: str) -> float | None:
+        """Return the mean of all observations, over the labels that are not named; None if there is none."""
+        found = [value for value in self._named(name, labels) if isinstance(value, HistogramReading)]
+        count = math.fsum(value.count for value in found)
+        totals = [value.total for value in found if value.total is not None]
+        return math.fsum(totals) / count if count and len(totals) == len(found) else None
+
+    def _named(self, name: str, labels: dict[str, str]) -> list[float | HistogramReading]:
+        metric = BY_NAME[name]
+        series = self.families.get(name, {}).items()
+        return [value for key, value in series if labels.items() <= dict(zip(metric.labels, key, strict=True)).items()]
 
 
 class _Place(NamedTuple):
@@ -107,9 +112,15 @@ class MetricsReader:
             families[name][labels] = float(count)
         return Reading({**families, **self._info})
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the exposition and its content type, for the Accept header of a scrape."""
-        openmetrics = wants_openmetrics(accept)
+    def text(self) -> bytes:
+        """Return the exposition in Prometheus' text format 0.0.4."""
+        return "".join(self._exposition(openmetrics=False)).encode()
+
+    def openmetrics(self) -> bytes:
+        """Return the exposition in OpenMetrics 1.0.0."""
+        return "".join([*self._exposition(openmetrics=True), "# EOF\n"]).encode()
+
+    def _exposition(self, *, openmetrics: bool) -> list[str]:
         families = self.read().families
         lines: list[str] = []
         for metric in METRICS:
@@ -117,9 +128,7 @@ class MetricsReader:
                 lines.append(_head(metric, openmetrics=openmetrics))
                 for labels, value in series.items():
                     lines.extend(self._lines(metric, labels, value))
-        if openmetrics:
-            lines.append("# EOF\n")
-        return "".join(lines).encode(), OPENMETRICS_TYPE if openmetrics else TEXT_TYPE
+        return lines
 
     def _places(self, slot: SlotName, *, own: bool) -> list[_Place]:
         """Return the series of a slot that name it, or those that do not."""
@@ -170,17 +179,6 @@ def _combine(metric: Metric, words: Sequence[list[float]]) -> float | HistogramR
         return math.fsum(words[0])
     # Of several workers' gauges without a worker label the first one's counts: rank 0 speaks for its step.
     return max(words[0]) if metric.outlives_writer else words[0][0]
-
-
-def wants_openmetrics(accept: str) -> bool:
-    """Whether an Accept header takes OpenMetrics 1.0.0 or later; read as prometheus_client reads it."""
-    for entry in accept.split(","):
-        media, *parameters = (part.strip() for part in entry.split(";"))
-        if media == "application/openmetrics-text":
-            versions = [value for value in parameters if value.startswith("version=")]
-            if not versions or versions[0].removeprefix("version=").split(".")[0].lstrip("0"):
-                return True
-    return False
 
 
 def _head(metric: Metric, *, openmetrics: bool) -> str:

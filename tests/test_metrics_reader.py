@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -20,7 +19,6 @@ from pipeline.metrics_reader import MetricsReader
 from pipeline.metrics_slab import MetricsSlab
 from tests.slabs import BLOCK, ROOT, SLOTS, begun
 
-OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 INFO = {
     "rlhfd_build_info": {"version": "0.1.0", "commit": "c0ffee", "python": "3.11.7", "torch": "2.13.0+cpu", "cuda": ""},
     "rlhfd_run_info": {"run_id": "1", "algorithm": "grpo", "model": 'a "b"\\c\nd'},
@@ -63,10 +61,7 @@ def test_text_shows_each_bound_series_and_nothing_else(slab: MetricsSlab) -> Non
     writer.counter("rlhfd_tokens_total", kind="prompt").inc(3)
     writer.gauge("rlhfd_rollouts_in_flight").set(2)
 
-    body, content_type = MetricsReader(slab).render("*/*")
-
-    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
-    assert body.decode() == (
+    assert MetricsReader(slab).text().decode() == (
         "# HELP rlhfd_tokens_total Tokens by kind (prompt, response, trained).\n"
         "# TYPE rlhfd_tokens_total counter\n"
         'rlhfd_tokens_total{kind="prompt"} 3.0\n'
@@ -79,10 +74,7 @@ def test_text_shows_each_bound_series_and_nothing_else(slab: MetricsSlab) -> Non
 def test_openmetrics_names_family_and_unit_and_ends_with_eof(slab: MetricsSlab) -> None:
     begun(slab, "supervisor").counter("rlhfd_process_cpu_seconds_total", role="trainer").inc(1.5)
 
-    body, content_type = MetricsReader(slab).render(OPENMETRICS)
-
-    assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
-    assert body.decode() == (
+    assert MetricsReader(slab).openmetrics().decode() == (
         "# HELP rlhfd_process_cpu_seconds CPU time used by child processes, dead ones included.\n"
         "# TYPE rlhfd_process_cpu_seconds counter\n"
         "# UNIT rlhfd_process_cpu_seconds seconds\n"
@@ -94,7 +86,7 @@ def test_openmetrics_names_family_and_unit_and_ends_with_eof(slab: MetricsSlab) 
 def test_histogram_buckets_are_cumulative(slab: MetricsSlab) -> None:
     begun(slab, "buffer").histogram("rlhfd_policy_staleness_versions", point="push").observe_many([0, 1, 1, 40])
 
-    lines = MetricsReader(slab).render()[0].decode().splitlines()
+    lines = MetricsReader(slab).text().decode().splitlines()
 
     assert 'rlhfd_policy_staleness_versions_bucket{point="push",le="0.0"} 1.0' in lines
     assert 'rlhfd_policy_staleness_versions_bucket{point="push",le="1.0"} 3.0' in lines
@@ -109,7 +101,7 @@ def test_histogram_buckets_are_cumulative(slab: MetricsSlab) -> None:
 def test_histogram_with_a_negative_observation_has_neither_sum_nor_count(slab: MetricsSlab) -> None:
     begun(slab, "rollout").histogram("rlhfd_reward", source="model").observe_many([1, -1])
 
-    lines = MetricsReader(slab).render()[0].decode().splitlines()
+    lines = MetricsReader(slab).text().decode().splitlines()
 
     assert lines[-1] == 'rlhfd_reward_bucket{source="model",le="+Inf"} 2.0'
 
@@ -135,12 +127,26 @@ def test_value_sums_over_the_labels_that_are_not_named(slab: MetricsSlab) -> Non
     assert reading.value("rlhfd_tokens_total", kind="trained") is None
 
 
+def test_mean_of_a_histogram_is_over_all_that_was_observed(slab: MetricsSlab) -> None:
+    name = "rlhfd_policy_staleness_versions"
+    begun(slab, "buffer").histogram(name, point="push").observe_many([0, 1])
+    begun(slab, "trainer").histogram(name, point="train").observe_many([1, 4])
+    begun(slab, "rollout").histogram("rlhfd_reward", source="model").observe(-1)
+
+    reading = MetricsReader(slab).read()
+
+    assert reading.histogram_mean(name, point="train") == 2.5
+    assert reading.histogram_mean(name) == 1.5
+    assert reading.histogram_mean("rlhfd_kl_nats") is None
+    assert reading.histogram_mean("rlhfd_reward") is None
+
+
 def test_both_parsers_read_every_series(slab: MetricsSlab) -> None:
     write_everything(slab)
     reader = MetricsReader(slab, INFO)
 
-    text = {family.name: family for family in parse_text(reader.render()[0].decode())}
-    openmetrics = {family.name: family for family in parse_openmetrics(reader.render(OPENMETRICS)[0].decode())}
+    text = {family.name: family for family in parse_text(reader.text().decode())}
+    openmetrics = {family.name: family for family in parse_openmetrics(reader.openmetrics().decode())}
 
     expected = {metric.name.removesuffix("_total") for metric in METRICS}
     assert text.keys() == openmetrics.keys() == expected
@@ -158,7 +164,7 @@ def test_parsed_values_are_those_that_were_read(slab: MetricsSlab) -> None:
 
     parsed = {
         (sample.name, tuple(sample.labels.values())): sample.value
-        for family in parse_text(reader.render()[0].decode())
+        for family in parse_text(reader.text().decode())
         for sample in family.samples
     }
 
@@ -174,35 +180,10 @@ def test_parsed_values_are_those_that_were_read(slab: MetricsSlab) -> None:
 def test_promtool_finds_nothing_to_complain_of(slab: MetricsSlab) -> None:
     write_everything(slab)
 
-    body = MetricsReader(slab, INFO).render()[0]
+    body = MetricsReader(slab, INFO).text()
     checked = subprocess.run(["promtool", "check", "metrics"], input=body, capture_output=True, timeout=60)
 
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
-
-
-@pytest.mark.parametrize(
-    "accept",
-    [
-        "",
-        "*/*",
-        "text/html,application/xhtml+xml,*/*;q=0.8",
-        "text/plain;version=0.0.4",
-        OPENMETRICS,
-        "application/openmetrics-text",
-        "application/openmetrics-text; version=0.0.1",
-        "application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
-        "application/openmetrics-text;version=1.0.0;q=0.8,application/openmetrics-text;version=0.0.1;q=0.75,"
-        "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
-        "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited;q=0.7,"
-        "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
-    ],
-)
-def test_format_is_negotiated_as_prometheus_client_does(slab: MetricsSlab, accept: str) -> None:
-    _, theirs = choose_encoder(accept)
-
-    _, ours = MetricsReader(slab).render(accept)
-
-    assert ours == theirs.partition("; escaping")[0]
 
 
 def test_scrape_of_64_workers_is_quick(path: Path) -> None:
@@ -219,7 +200,7 @@ def test_scrape_of_64_workers_is_quick(path: Path) -> None:
     took_s = math.inf
     for _ in range(10):
         started_s = time.thread_time()
-        body, _ = reader.render(OPENMETRICS)
+        body = reader.openmetrics()
         took_s = min(took_s, time.thread_time() - started_s)
 
     assert body.count(b"\n") > 2000
