@@ -103,7 +103,7 @@ def action_log_probs(
 
     Args:
         model: Called with `input_ids`, `attention_mask`, and `position_ids`, `use_cache` and `logits_to_keep` where it
-            takes them; returns an object with ``.logits``, ``(B, S, V)`` or the last columns of it.
+            takes them; returns an object with ``.logits``, ``(B, S, V)`` or its last A + 1 columns.
         sequences: ``(B, S)`` int64.
         attention_mask: ``(B, S)``, 1 where the token is real, on whichever side the padding is.
         num_actions: Action columns (A), less than S.
@@ -128,10 +128,10 @@ def action_log_probs(
         "logits_to_keep": num_actions + 1,
     }
     output = model(input_ids=sequences, attention_mask=attention_mask, **accepted_keywords(model, optional))
+    if len(output.logits) != len(sequences) or output.logits.shape[1] not in (num_actions + 1, sequences.shape[1]):
+        raise ShapeError(f"logits of shape {tuple(output.logits.shape)} for sequences {tuple(sequences.shape)}")
     # The distribution of a token stands one column before it; a model without logits_to_keep returned all S.
     logits = output.logits[:, -(num_actions + 1) : -1]
-    if logits.shape[:2] != (len(sequences), num_actions):
-        raise ShapeError(f"logits of shape {tuple(output.logits.shape)} for sequences {tuple(sequences.shape)}")
     vocabulary = logits.shape[-1]
     labels = sequences[:, -num_actions:].to(logits.device)
     log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]

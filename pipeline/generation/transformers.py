@@ -30,6 +30,14 @@ _SAMPLE_ELEMENTS = 2**24
 """Probabilities in float64 at once while a token is sampled: 128 MiB."""
 
 
+def is_transformers_model(model: object) -> bool:
+    """Tell whether an object is a model of the transformers library itself, not one that only answers like it."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
 def fits_lean_loop(actor: object) -> bool:
     """Tell whether `LeanGenerator` can stand in for the actor's own ``generate``.
 
@@ -199,7 +207,8 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
         top_p: As in `Sampling`.
 
     Returns:
-        ``(B,)`` int64; never a token of probability zero.
+        ``(B,)`` int64; never a token of probability zero. A row of logits that are not numbers gives any token, whose
+        log-prob is not a number either.
     """
     rows = max(1, _SAMPLE_ELEMENTS // scaled_logits.shape[1])
     if len(noise) > rows:
@@ -218,7 +227,9 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
     total = cumulative[:, -1]
     # Rounding must not reach the total: the token found beyond it would have probability zero.
     target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    tokens = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    # Only logits that are not numbers get here beyond the vocabulary, where a device would die of it, not of the cause.
+    return tokens.clamp_(max=probs.shape[1] - 1)
 
 
 class ActorGenerator:
