@@ -1,0 +1,264 @@
+"""What the foreground shows: a live panel on a terminal, one line a step anywhere else.
+
+A run outlives whoever watches it. Output that cannot be written now is left out, and a terminal or pipe that is gone
+silences the view; neither stops the supervisor's loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_PANEL_INTERVAL_S: Final = 0.25
+_LINE_INTERVAL_S: Final = 1.0
+_QUIET_S: Final = 60.0
+_BAR_WIDTH: Final = 28
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS: Final = "_.-=+*#"
+_COLOURS: Final = {"ready": "green", "failed": "red"}
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """One instance at one moment; None is not known yet.
+
+    Attributes:
+        state: What the instance does: starting, ready, draining, ...
+        max_steps: Steps after which the run ends, 0 for never.
+        reward_history: Mean reward of each step so far, or of the latest ones, oldest first.
+        tokens_per_s: Response tokens a second over the last minute.
+        items_ready: Experiences that wait for a trainer.
+        items_capacity: Most that may wait, 0 if only bytes bound them.
+        staleness_mean: Versions between the policy that wrote an experience and the one that trains on it.
+    """
+
+    state: str
+    algorithm: str = ""
+    model: str = ""
+    step: int = 0
+    max_steps: int = 0
+    reward_mean: float | None = None
+    reward_history: tuple[float, ...] = ()
+    tokens_per_s: float | None = None
+    items_ready: int = 0
+    items_capacity: int = 0
+    staleness_mean: float | None = None
+    policy_version: int | None = None
+    workers_ready: int = 0
+    workers_total: int = 0
+    metrics_url: str = ""
+    last_event: str = ""
+
+
+class RateWindow:
+    """The rate of a counter that never falls over a window of time: Prometheus' ``rate(counter[window])``.
+
+    The increase between the first and the last sample in the window, over the time between them. Prometheus stretches
+    that to the window's edges and divides by the window, which is the same once samples fill it; before that it divides
+    by a window that has not passed yet, this does not.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._samples: collections.deque[tuple[float, float]] = collections.deque()
+
+    def add(self, now_s: float, total: float) -> None:
+        """Take a sample; `now_s` ascends."""
+        self._samples.append((now_s, total))
+        while self._samples[0][0] < now_s - self._window_s:
+            self._samples.popleft()
+
+    def rate(self) -> float | None:
+        """Return the increase a second at the last sample; None before there are two in the window."""
+        if len(self._samples) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else None
+
+
+class LiveView:
+    """Shows snapshots until it is stopped.
+
+    Args:
+        stream: Where; standard output by default. A terminal gets the panel, anything else lines.
+        clock_s: Monotonic seconds.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._clock_s = clock_s
+        self._console = Console(file=self._stream)
+        self._live: Live | None = None
+        self._is_gone = False
+        self._latest: Snapshot | None = None
+        self._shown: Snapshot | None = None
+        self._shown_s = -_QUIET_S
+
+    def start(self) -> None:
+        """Begin; from now on, what is written to a terminal's standard error appears above the panel."""
+        if not self._stream.isatty() or self._console.is_dumb_terminal:
+            return
+        # Redirecting a standard error that is a file would put its lines on the terminal instead.
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+        self._attempt(self._live.start)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show a snapshot, unless the last one was shown a moment ago."""
+        self._latest = snapshot
+        now_s = self._clock_s()
+        if self._is_due(snapshot, now_s) and self._is_writable():
+            self._show(snapshot, now_s)
+
+    def log(self, line: str) -> None:
+        """Pass a child's line on to standard error, above the panel."""
+        # Whoever read it may be gone; the run goes on.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+
+    def stop(self) -> None:
+        """Show the last snapshot and give the terminal back."""
+        if self._latest is not None and self._latest is not self._shown and self._is_writable():
+            self._show(self._latest, self._clock_s())
+        if self._live is not None:
+            self._attempt(self._live.stop)
+
+    def _is_due(self, snapshot: Snapshot, now_s: float) -> bool:
+        passed_s = now_s - self._shown_s
+        if self._live is not None:
+            return passed_s >= _PANEL_INTERVAL_S
+        if self._shown is None or snapshot.state != self._shown.state or passed_s >= _QUIET_S:
+            return True
+        return snapshot.step != self._shown.step and passed_s >= _LINE_INTERVAL_S
+
+    def _show(self, snapshot: Snapshot, now_s: float) -> None:
+        if self._live is not None:
+            live, shown = self._live, panel(snapshot, ascii_only=self._console.options.ascii_only)
+            self._attempt(lambda: live.update(shown, refresh=True))
+        else:
+            first = self._shown is None
+            self._attempt(lambda: self._write(line(snapshot, introduce=first)))
+        self._shown, self._shown_s = snapshot, now_s
+
+    def _write(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def _is_writable(self) -> bool:
+        """Whether a write would not block: neither a pipe nobody reads nor a stopped terminal may hold up the run."""
+        if self._is_gone:
+            return False
+        try:
+            descriptor = self._stream.fileno()
+        except (OSError, ValueError):
+            return True
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        return bool(poll.poll(0))
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        if self._is_gone:
+            return
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            self._is_gone = True
+            # What the stream still holds would fail again at exit, and change the exit code.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            log.warning("output is gone, the run goes on: error=%s", error)
+
+
+def line(snapshot: Snapshot, *, introduce: bool = False) -> str:
+    """Return a snapshot as one line of ``key=value``; keys and their order stay.
+
+    Args:
+        snapshot: What to show.
+        introduce: Name what never changes too: algorithm, model, where the metrics are.
+    """
+    steps = f"{snapshot.step}/{snapshot.max_steps}" if snapshot.max_steps else str(snapshot.step)
+    capacity = f"/{snapshot.items_capacity}" if snapshot.items_capacity else ""
+    fields = {
+        "state": snapshot.state,
+        "step": steps,
+        "reward_mean": _shown(snapshot.reward_mean, ".4f"),
+        "tokens_per_s": _shown(snapshot.tokens_per_s, ".0f"),
+        "buffer_items": f"{snapshot.items_ready}{capacity}",
+        "staleness_mean": _shown(snapshot.staleness_mean, ".2f"),
+        "policy_version": _shown(snapshot.policy_version, "d"),
+        "workers": f"{snapshot.workers_ready}/{snapshot.workers_total}",
+    }
+    if introduce:
+        fields |= {"algorithm": snapshot.algorithm, "model": snapshot.model, "metrics": snapshot.metrics_url}
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def panel(snapshot: Snapshot, *, ascii_only: bool = False) -> RenderableType:
+    """Return a snapshot as a panel of some ten lines."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(no_wrap=True)
+    if snapshot.max_steps:
+        rows.add_row("step", _bar(snapshot.step, snapshot.max_steps, f"{snapshot.step:,} / {snapshot.max_steps:,}"))
+    else:
+        rows.add_row("step", f"{snapshot.step:,}")
+    trend = sparkline(snapshot.reward_history, _BAR_WIDTH, _ASCII_BLOCKS if ascii_only else _BLOCKS)
+    rows.add_row("reward", Text.assemble((f"{trend:<{_BAR_WIDTH}}", "cyan"), f" {_shown(snapshot.reward_mean, '.3f')}"))
+    rows.add_row("tokens", f"{_shown(snapshot.tokens_per_s, ',.0f')} /s")
+    if snapshot.items_capacity:
+        filled = f"{snapshot.items_ready:,} / {snapshot.items_capacity:,} ready"
+        rows.add_row("buffer", _bar(snapshot.items_ready, snapshot.items_capacity, filled))
+    else:
+        rows.add_row("buffer", f"{snapshot.items_ready:,} ready")
+    rows.add_row("staleness", f"{_shown(snapshot.staleness_mean, '.2f')} versions")
+    rows.add_row("policy", f"version {_shown(snapshot.policy_version, 'd')}")
+    rows.add_row("workers", f"{snapshot.workers_ready} / {snapshot.workers_total} ready")
+    # Text, not str: a path may hold what rich takes for markup.
+    parts: list[RenderableType] = [rows]
+    if snapshot.last_event:
+        parts.append(Text(snapshot.last_event, style="dim", no_wrap=True, overflow="ellipsis"))
+    colour = _COLOURS.get(snapshot.state, "yellow")
+    title = Text.assemble("rlhfd ", (snapshot.state, colour), f" {snapshot.algorithm} {snapshot.model}".rstrip())
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(snapshot.metrics_url, style="dim"))
+
+
+def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str:
+    """Return at most `width` blocks, each the mean of as many values; the least is the lowest block."""
+    columns = min(width, len(values))
+    means = []
+    for column in range(columns):
+        part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        means.append(sum(part) / len(part))
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    top = len(blocks) - 1
+    heights = [round((mean - low) / (high - low) * top) if high > low else top // 2 for mean in means]
+    return "".join(blocks[height] for height in heights)
+
+
+def _bar(completed: int, total: int, text: str) -> RenderableType:
+    row = Table.grid(padding=(0, 1))
+    filled = min(completed, total)
+    row.add_row(ProgressBar(total=total, completed=filled, width=_BAR_WIDTH, complete_style="cyan"), text)
+    return row
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
