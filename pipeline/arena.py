@@ -49,7 +49,9 @@ class Arena:
                 raise LedgerError(f"{path} is no arena of this version")
             _, self.ledger_bytes, self.payload_offset, self.payload_bytes, self.layout = _HEADER.unpack(header)
             if size_bytes < self.payload_offset + self.payload_bytes:
-                raise LedgerError(f"{path} holds {size_bytes:,} B, its header says {self.payload_offset + self.payload_bytes:,} B")
+                raise LedgerError(
+                    f"{path} holds {size_bytes:,} B, its header says {self.payload_offset + self.payload_bytes:,} B"
+                )
             length = self.payload_offset + (self.payload_bytes if payload else 0)
             self._map = mmap.mmap(descriptor, length)
         finally:
@@ -78,7 +80,11 @@ class Arena:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             allocate(descriptor, total_bytes, "buffer.arena_bytes: an arena")
-            os.pwrite(descriptor, _HEADER.pack(_MAGIC, ledger_bytes, payload_offset, _round_up(payload_bytes, PAGE_BYTES), layout), 0)
+            os.pwrite(
+                descriptor,
+                _HEADER.pack(_MAGIC, ledger_bytes, payload_offset, _round_up(payload_bytes, PAGE_BYTES), layout),
+                0,
+            )
             # Renamed when whole: whoever finds `path` finds an arena, however its creator died.
             os.rename(temporary, path)
         except BaseException:
@@ -108,7 +114,7 @@ class Arena:
 
     def address(self) -> int:
         """Return the address of the first payload byte in this process, as cudaHostRegister needs it."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + self.payload_offset
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + int(self.payload_offset)
 
     def close(self) -> None:
         """Unmap. Views handed out before (tensors too) keep the mapping alive until they go."""
@@ -151,7 +157,9 @@ class ExtentAllocator:
         for index, size in enumerate(self._sizes):
             if size >= wanted:
                 return self._take(index, self._offsets[index], wanted)
-        raise ArenaFullError(f"extent of {wanted:,} B does not fit: {self.free_bytes:,} B free of {self.capacity_bytes:,} B")
+        raise ArenaFullError(
+            f"extent of {wanted:,} B does not fit: {self.free_bytes:,} B free of {self.capacity_bytes:,} B"
+        )
 
     def take(self, extent: Extent) -> None:
         """Mark a known extent as taken, when a restarted buffer rebuilds its table.
@@ -205,7 +213,9 @@ def refuse_larger_than_free(folder: Path, nbytes: int, what: str) -> None:
     free_bytes = system.f_bavail * system.f_frsize
     if nbytes > free_bytes:
         total_bytes = system.f_blocks * system.f_frsize
-        raise ConfigError(f"{what} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}")
+        raise ConfigError(
+            f"{what} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}"
+        )
 
 
 def allocate(descriptor: int, nbytes: int, what: str) -> None:

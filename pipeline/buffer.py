@@ -241,18 +241,21 @@ class Buffer:
             self.ledger.assign(record, -1)
 
     def _issue_tickets(self, now_s: float) -> None:
-        held = {worker: 0 for worker in self._wanted}
+        held = dict.fromkeys(self._wanted, 0)
         unowned = []
-        for record in self.ledger.reserved_extents():
-            if record.owner < 0:
-                unowned.append(record)
-            elif worker_name(record.owner) in held:
-                held[worker_name(record.owner)] += 1
+        for reserved in self.ledger.reserved_extents():
+            if reserved.owner < 0:
+                unowned.append(reserved)
+            elif worker_name(reserved.owner) in held:
+                held[worker_name(reserved.owner)] += 1
         reason = ""
         # Who holds least is served first, so that no worker idles while another one queues.
         while hungry := [worker for worker in sorted(held, key=lambda name: (held[name], name))
                          if held[worker] < self._wanted[worker]]:  # fmt: skip
-            record, reason = (unowned.pop(0), "") if unowned else self._reserve()
+            if unowned:
+                record: ExtentRecord | None = unowned.pop(0)
+            else:
+                record, reason = self._reserve()
             if record is None:
                 break
             self._hand_out(record, hungry[0], now_s)
@@ -273,7 +276,11 @@ class Buffer:
         try:
             extent = self._allocator.reserve(nbytes)
         except ArenaFullError as error:
-            if not self.ledger.reserved and not self.ledger.leased and self.ledger.ready < self.limits.sample_batch_size:
+            if (
+                not self.ledger.reserved
+                and not self.ledger.leased
+                and self.ledger.ready < self.limits.sample_batch_size
+            ):
                 # Nothing can come and nothing can go: say so instead of hanging.
                 raise GaveUpError(f"buffer.arena_bytes is too small: {error}") from error
             return None, "full"

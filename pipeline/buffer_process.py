@@ -68,6 +68,8 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     finally:
         outboxes.close()
         mailbox.close()
+        ledger.close()
+        arena.close()
 
 
 def new_buffer(

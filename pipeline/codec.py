@@ -216,6 +216,8 @@ def _spans(experience: Experience) -> _Spans:
         row = int(np.flatnonzero(~present.any(axis=1))[0])
         raise FieldError(f"attention_mask: row {row} has no token")
     start, end = present.argmax(axis=1), width - present[:, ::-1].argmax(axis=1)
+    if experience.action_log_probs is None:
+        raise FieldError("action_log_probs is missing")
     action_columns = experience.action_log_probs.shape[1]
     first = np.zeros(rows, np.int64)
     if experience.action_mask is not None:

@@ -102,9 +102,7 @@ class Fleet:
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.generation += 1
-        spec = LaunchSpec(
-            slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus)
-        )
+        spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus))
         environment = {
             "CUDA_VISIBLE_DEVICES": slot.place.gpu,
             "OMP_NUM_THREADS": str(threads),
@@ -168,7 +166,9 @@ class Fleet:
             startup_s = self._clock() - slot.started_s
             if slot.role != "setup":
                 self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
-            log.info("ready: process=%s pid=%d startup_s=%.1f", slot.name, slot.child.pid if slot.child else 0, startup_s)
+            log.info(
+                "ready: process=%s pid=%d startup_s=%.1f", slot.name, slot.child.pid if slot.child else 0, startup_s
+            )
             self._on_change(slot)
 
     def _line(self, slot: Slot, line: str) -> None:

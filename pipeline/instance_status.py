@@ -164,7 +164,10 @@ class InstanceStatus:
         books = self._slab.conservation()
         if books is None or not books.sealed:
             return []
-        shot, dropped = self.snapshot(), ", ".join(f"{reason} {n}" for reason, n in books.dropped_by_reason().items() if n)
+        shot, dropped = (
+            self.snapshot(),
+            ", ".join(f"{reason} {n}" for reason, n in books.dropped_by_reason().items() if n),
+        )
         lines = [
             f"experiences: sealed {books.sealed} = trained {books.trained} + dropped {sum(books.dropped)}"
             f"{f' ({dropped})' if dropped else ''} + ready {books.ready_items} + leased {books.leased_items}"

@@ -83,7 +83,7 @@ class LedgerLayout:
     @property
     def identity(self) -> int:
         """A number that two ledgers share only if they can be read alike."""
-        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}") >> 1
+        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
 
 
 @dataclasses.dataclass
@@ -283,7 +283,9 @@ class Ledger:
             for row in rows:
                 item = record.items[row]
                 if item.state is not ItemState.READY:
-                    raise LedgerError(f"ticket {record.ticket} row {row} is {item.state.name}, only a READY row is leased")
+                    raise LedgerError(
+                        f"ticket {record.ticket} row {row} is {item.state.name}, only a READY row is leased"
+                    )
                 item.state, item.lease, item.deliveries = ItemState.LEASED, lease, min(255, item.deliveries + 1)
             self._put_items(record, rows[0], rows[-1] + 1)
             self.ready -= len(rows)
@@ -358,6 +360,11 @@ class Ledger:
     def has_free_slot(self) -> bool:
         """Return whether one more ticket can be written down."""
         return bool(self._free_slots)
+
+    def close(self) -> None:
+        """Let go of the memory; what it holds stays for the next buffer."""
+        self._marks.release()
+        self._memory.release()
 
     # The table's bytes.
 

@@ -18,7 +18,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # To the buffer.
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """A worker or trainer rank introduces itself, on its start and whenever a new buffer says `Welcome`.
 
     `held` are the tickets or leases it has in hand; the buffer gives the others of its name to its successor.
@@ -29,7 +29,7 @@ class Hello(Message):
     held: list[int] = []
 
 
-class WantTickets(Message):
+class WantTickets(Message, frozen=True):
     """A worker can hold this many tickets in all, those it holds now included."""
 
     worker: str
@@ -37,7 +37,7 @@ class WantTickets(Message):
     tickets: int
 
 
-class Sealed(Message):
+class Sealed(Message, frozen=True):
     """A ticket's experiences are whole in the arena, checksum included; sent again until `Settled`."""
 
     worker: str
@@ -50,7 +50,7 @@ class Sealed(Message):
     prompts_failed: int = 0
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """A ticket came to nothing; the buffer decides whether its prompts are tried again."""
 
     worker: str
@@ -59,7 +59,7 @@ class Failed(Message):
     retry: bool
 
 
-class Credit(Message):
+class Credit(Message, frozen=True):
     """A trainer rank can hold this many leased batches in all."""
 
     trainer: str
@@ -67,21 +67,21 @@ class Credit(Message):
     batches: int
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """The optimizer step that used this batch is done: its rows count as trained."""
 
     trainer: str
     lease: int
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """A trainer hands a batch back unused; its rows are ready again."""
 
     trainer: str
     lease: int
 
 
-class Published(Message):
+class Published(Message, frozen=True):
     """New weights are whole in shared memory; they include every lease below `trained_through`."""
 
     version: int
@@ -89,26 +89,26 @@ class Published(Message):
     trained_through: int
 
 
-class PeerDied(Message):
+class PeerDied(Message, frozen=True):
     """The supervisor has reaped this peer: its tickets and leases are free."""
 
     peer: str
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """No new tickets and no new leases; finish what is in hand, then exit 0. Goes to the buffer and from it to its peers."""
 
 
 # From the buffer.
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """A buffer answers `Hello`, or has started anew and asks for one."""
 
     incarnation: int
 
 
-class Ticket(Message):
+class Ticket(Message, frozen=True):
     """Leave to roll out `prompts` prompts from `position` on, and the room for what comes of it."""
 
     to: int
@@ -122,21 +122,21 @@ class Ticket(Message):
     deadline_s: float
 
 
-class Settled(Message):
+class Settled(Message, frozen=True):
     """The buffer has taken note of a `Sealed` or `Failed` ticket; the worker may forget it."""
 
     to: int
     ticket: int
 
 
-class Wait(Message):
+class Wait(Message, frozen=True):
     """No ticket now: the buffer is ``full``, or a rollout would exceed the ``staleness`` bound, or it is ``draining``."""
 
     to: int
     reason: str
 
 
-class ExtentRows(Message):
+class ExtentRows(Message, frozen=True):
     """Rows of one extent, in the order in which the batch takes them."""
 
     offset: int
@@ -147,7 +147,7 @@ class ExtentRows(Message):
     rows: list[int]
 
 
-class Lease(Message):
+class Lease(Message, frozen=True):
     """One batch of `sample_batch_size` rows, the trainer's until `Ack` or `Release`."""
 
     to: int
@@ -191,7 +191,8 @@ def decode(data: bytes) -> Message:
         DecodeError: If it is not exactly one well-formed message of a known type.
     """
     try:
-        return _decoder.decode(data)
+        message: Message = _decoder.decode(data)
     # msgspec lets an ill-formed string through as UnicodeDecodeError, and deep nesting as RecursionError (both by fuzzing).
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"message of {len(data):,} B does not decode: {error}") from error
+    return message

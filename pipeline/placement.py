@@ -24,7 +24,9 @@ def visible_gpus(environ: Mapping[str, str], device_folder: Path = Path("/dev"))
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [gpu for gpu in listed.replace(" ", "").split(",") if gpu and gpu != "-1"]
-    numbers = sorted(int(m[1]) for path in device_folder.glob("nvidia*") if (m := re.fullmatch(r"nvidia(\d+)", path.name)))
+    numbers = sorted(
+        int(m[1]) for path in device_folder.glob("nvidia*") if (m := re.fullmatch(r"nvidia(\d+)", path.name))
+    )
     return [str(position) for position in range(len(numbers))]
 
 
@@ -43,7 +45,9 @@ def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tupl
         raise ConfigError(f"trainer.world_size: {ranks} ranks need a GPU each, {len(trainer_gpus)} are there")
     rest = [gpu for gpu in gpus if gpu not in trainer_gpus]
     worker_gpus = _chosen(config.rollout.devices, gpus, "rollout.devices") or rest or list(gpus)
-    processes = [("trainer", rank) for rank in range(ranks)] + [("rollout", i) for i in range(worker_count(config, gpus))]
+    processes = [("trainer", rank) for rank in range(ranks)] + [
+        ("rollout", i) for i in range(worker_count(config, gpus))
+    ]
     cores = _shares(cpus, len(processes))
     return {
         (role, index): Place(_nth(trainer_gpus if role == "trainer" else worker_gpus, index), cores[position])

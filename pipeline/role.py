@@ -27,7 +27,7 @@ class RoleContext:
     """A role's surroundings.
 
     Attributes:
-        role: ``"buffer"``, ``"trainer"``, ``"worker"`` or ``"setup"``.
+        role: ``"buffer"``, ``"trainer"``, ``"rollout"`` or ``"setup"``.
         index: Rank or worker number.
         folder: The instance's shared-memory folder: sockets, arena, weights, metrics.
         metrics: This process's slot.

@@ -107,7 +107,7 @@ class Roller:
         assert experience.action_mask is not None
         lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
         ends_with_eos = experience.sequences[:, -1] == self._tokenizer.eos_token_id
-        return (lengths < columns) | ends_with_eos
+        return torch.logical_or(lengths < columns, ends_with_eos)
 
     def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in rows)
@@ -121,7 +121,7 @@ class Roller:
 
 def seed_of(run_seed: int, position: int) -> int:
     """Return the sampling seed of the ticket that starts at a prompt position: the same on whichever worker, and again."""
-    return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}") >> 1
+    return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}".encode()) >> 1
 
 
 class RolloutWorker:

@@ -16,7 +16,13 @@ ACTIVITIES = (
     "generate", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
     "wait_ticket_full", "wait_ticket_staleness", "wait_data",
 )  # fmt: skip
-_STAGES = {"generate": "generate", "logprob": "logprob", "ref_logprob": "ref_logprob", "reward": "reward", "seal": "serialize"}
+_STAGES = {
+    "generate": "generate",
+    "logprob": "logprob",
+    "ref_logprob": "ref_logprob",
+    "reward": "reward",
+    "seal": "serialize",
+}
 _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness"}
 
 
@@ -75,7 +81,9 @@ class RolloutMetrics:
         self._waiting_for = "wait_data"
         self._push_wait.observe(max(0.0, waited_s))
 
-    def rolled(self, experience: Experience, *, prompts: int, prompts_failed: int, group_size: int, stopped: torch.Tensor) -> None:
+    def rolled(
+        self, experience: Experience, *, prompts: int, prompts_failed: int, group_size: int, stopped: torch.Tensor
+    ) -> None:
         """Count a sealed rollout.
 
         Args:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.config import Config
 from pipeline.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -59,6 +60,28 @@ def model_directory(directory: str | os.PathLike[str]) -> Path:
 def prompts_path(directory: str | os.PathLike[str]) -> Path:
     """The prompts in a directory that `prepare` made."""
     return Path(directory) / "prompts.jsonl"
+
+
+def with_paths(config: Config) -> Config:
+    """Return the configuration with the embedded model and prompts replaced by where they lie, or will."""
+    directory = directory_of(config.daemon.state_dir)
+    models = {
+        name: str(model_directory(directory))
+        for name in ("actor", "reference", "critic")
+        if getattr(config.model, name) == BUILTIN
+    }
+    prompts = {"path": str(prompts_path(directory))} if config.prompts.path == BUILTIN else {}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=models),
+            "prompts": config.prompts.model_copy(update=prompts),
+        }
+    )
+
+
+def is_used(config: Config) -> bool:
+    """Whether a configuration asks for the embedded model or prompts."""
+    return BUILTIN in (config.model.actor, config.model.reference, config.model.critic, config.prompts.path)
 
 
 def is_prepared(directory: str | os.PathLike[str], *, model_seed: int = 0, warmup_steps: int = WARMUP_STEPS) -> bool:

@@ -106,7 +106,9 @@ class Connection:
 
     # Batches.
 
-    def experiences(self, *, device: str | torch.device = "cpu", timeout_s: float | None = None) -> Iterator[Experience]:
+    def experiences(
+        self, *, device: str | torch.device = "cpu", timeout_s: float | None = None
+    ) -> Iterator[Experience]:
         """Yield batches of `sample_batch_size` rows until the daemon drains.
 
         Each batch counts as trained when the next is asked for, or at `publish`.
@@ -155,119 +157,6 @@ class Connection:
             self._send(Ack(trainer_name(self.rank), lease))
         self._in_hand.clear()
 
-    def receive(self, timeout_s: float) -> list[Message]:
-        """Return what has come, waiting up to `timeout_s` for the first message."""
-
-
-class Batch(NamedTuple):
-    """A leased batch: its rows, its lease, and the policy version that is trained on it."""
-
-    experience: Experience
-    lease: int
-    for_version: int
-
-
-class Connection:
-    """One trainer rank's link to the daemon. Not thread-safe; close it, or use it as a context manager."""
-
-    def __init__(
-        self,
-        arena: Arena,
-        weights_path: Path,
-        receiver: Receiver,
-        sender: Sender,
-        *,
-        rank: int,
-        world_size: int,
-        prefetch: int = 2,
-        verify_checksum: bool = True,
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Introduce this rank to the buffer; `connect` is the usual way here.
-
-        Args:
-            arena: Mapped with its payload.
-            weights_path: File of the published weights, made by the first `publish`.
-            receiver: This rank's mail.
-            sender: To the buffer.
-            rank: This rank.
-            world_size: Ranks in all, as in the daemon's configuration.
-            prefetch: Batches leased ahead, the one in hand included.
-            verify_checksum: Whether each extent's checksum is looked at before its rows are used.
-            on_close: Called once by `close`.
-        """
-        self.rank = rank
-        self.world_size = world_size
-        self.draining = False
-        self.deliveries_repeated = 0
-        self._arena = arena
-        self._weights_path = weights_path
-        self._receiver = receiver
-        self._sender = sender
-        self._prefetch = prefetch
-        self._verify_checksum = verify_checksum
-        self._on_close = on_close
-        self._incarnation = random.getrandbits(62)
-        self._buffer_incarnation: int | None = None
-        self._leases: collections.deque[Lease] = collections.deque()
-        self._in_hand: list[int] = []
-        self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
-        self._publisher: WeightsPublisher | None = None
-        self._published: Published | None = None
-        self._closed = False
-        self._send(self._hello())
-
-    # Batches.
-
-    def experiences(self, *, device: str | torch.device = "cpu", timeout_s: float | None = None) -> Iterator[Experience]:
-        """Yield batches of `sample_batch_size` rows until the daemon drains.
-
-        Each batch counts as trained when the next is asked for, or at `publish`.
-
-        Args:
-            device: Where the tensors go; a CUDA device is fed from page-locked memory.
-            timeout_s: Longest wait for one batch, None for no end.
-
-        Raises:
-            DeadlineError: If no batch came in time.
-        """
-        while (batch := self.take(timeout_s=timeout_s, device=device)) is not None:
-            yield batch.experience
-            self.acknowledge()
-
-    def take(self, *, timeout_s: float | None, device: str | torch.device = "cpu") -> Batch | None:
-        """Return the next batch, None once the daemon drains.
-
-        Raises:
-            DeadlineError: If `timeout_s` passed without one.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self.acknowledge()
-        while not self.draining:
-            if (batch := self.poll(device=device)) is not None:
-                return batch
-            left_s = 1.0 if deadline is None else deadline - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineError(f"no batch for trainer rank {self.rank} within {timeout_s:g} s")
-            self.receive(min(left_s, 1.0))
-        return None
-
-    def poll(self, *, device: str | torch.device = "cpu") -> Batch | None:
-        """Return the next batch if it is here."""
-        if self.draining or not self._leases:
-            return None
-        lease = self._leases.popleft()
-        experience = self._gather(lease, torch.device(device))
-        self._in_hand.append(lease.lease)
-        return Batch(experience, lease.lease, lease.for_version)
-
-    def acknowledge(self) -> None:
-        """Count the batch in hand as trained; without one, do nothing."""
-        if self._in_hand is not None:
-            self._acks.append(self._in_hand.lease)
-            self._send(Ack(trainer_name(self.rank), self._in_hand.lease))
-            self._in_hand = None
-
     def receive(self, timeout_s: float) -> None:
         """Take note of what the buffer says, waiting up to `timeout_s` for it."""
         for message in self._receiver.receive(timeout_s):
@@ -298,7 +187,9 @@ class Connection:
         """
         reader = WeightsReader(self._weights_path)
         try:
-            return reader.fetch({f"{prefix}.{name}": t for prefix, state in models.items() for name, t in state.items()})
+            return reader.fetch(
+                {f"{prefix}.{name}": t for prefix, state in models.items() for name, t in state.items()}
+            )
         finally:
             reader.close()
 
@@ -430,7 +321,9 @@ def connect(
     return connection
 
 
-def open_connection(folder: Path, *, rank: int, world_size: int, prefetch: int = 2, verify_checksum: bool = True) -> Connection:
+def open_connection(
+    folder: Path, *, rank: int, world_size: int, prefetch: int = 2, verify_checksum: bool = True
+) -> Connection:
     """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`."""
     lock = _lock_rank(folder, rank)
     arena = Arena(folder / "arena")

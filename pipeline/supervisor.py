@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from pipeline import log as logs
 from pipeline import placement, sort_digits
 from pipeline.config import Config
 from pipeline.config_file import LoadedConfig
-from pipeline.errors import ConfigError, ExitCode, RlhfdError
+from pipeline.errors import ExitCode, RlhfdError
 from pipeline.fleet import Fleet, Slot
 from pipeline.instance import InstanceLock, InstanceRecord, serve_control, shm_directory
 from pipeline.instance_status import InstanceStatus
@@ -42,7 +40,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
     Raises:
         ConfigError: If the configuration cannot be run here; nothing is left behind then.
     """
-    config = with_builtin_paths(loaded.config)
+    config = sort_digits.with_paths(loaded.config)
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     with InstanceLock(Path(config.daemon.runtime_dir)):
         # Bound before anything is made: a port in use is the commonest reason why a start fails.
@@ -59,32 +57,10 @@ def run(loaded: LoadedConfig) -> ExitCode:
             workspace.remove()
 
 
-def with_builtin_paths(config: Config) -> Config:
-    """Return the configuration with the embedded model and prompts replaced by where they lie, or will."""
-    directory = sort_digits.directory_of(config.daemon.state_dir)
-
-    def located(value: str | None, path: Path) -> str | None:
-        return str(path) if value == sort_digits.BUILTIN else value
-
-    model = {
-        name: located(getattr(config.model, name), sort_digits.model_directory(directory))
-        for name in ("actor", "reference", "critic")
-    }
-    path = located(config.prompts.path, sort_digits.prompts_path(directory))
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "prompts": config.prompts.model_copy(update={"path": path}),
-        }
-    )
-
-
 class Supervisor:
     """One instance from its first child to its last."""
 
-    def __init__(
-        self, config: Config, loaded: LoadedConfig, workspace: Workspace, http: HttpServer | None
-    ) -> None:
+    def __init__(self, config: Config, loaded: LoadedConfig, workspace: Workspace, http: HttpServer | None) -> None:
         self._config = config
         self._loaded = loaded
         self._workspace = workspace
@@ -136,16 +112,21 @@ class Supervisor:
         self._fleet.add("buffer", 0, nowhere)
         for (role, index), place in places.items():
             self._fleet.add(role, index, place)
-        self._status = InstanceStatus(config, self._workspace, self._slab, self._fleet, self._http)
+        self._status = InstanceStatus(
+            config, self._workspace, self._slab, self._fleet, metrics_url=self._metrics_url
+        )
         self._view = LiveView()
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
         if self._workspace.taken_over:
             log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
 
+    def _metrics_url(self) -> str:
+        return "" if self._http is None else f"http://{self._config.metrics.host}:{self._http.port}/metrics"
+
     def _is_prepared(self) -> bool:
-        if sort_digits.BUILTIN not in (self._loaded.config.model.actor, self._loaded.config.prompts.path):
-            return True
-        return sort_digits.is_prepared(sort_digits.directory_of(self._config.daemon.state_dir))
+        return not sort_digits.is_used(self._loaded.config) or sort_digits.is_prepared(
+            sort_digits.directory_of(self._config.daemon.state_dir)
+        )
 
     def _write_record(self) -> InstanceRecord:
         record = InstanceRecord(
@@ -202,7 +183,9 @@ class Supervisor:
         limit_s = self._config.daemon.startup_timeout_s
         for slot in self._fleet.slots:
             if slot.state == "starting" and now_s - slot.started_s > limit_s:
-                self._abort(ExitCode.GAVE_UP, f"{slot.name} was not ready within {limit_s:g} s; its last line: {slot.last_line}")
+                self._abort(
+                    ExitCode.GAVE_UP, f"{slot.name} was not ready within {limit_s:g} s; its last line: {slot.last_line}"
+                )
                 return
 
     def _child_changed(self, slot: Slot) -> None:

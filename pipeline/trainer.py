@@ -88,7 +88,7 @@ class Trainer:
                 self._publish(version=0)
         else:
             self.fingerprint = newest.fingerprint
-        metrics.began(0 if newest is None else newest.version, step)
+        metrics.began(0 if newest is None else newest.version)
 
     @property
     def finished(self) -> bool:
@@ -126,7 +126,10 @@ class Trainer:
             self._checkpoint()
         self._connection.close()
         log.info(
-            "training ended: steps=%d weights=%016x experiences=%016x", self.step, self.fingerprint, self.digest.intdigest()
+            "training ended: steps=%d weights=%016x experiences=%016x",
+            self.step,
+            self.fingerprint,
+            self.digest.intdigest(),
         )
 
     def _use(self, batch: Batch) -> None:
@@ -144,7 +147,7 @@ class Trainer:
         self._connection.acknowledge()
         if self.step % self._config.publish_every == 0 and self._connection.rank == 0:
             self._publish()
-        self._metrics.stepped(self.step, stats, self._batches, batch.for_version)
+        self._metrics.stepped(stats, self._batches, batch.for_version)
         self._batches = []
         if self._save is not None and self._config.save_every and self.step % self._config.save_every == 0:
             self._checkpoint()
@@ -171,4 +174,4 @@ class Trainer:
     def _digest(self, experience: Experience) -> None:
         for tensor in (experience.sequences, experience.action_log_probs, experience.advantages, experience.reward):
             assert tensor is not None
-            self.digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            self.digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -7,8 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 
-import torch
-
 from pipeline.activity import ActivityClock
 from pipeline.experience import Experience
 from pipeline.learner import StepStats
@@ -29,20 +27,22 @@ class TrainerMetrics:
         self._experiences = writer.counter("rlhfd_train_experiences_total")
         self._staleness = writer.histogram("rlhfd_policy_staleness_versions", point="train")
         self._version = writer.gauge("rlhfd_policy_version")
+        self._ratio = writer.histogram("rlhfd_importance_ratio")
+        self._kl = writer.histogram("rlhfd_kl_nats")
+        self._phases = {
+            phase: writer.histogram("rlhfd_train_phase_duration_seconds", phase=phase)
+            for phase in ("forward", "backward", "reduce", "optimizer")
+        }
         if not self._leads:
             return
         self._steps = writer.counter("rlhfd_train_steps_total")
         self._reward_mean = writer.gauge("rlhfd_reward_mean", source=reward_source)
         self._reward_stddev = writer.gauge("rlhfd_reward_stddev", source=reward_source)
-        self._losses = {
-            kind: writer.gauge("rlhfd_loss", kind=kind) for kind in ("policy", "value", "kl", "total")
-        }
+        self._losses = {kind: writer.gauge("rlhfd_loss", kind=kind) for kind in ("policy", "value", "kl", "total")}
         self._gradient_norm = writer.gauge("rlhfd_gradient_norm")
         self._learning_rate = writer.gauge("rlhfd_learning_rate")
         self._clipped = writer.gauge("rlhfd_clipped_ratio")
         self._entropy = writer.gauge("rlhfd_entropy_nats")
-        self._ratio = writer.histogram("rlhfd_importance_ratio")
-        self._kl = writer.histogram("rlhfd_kl_nats")
         self._nonfinite = {
             where: writer.counter("rlhfd_nonfinite_total", where=where) for where in ("loss", "gradient")
         }
@@ -86,27 +86,33 @@ class TrainerMetrics:
         with self.clock.during("publish"):
             yield
 
-    def began(self, version: int, step: int) -> None:
+    def began(self, version: int) -> None:
         """Show where training starts from."""
         self._version.set(version)
 
-    def stepped(self, step: int, stats: StepStats, batches: list[Experience], for_version: int) -> None:
+    def stepped(self, stats: StepStats, batches: list[Experience], for_version: int) -> None:
         """Count a step and show what came of it."""
         for batch in batches:
             assert batch.info is not None
             self._experiences.inc(len(batch.sequences))
             staleness = (for_version - batch.info["policy_version"]).clamp(min=0)
             self._staleness.observe_many(staleness.tolist())
-        self._tokens.inc(stats.tokens)
+        self._tokens.inc(stats.tokens_trained)
+        self._ratio.observe_many(stats.row_importance_ratios)
+        self._kl.observe_many(stats.row_kl_nats)
+        for phase, histogram in self._phases.items():
+            histogram.observe(getattr(stats, f"{phase}_s"))
         self._writer.beat(time.time())
         if self._leads:
-            self._lead(step, stats, batches)
+            self._lead(stats)
 
-    def _lead(self, step: int, stats: StepStats, batches: list[Experience]) -> None:
+    def _lead(self, stats: StepStats) -> None:
         self._steps.inc()
-        scores = torch.cat([batch.info["score"].float().cpu() for batch in batches if batch.info is not None])
-        self._reward_mean.set(float(scores.mean()))
-        self._reward_stddev.set(float(scores.std()) if len(scores) > 1 else 0.0)
+        self._reward_mean.set(stats.reward_mean)
+        self._reward_stddev.set(stats.reward_stddev)
+        self._entropy.set(stats.entropy_nats)
+        for where in stats.nonfinite:
+            self._nonfinite[where].inc()
         for kind, value in (
             ("policy", stats.policy_loss), ("value", stats.value_loss), ("kl", stats.kl_loss), ("total", stats.loss),
         ):  # fmt: skip

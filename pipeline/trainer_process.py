@@ -92,6 +92,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     if newest is not None:
         connection.restore(**{name: model.state_dict() for name, model in models.items()})
         log.info("took over from a dead trainer: version=%d", newest.version)
+    step = 0 if newest is None else newest.version * config.trainer.publish_every
     learner = Learner(
         config.trainer,
         config.rollout.algorithm,
@@ -99,9 +100,9 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         models.get("critic"),
         temperature=config.rollout.temperature,
         kl_coef=config.trainer_kl_coef,
+        step=step,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
     )
-    step = 0 if newest is None else newest.version * config.trainer.publish_every
     save = functools.partial(
         save_checkpoint,
         Path(config.daemon.state_dir) / "checkpoints",

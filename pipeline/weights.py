@@ -6,8 +6,8 @@
     data        the slots, page-aligned
 
 A slot's sequence is odd while it is written. The publisher takes the slot after the newest: sequence odd, tensors,
-fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and looks at its sequence before
-and after; if it changed, or the fingerprint is wrong, the copy is thrown away. With several slots nobody waits.
+fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and looks at its sequence
+before and after; if it changed, or the fingerprint is wrong, the copy is thrown away. With several slots nobody waits.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class WeightsPublisher:
     @property
     def nbytes(self) -> int:
         """Bytes of one version."""
-        return self._mapping.slot_bytes
+        return int(self._mapping.slot_bytes)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightsVersion:
         """Make `version` the newest.
@@ -161,9 +161,11 @@ class WeightsPublisher:
         mark, marks = self._mapping.slot_mark(slot), self._mapping.marks
         marks[mark] |= 1
         for name, view in self._views[slot].items():
-            if name not in tensors or tensors[name].shape != view.shape:
-                raise WeightsError(f"{name}: {tuple(tensors[name].shape) if name in tensors else 'missing'}, expected {tuple(view.shape)}")
-            view.copy_(tensors[name].detach())
+            tensor = tensors.get(name)
+            if tensor is None or tensor.shape != view.shape:
+                shape = "missing" if tensor is None else tuple(tensor.shape)
+                raise WeightsError(f"{name}: {shape}, expected {tuple(view.shape)}")
+            view.copy_(tensor.detach())
         fingerprint = _fingerprint(self._mapping.slot_memory(slot))
         marks[mark + 1], marks[mark + 2] = version, fingerprint
         marks[mark] += 1
@@ -197,7 +199,7 @@ class WeightsReader:
     @property
     def nbytes(self) -> int:
         """Bytes of one version."""
-        return self._mapping.slot_bytes
+        return int(self._mapping.slot_bytes)
 
     def newest(self) -> WeightsVersion | None:
         """Return the newest version, None before the first publish."""

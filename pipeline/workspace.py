@@ -1,9 +1,9 @@
 """An instance's folder in shared memory: what lies in it, how it is made, taken over and removed.
 
-    arena         ledger and experiences            weights       published policy versions
-    metrics       the slab                          config.json   the effective configuration, for the children
-    *.sock        ZeroMQ and control sockets        *.lock        one trainer rank each
-    run.json      which run this is
+arena         ledger and experiences            weights       published policy versions
+metrics       the slab                          config.json   the effective configuration, for the children
+*.sock        ZeroMQ and control sockets        *.lock        one trainer rank each
+run.json      which run this is
 """
 
 from __future__ import annotations

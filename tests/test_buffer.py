@@ -314,7 +314,11 @@ def test_a_restarted_buffer_greets_everyone_and_forgets_nothing():
 
     bench.restart()
 
-    assert [peer for peer, message in bench.sent if isinstance(message, Welcome)] == ["worker-0", "worker-1", "trainer-0"]
+    assert [peer for peer, message in bench.sent if isinstance(message, Welcome)] == [
+        "worker-0",
+        "worker-1",
+        "trainer-0",
+    ]
     assert (bench.ledger.totals, bench.buffer.used_bytes) == before
     bench.say(Hello("trainer-0", 1, held=[lease.lease]), Ack("trainer-0", lease.lease))
     assert bench.heard("trainer-0", Lease) == [], "the trainer still holds its batch"

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+    from pipeline.errors import ExitCode
+    from pipeline.role import RoleContext
 
 _PR_SET_PDEATHSIG = 1
+_ROLES = {
+    "buffer": "pipeline.buffer_process",
+    "rollout": "pipeline.rollout_process",
+    "trainer": "pipeline.trainer_process",
+    "setup": "pipeline.setup_process",
+}
 
 
 def _die_with_parent() -> None:
@@ -43,8 +57,15 @@ def main(reports: int, spec_json: str) -> int:
         os.write(reports, msgspec.json.encode(message) + b"\n")
 
     slab = MetricsSlab.attach(workspace.metrics_path)
+    writer = slab.writer("supervisor" if spec.role == "setup" else spec.role, spec.index)
     context = RoleContext(
-        spec.role, spec.index, workspace.folder, slab.writer(spec.role, spec.index), report, spec.generation, spec.prompts
+        spec.role,
+        spec.index,
+        workspace.folder,
+        slab.writer(spec.role, spec.index),
+        report,
+        spec.generation,
+        spec.prompts,
     )
     context.stop_on_sigterm()
     try:
@@ -53,25 +74,16 @@ def main(reports: int, spec_json: str) -> int:
         report(Report(error=str(error)))
         return int(error.exit_code)
     except Exception as error:
-        import logging
-
         logging.getLogger(__name__).exception("%s failed", context.name)
         report(Report(error=f"{type(error).__name__}: {error}"))
         return int(ExitCode.FAILED)
 
 
-def _run(config, context):  # type: ignore[no-untyped-def]
+def _run(config: Config, context: RoleContext) -> ExitCode:
     """Import the one role this process is, and run it."""
-    match context.role:
-        case "buffer":
-            from pipeline.buffer_process import run
-        case "worker":
-            from pipeline.rollout_process import run
-        case "trainer":
-            from pipeline.trainer_process import run
-        case "setup":
-            from pipeline.setup_process import run
-    return run(config, context)
+    role = importlib.import_module(_ROLES[context.role])
+    code: ExitCode = role.run(config, context)
+    return code
 
 
 if __name__ == "__main__":

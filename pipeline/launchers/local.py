@@ -62,7 +62,14 @@ class LocalChild:
         # A child that could tell systemd that it is ready would speak for the whole service.
         variables.pop("NOTIFY_SOCKET", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.launchers.child", str(reports_child), msgspec.json.encode(spec).decode()],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "pipeline.launchers.child",
+                str(reports_child),
+                msgspec.json.encode(spec).decode(),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=lines_child,
             stderr=lines_child,

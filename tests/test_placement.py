@@ -1,0 +1,81 @@
+"""Which GPU and which cores each process gets."""
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.errors import ConfigError
+from pipeline.placement import place, visible_gpus, worker_count
+
+
+def config(**sections):
+    return Config.model_validate(sections)
+
+
+def gpus_of(places):
+    return {f"{role}-{index}": place.gpu for (role, index), place in places.items()}
+
+
+def test_the_trainer_takes_the_first_gpu_and_each_other_one_gets_a_worker():
+    places = place(config(), ["0", "1", "2", "3"], range(8))
+
+    assert gpus_of(places) == {"trainer-0": "0", "rollout-0": "1", "rollout-1": "2", "rollout-2": "3"}
+
+
+def test_a_single_gpu_is_shared():
+    assert gpus_of(place(config(), ["GPU-abc"], range(8))) == {"trainer-0": "GPU-abc", "rollout-0": "GPU-abc"}
+
+
+def test_without_a_gpu_everything_runs_on_the_cpu():
+    assert gpus_of(place(config(rollout={"workers": 2}), [], range(8))) == {
+        "trainer-0": "",
+        "rollout-0": "",
+        "rollout-1": "",
+    }
+
+
+def test_named_devices_are_taken_as_they_are():
+    chosen = config(rollout={"devices": [3, 1]}, trainer={"devices": [2]})
+
+    assert gpus_of(place(chosen, ["a", "b", "c", "d"], range(8))) == {
+        "trainer-0": "c",
+        "rollout-0": "d",
+        "rollout-1": "b",
+    }
+
+
+def test_an_external_trainer_leaves_all_gpus_to_the_workers():
+    assert worker_count(config(trainer={"kind": "external"}), ["0", "1"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"devices": [4]}}, "rollout.devices: device 4 is not there, 2 GPUs are visible"),
+        ({"trainer": {"world_size": 3}}, "3 ranks need a GPU each, 2 are there"),
+    ],
+)
+def test_what_is_not_there_is_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        place(config(**sections), ["0", "1"], range(8))
+
+
+def test_cores_are_shared_out_without_overlap():
+    places = place(config(rollout={"workers": 2}), [], range(7))
+
+    cores = [core for place in places.values() for core in place.cpus]
+    assert sorted(cores) == list(range(7))
+    assert all(place.cpus for place in places.values())
+
+
+def test_with_fewer_cores_than_processes_none_is_pinned():
+    assert {place.cpus for place in place(config(rollout={"workers": 3}), [], [0, 1]).values()} == {()}
+
+
+def test_visible_gpus_come_from_the_environment_first(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "5, 7"}, tmp_path) == ["5", "7"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []

@@ -1,0 +1,49 @@
+"""Backoff and the limit of starts, with a clock that is passed in."""
+
+import random
+
+import pytest
+
+from pipeline.restarts import RestartLimits, RestartPolicy
+
+LIMITS = RestartLimits(first_delay_s=1.0, longest_delay_s=4.0, healthy_s=100.0, starts=5, window_s=600.0)
+
+
+@pytest.fixture
+def policy():
+    return RestartPolicy(LIMITS, random.Random(0))
+
+
+def crash(policy, at_s):
+    policy.started(at_s)
+    return policy.died(at_s + 1)
+
+
+def test_the_wait_doubles_up_to_its_cap(policy):
+    waits = [crash(policy, at_s) for at_s in (0, 10, 20, 30)]
+
+    for wait_s, expected_s in zip(waits, (1, 2, 4, 4), strict=True):
+        assert 0.8 * expected_s <= wait_s <= 1.2 * expected_s
+
+
+def test_the_fifth_start_within_the_window_is_the_last(policy):
+    waits = [crash(policy, at_s) for at_s in range(0, 50, 10)]
+
+    assert None not in waits[:4]
+    assert waits[4] is None
+
+
+def test_old_starts_are_forgiven(policy):
+    waits = [crash(policy, at_s) for at_s in range(0, 2000, 200)]
+
+    assert None not in waits
+
+
+def test_a_healthy_life_resets_the_wait(policy):
+    for at_s in (0, 10, 20):
+        crash(policy, at_s)
+    policy.started(30)
+
+    wait_s = policy.died(30 + LIMITS.healthy_s)
+
+    assert wait_s <= 1.2

@@ -1,0 +1,218 @@
+"""The trainer's side of the stream against a real buffer on a real arena, all in this process."""
+
+import pytest
+import torch
+
+from pipeline import codec
+from pipeline.admission import Limits
+from pipeline.arena import Arena, ExtentAllocator
+from pipeline.buffer import Buffer
+from pipeline.errors import DeadlineError, DecodeError
+from pipeline.launchers.serial import Post
+from pipeline.ledger import Ledger, LedgerLayout
+from pipeline.messages import Hello, Published, Sealed, Ticket, WantTickets
+from pipeline.stream import Connection
+from tests.experiences import made_up
+from tests.test_buffer import Counts
+
+LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
+LIMITS = Limits(
+    sample_batch_size=8,
+    rows_per_version=8,
+    group_size=1,
+    prompts_per_ticket=4,
+    max_staleness=4,
+    limit_batches=0,
+    world_size=1,
+    row_bytes=4096,
+)
+
+
+class House:
+    """A buffer, its arena, and a worker that seals made-up experience for every ticket."""
+
+    def __init__(self, folder):
+        Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
+        self.arena = Arena(folder / "arena")
+        self.weights_path = folder / "weights"
+        self.post = Post()
+        self.counts = Counts()
+        self.rolled = {}
+        self.start_buffer()
+        self.post.send("buffer", Hello("worker-0", 1))
+        self.post.send("buffer", WantTickets("worker-0", 1, 2))
+        self.post.send("buffer", Published(0, 5, 0))
+
+    def start_buffer(self):
+        """A new one, as after a kill of the last."""
+        self.ledger = Ledger(self.arena.ledger[:], LAYOUT)
+        allocator = ExtentAllocator(self.arena.payload_bytes)
+        self.buffer = Buffer(self.ledger, allocator, LIMITS, self.post.send, self.counts, workers=1)
+
+    def turn(self, *, work=True):
+        for message in self.post.take("buffer"):
+            self.buffer.handle(message, 0.0)
+        self.buffer.step(0.0)
+        for message in self.post.take("worker-0"):
+            if isinstance(message, Ticket) and work:
+                self.seal(message)
+        for message in self.post.take("buffer"):
+            self.buffer.handle(message, 0.0)
+        self.buffer.step(0.0)
+
+    def seal(self, ticket):
+        experience = made_up(rows=ticket.prompts, seed=ticket.ticket)
+        self.rolled[ticket.ticket] = experience
+        encoded = codec.encode(experience, self.arena.extent(ticket.offset, ticket.nbytes))
+        self.post.send(
+            "buffer",
+            Sealed(
+                "worker-0", ticket.ticket, ticket.prompts, encoded.nbytes, encoded.checksum, ticket.policy_version, 5
+            ),
+        )
+
+    def connect(self, **options):
+        return Connection(
+            self.arena,
+            self.weights_path,
+            self.post.outbox("trainer-0"),
+            self.post.outbox("buffer"),
+            rank=0,
+            world_size=1,
+            **options,
+        )
+
+    def batch(self, connection):
+        for _ in range(4):
+            self.turn()
+            connection.receive(0.0)
+            if (batch := connection.poll()) is not None:
+                return batch
+        raise AssertionError("no batch came")
+
+
+@pytest.fixture
+def house(tmp_path):
+    house = House(tmp_path)
+    yield house
+    house.ledger.close()
+    house.arena.close()
+
+
+def test_a_batch_holds_the_rows_that_were_sealed_in_ticket_order(house):
+    connection = house.connect()
+
+    batch = house.batch(connection)
+
+    expected = torch.cat([house.rolled[0].reward, house.rolled[1].reward])
+    assert torch.equal(batch.experience.reward, expected)
+    assert batch.experience.info["policy_version"].tolist() == [0] * 8
+
+
+def test_a_batch_counts_as_trained_only_once_it_is_acknowledged(house):
+    connection = house.connect()
+    house.batch(connection)
+    house.turn()
+    assert house.ledger.totals.trained == 0
+
+    connection.acknowledge()
+    house.turn()
+
+    assert house.ledger.totals.trained == 8
+
+
+def test_the_iterator_acknowledges_a_batch_when_the_next_is_asked_for(house):
+    connection = house.connect()
+    house.batch(connection)
+    connection.acknowledge()
+    for _ in range(3):
+        house.turn()
+    batches = connection.experiences(timeout_s=1.0)
+
+    next(batches)
+    house.turn()
+    assert house.ledger.totals.trained == 8
+    next(batches)
+    house.turn()
+
+    assert house.ledger.totals.trained == 16
+
+
+def test_publishing_acknowledges_first_and_makes_the_next_version(house):
+    connection = house.connect()
+    house.batch(connection)
+
+    published = connection.publish(actor={"w": torch.ones(3)})
+    house.turn()
+
+    assert published.version == 1
+    assert house.ledger.totals.trained == 8
+    assert (house.ledger.totals.policy_version, house.ledger.totals.trained_through) == (1, 1)
+
+
+def test_a_wait_that_comes_to_nothing_ends_at_its_deadline(house):
+    connection = house.connect()
+
+    with pytest.raises(DeadlineError, match="no batch for trainer rank 0 within 0.01 s"):
+        connection.take(timeout_s=0.01)
+
+
+def test_closing_hands_back_what_was_not_trained(house):
+    connection = house.connect()
+    house.batch(connection)
+
+    connection.close()
+    house.turn(work=False)
+
+    assert house.ledger.totals.trained == 0
+    assert house.counts.ended["nacked"] == 2
+
+
+def test_a_successor_gets_the_dead_trainers_batch_with_the_same_rows(house):
+    first = house.batch(house.connect())
+
+    successor = house.connect()
+    second = house.batch(successor)
+
+    assert second.lease == first.lease
+    assert torch.equal(second.experience.sequences, first.experience.sequences)
+    assert successor.deliveries_repeated >= 1
+
+
+def test_a_restarted_buffer_learns_of_an_acknowledgement_it_missed(house):
+    connection = house.connect()
+    house.batch(connection)
+    connection.acknowledge()
+    house.post.take("buffer")
+
+    house.start_buffer()
+    connection.receive(0.0)
+    house.turn()
+
+    assert house.ledger.totals.trained == 8
+    assert house.ledger.leases().get(0) is None
+
+
+def test_damage_in_the_arena_is_found_before_a_row_is_used(house):
+    connection = house.connect()
+    for _ in range(3):
+        house.turn()
+        connection.receive(0.0)
+    record = house.ledger.extents[0]
+    house.arena.payload[record.offset + record.nbytes - 1] ^= 1
+
+    with pytest.raises(DecodeError, match="checksum"):
+        connection.poll()
+
+
+def test_a_repeated_publish_after_a_restart_changes_nothing(house):
+    connection = house.connect()
+    house.batch(connection)
+    connection.publish(actor={"w": torch.ones(3)})
+    house.turn()
+
+    house.start_buffer()
+    connection.receive(0.0)
+    house.turn()
+
+    assert house.ledger.totals.policy_version == 1

@@ -1,0 +1,89 @@
+"""The folder in shared memory: made, taken over from the dead of the same run, cleared of any other's."""
+
+import os
+import stat
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.errors import ConfigError
+from pipeline.workspace import Workspace, limits_of
+
+
+def config(**buffer):
+    return Config.model_validate({"buffer": {"arena_bytes": 4 << 20, **buffer}})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "rlhfd-0-abc"
+
+
+def test_everything_in_it_is_private(folder):
+    workspace = Workspace.prepare(folder, config())
+
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    workspace.remove()
+    assert not folder.exists()
+
+
+def test_children_read_the_configuration_that_the_supervisor_wrote(folder):
+    workspace = Workspace.prepare(folder, config(max_staleness=5))
+
+    again = Workspace.open(folder)
+
+    assert again.run == workspace.run
+    assert Config.model_validate_json(again.config_path.read_bytes()) == config(max_staleness=5)
+
+
+def test_what_a_killed_supervisor_left_is_taken_over(folder):
+    first = Workspace.prepare(folder, config())
+    (folder / "buffer.sock").touch()
+    inode = first.arena_path.stat().st_ino
+
+    second = Workspace.prepare(folder, config())
+
+    assert second.taken_over
+    assert second.run.run_id == first.run.run_id
+    assert second.arena_path.stat().st_ino == inode
+    assert not (folder / "buffer.sock").exists()
+
+
+def test_another_runs_arena_is_replaced(folder):
+    first = Workspace.prepare(folder, config())
+
+    second = Workspace.prepare(
+        folder, Config.model_validate({"daemon": {"seed": 1}, "buffer": {"arena_bytes": 4 << 20}})
+    )
+
+    assert not second.taken_over
+    assert second.run.run_id != first.run.run_id
+
+
+def test_a_folder_that_was_never_finished_is_made_anew(folder):
+    folder.mkdir(mode=0o700)
+    (folder / "arena").write_bytes(b"half")
+
+    assert not Workspace.prepare(folder, config()).taken_over
+
+
+def test_a_failed_start_leaves_nothing(folder):
+    system = os.statvfs(folder.parent)
+
+    with pytest.raises(ConfigError, match="does not fit"):
+        Workspace.prepare(folder, config(arena_bytes=(system.f_blocks + 1) * system.f_frsize))
+
+    assert not folder.exists()
+
+
+def test_an_arena_too_small_for_a_batch_is_refused_with_both_sizes(folder):
+    with pytest.raises(ConfigError, match=r"65,536 B cannot hold a batch a rank and a ticket: 384 rows of 24 tokens"):
+        Workspace.prepare(folder, config(arena_bytes=65536))
+
+
+def test_limits_follow_from_the_configuration():
+    limits = limits_of(config(max_staleness=2, limit=3))
+
+    assert (limits.sample_batch_size, limits.rows_per_version, limits.group_size) == (256, 256, 8)
+    assert (limits.max_staleness, limits.limit_batches, limits.prompts_per_ticket) == (2, 3, 16)
