@@ -1,8 +1,8 @@
 """Reading a configuration: file, environment and ``--set`` into one `Config`, every error at once and with its place.
 
 Precedence, highest first: ``--set section.key=value``, the variable ``RLHFD_SECTION__KEY``, the file, the defaults. The
-file is the one that was asked for, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR stands for
-``daemon.runtime_dir`` and gives way to RLHFD_DAEMON__RUNTIME_DIR.
+file is the one that was asked for, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR is a short name
+for RLHFD_DAEMON__RUNTIME_DIR and goes before it.
 
 A key that is unknown or set twice is shown at the key, a value that is wrong at the value.
 """
@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from pipeline import prompts
 from pipeline.config import BUILTIN_PREFIX, Config, conflicts
 from pipeline.errors import ConfigError
-from pipeline.toml_positions import KeyPath, Positions, line_and_column, scan
+from pipeline.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
 
 CONFIG_VARIABLE = "RLHFD_CONFIG"
 RUNTIME_DIR_VARIABLE = "RLHFD_RUNTIME_DIR"
@@ -45,7 +45,6 @@ _TYPE_MESSAGES = {
     "finite_number": "must be finite",
     "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
 }
-_SYNTAX_ERROR = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 _SHOWN_CHARACTERS = 60
 
 
@@ -88,7 +87,7 @@ class LoadedConfig:
         return _where(self.origins.get(key, Origin("default")), key)
 
 
-def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> LoadedConfig:
+def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, files: bool = False) -> LoadedConfig:
     """Read and check a configuration.
 
     Relative paths are taken from the file's folder where the file or a default gives them, and from the current folder
@@ -98,56 +97,48 @@ def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> 
         path: The file, or None for the one that RLHFD_CONFIG names, or none at all.
         sets: Assignments ``section.key=value``, the value in TOML or else a bare string.
         environ: The environment.
+        files: Check as well what the configuration names on disk: models, prompts, folders.
 
     Raises:
         ConfigErrors: If anything is wrong, naming all of it.
     """
-    if path is None and environ.get(CONFIG_VARIABLE):
-        path = Path(environ[CONFIG_VARIABLE])
+    path = path or _path_in(environ)
     errors: list[str] = []
     values = _from_file(path, errors) if path else {}
     values |= _from_environment(environ, errors)
     values |= _from_sets(sets, errors)
     config = _validate(values, path.parent if path else Path(), errors)
+    loaded = LoadedConfig(config, {key: value.origin for key, value in values.items()}, path)
+    if files:
+        errors += _problems_of_files(loaded)
     if errors:
         raise ConfigErrors(sorted(errors, key=_by_place(path)))
-    return LoadedConfig(config, {key: value.origin for key, value in values.items()}, path)
+    return loaded
 
 
-def check_files(loaded: LoadedConfig) -> None:
-    """Check what the configuration names on disk, as far as that can be known without running it.
+def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
+    """Return the runtime directory alone, whatever else is wrong: a running instance can be stopped with a broken file.
+
+    Args:
+        path: As in `load`.
+        environ: The environment.
 
     Raises:
-        ConfigErrors: If models or prompts are missing or broken, or a folder cannot be made or written: all of it.
+        ConfigErrors: If the file cannot be read.
     """
-    errors = []
-    for key in _MODEL_KEYS:
-        source = get(loaded.config, key)
-        if source is None or source.startswith(BUILTIN_PREFIX):
-            continue
-        if not Path(source).is_dir():
-            errors.append(f"{loaded.where(key)}: no such directory: {source} (models are local, none is downloaded)")
-        elif not (Path(source) / "config.json").is_file():
-            errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
-    if not loaded.config.prompts.path.startswith(BUILTIN_PREFIX):
-        try:
-            prompts.check(loaded.config.prompts.path)
-        except ConfigError as error:
-            errors += [
-                line.replace("prompts.path", loaded.where("prompts.path"), 1)
-                if line.startswith("prompts.path:")
-                else line
-                for line in str(error).splitlines()
-            ]
-    for key in _FOLDER_KEYS:
-        folder = Path(get(loaded.config, key))
-        nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-        if not nearest.is_dir():
-            errors.append(f"{loaded.where(key)}: {nearest} is not a directory")
-        elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
-            errors.append(f"{loaded.where(key)}: {nearest} is not writable by uid {os.geteuid()}")
+    for variable in (RUNTIME_DIR_VARIABLE, "RLHFD_DAEMON__RUNTIME_DIR"):
+        if environ.get(variable):
+            return Path(_resolve("daemon.runtime_dir", environ[variable], Path()))
+    path = path or _path_in(environ)
+    errors: list[str] = []
+    _, tables, _ = _parse_file(path, errors) if path else ("", {}, None)
     if errors:
         raise ConfigErrors(errors)
+    daemon = tables.get("daemon")
+    folder = daemon.get("runtime_dir") if isinstance(daemon, dict) else None
+    if not isinstance(folder, str) or not folder:
+        folder = str(Config().daemon.runtime_dir)
+    return Path(_resolve("daemon.runtime_dir", folder, path.parent if path else Path()))
 
 
 def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
@@ -186,6 +177,10 @@ def get(config: Config, key: str) -> Any:
     """Return the value of ``section.key``."""
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
+
+
+def _path_in(environ: Mapping[str, str]) -> Path | None:
+    return Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None
 
 
 @dataclass
@@ -231,44 +226,21 @@ def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Pos
         before = error.object[: error.start].decode("utf-8")
         errors.append("{}:{}:{}: not UTF-8".format(path, *line_and_column(before, len(before))))
     except tomllib.TOMLDecodeError as error:
-        errors += _syntax_errors(path, text, str(error))
+        errors += [f"{path}:{line}:{column}: {what}" for line, column, what in syntax_errors(text, str(error))]
     except RecursionError:
         errors.append(f"{path}: nested too deeply")
     return "", {}, Positions({}, [])
 
 
-def _syntax_errors(path: Path, text: str, message: str) -> list[str]:
-    """Turn tomllib's first error into ours, or into all keys that are set twice if it is of that kind."""
-    try:
-        positions = scan(text)
-    except (ValueError, RecursionError):
-        positions = Positions({}, [])
-    errors = []
-    for key_path, offset in positions.repeats:
-        line, column = line_and_column(text, offset)
-        first_line, _ = line_and_column(text, positions.marks[key_path].key)
-        name = ".".join(map(str, key_path))
-        errors.append(f"{path}:{line}:{column}: {name} is set twice, first in line {first_line}")
-    if errors:
-        return errors
-    what, line_text, column_text = (
-        match.groups() if (match := _SYNTAX_ERROR.fullmatch(message)) else (message, "1", "1")
-    )
-    line, column = (int(line_text), int(column_text)) if line_text else line_and_column(text, len(text))
-    words = text.split("\n")[line - 1][column - 1 :] if what == "Invalid value" else ""
-    hint = ", a string needs quotes" if re.match(r"[A-Za-z./~]", words) else ""
-    return [f"{path}:{line}:{column}: {what[:1].lower()}{what[1:]}{hint}"]
-
-
 def _from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str, _Value]:
-    values = {}
-    if folder := environ.get(RUNTIME_DIR_VARIABLE):
-        key = "daemon.runtime_dir"
-        values[key] = _Value(_resolve(key, folder, Path()), Origin("environment", RUNTIME_DIR_VARIABLE))
+    values: dict[str, _Value] = {}
     for variable in sorted(environ):
         section, separator, name = variable.removeprefix(_PREFIX).lower().partition("__")
         if variable.startswith(_PREFIX) and separator:
             values |= _from_text(section, name, environ[variable], Origin("environment", variable), errors)
+    if folder := environ.get(RUNTIME_DIR_VARIABLE):
+        key = "daemon.runtime_dir"
+        values[key] = _Value(_resolve(key, folder, Path()), Origin("environment", RUNTIME_DIR_VARIABLE))
     return values
 
 
@@ -343,6 +315,33 @@ def _validate_section(
                 wrong.add(key)
                 origin = value.element_origins.get(details["loc"][1:], value.origin)
                 errors.append(f"{_where(origin, key)}: {_describe(details)}")
+
+
+def _problems_of_files(loaded: LoadedConfig) -> list[str]:
+    errors = []
+    for key in _MODEL_KEYS:
+        source = get(loaded.config, key)
+        if source is None or source.startswith(BUILTIN_PREFIX):
+            continue
+        if not Path(source).is_dir():
+            errors.append(f"{loaded.where(key)}: no such directory: {source} (models are local, none is downloaded)")
+        elif not (Path(source) / "config.json").is_file():
+            errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
+    if not loaded.config.prompts.path.startswith(BUILTIN_PREFIX):
+        try:
+            prompts.check(loaded.config.prompts.path)
+        except ConfigError as error:
+            # Lines about the prompts' own content begin with the place there.
+            where, name = loaded.where("prompts.path"), "prompts.path:"
+            errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
+    for key in _FOLDER_KEYS:
+        folder = get(loaded.config, key)
+        nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        if not nearest.is_dir():
+            errors.append(f"{loaded.where(key)}: {nearest} is not a directory")
+        elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
+            errors.append(f"{loaded.where(key)}: {nearest} cannot be written by uid {os.geteuid()}")
+    return errors
 
 
 def _describe(details: ErrorDetails) -> str:

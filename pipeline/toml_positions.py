@@ -11,6 +11,7 @@ KeyPath: TypeAlias = "tuple[str | int, ...]"
 _GAP = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 # A text of several lines may end in up to two quotes of its own right before the three that end it.
 _STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|' r"'''.*?'{3,5}|" r'"(?:\\.|[^"\\\n])*"|' r"'[^'\n]*'", re.DOTALL)
+_SYNTAX_ERROR = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _BARE_VALUE = re.compile(r"[^,\]}#\n]+")
 
@@ -49,6 +50,36 @@ def scan(text: str) -> Positions:
 def line_and_column(text: str, offset: int) -> tuple[int, int]:
     """Return line and column, both from 1, the column in characters, of an offset into the text."""
     return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+
+
+def syntax_errors(text: str, message: str) -> list[tuple[int, int, str]]:
+    """Say what is wrong with a text that tomllib refused: all keys that are set twice, or else its first error.
+
+    Args:
+        text: As in `scan`.
+        message: What tomllib said.
+
+    Returns:
+        Line, column and message of each error, at least one.
+    """
+    try:
+        marks, repeats = scan(text)
+    except (ValueError, RecursionError):
+        marks, repeats = {}, []
+    if repeats:
+        return [
+            (
+                *line_and_column(text, offset),
+                f"{'.'.join(map(str, path))} is set twice, first in line {line_and_column(text, marks[path].key)[0]}",
+            )
+            for path, offset in repeats
+        ]
+    match = _SYNTAX_ERROR.fullmatch(message)
+    what = match[1] if match else message
+    place = (int(match[2]), int(match[3])) if match and match[2] else line_and_column(text, len(text))
+    there = text.split("\n")[place[0] - 1][place[1] - 1 :]
+    hint = ", a string needs quotes" if what == "Invalid value" and re.match(r"[A-Za-z./~]", there) else ""
+    return [(*place, what[:1].lower() + what[1:] + hint)]
 
 
 class _Scanner:
