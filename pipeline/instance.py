@@ -81,13 +81,11 @@ class InstanceLock:
             self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._runtime_dir.stat().st_mode & 0o002:
                 raise ConfigError(f"daemon.runtime_dir: {self._runtime_dir} can be written by everybody")
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"daemon.runtime_dir: cannot use {path}: {error.strerror}") from error
+            raise ConfigError(f"daemon.runtime_dir: cannot use {self._runtime_dir}: {error.strerror}") from error
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
+        while (descriptor := _lock_file(path)) is None:
             if time.monotonic() > deadline:
-                os.close(descriptor)
                 raise ConfigError(
                     f"daemon.runtime_dir: {self._runtime_dir} is in use by {_named(holder(self._runtime_dir))}"
                 )
@@ -100,8 +98,10 @@ class InstanceLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lock."""
+        """Remove the lock file and release the lock."""
         if self._descriptor is not None:
+            # Before the release: whoever opens the path from here on makes a new file, and locks that one.
+            (self._runtime_dir / _LOCK).unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -358,6 +358,23 @@ def _read_line(client: socket.socket, deadline: float) -> bytes:
             break
         line += part
     return bytes(line)
+
+
+def _lock_file(path: Path) -> int | None:
+    """Open and lock the file at `path`; None if another process holds it, or has just removed it.
+
+    Raises:
+        ConfigError: If it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"daemon.runtime_dir: cannot use {path}: {error.strerror}") from error
+    with contextlib.suppress(FileNotFoundError):
+        if _try_lock(descriptor, fcntl.LOCK_EX) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:

@@ -13,7 +13,7 @@ from pipeline.fleet import Fleet, Slot
 from pipeline.metrics_reader import MetricsReader, Reading, build_info
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.top import RateWindow, Snapshot
-from pipeline.workspace import Workspace
+from pipeline.workspace import Workspace, capacity_items
 
 _HISTORY = 512
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -57,6 +57,7 @@ class InstanceStatus:
         self._tokens = RateWindow(60.0)
         self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
         self._step_seen = 0.0
+        self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
         self._started_s = time.monotonic()
         self._writer.gauge("rlhfd_start_time_seconds").set(time.time())
@@ -70,6 +71,8 @@ class InstanceStatus:
         self._sample_processes()
         self._sample_memory()
         self._reading = self._reader.read()
+        version = self._value("rlhfd_policy_version", role="trainer", worker="0")
+        self._policy_version = self._policy_version if version is None else int(version)
         self._tokens.add(now_s, self._value("rlhfd_tokens_total", kind="response") or 0.0)
         steps = self._value("rlhfd_train_steps_total") or 0.0
         reward = self._value("rlhfd_reward_mean")
@@ -114,13 +117,14 @@ class InstanceStatus:
             model=self._config.model.actor,
             step=int(self._value("rlhfd_train_steps_total") or 0),
             max_steps=self._config.trainer.max_steps,
-            reward_mean=self._value("rlhfd_reward_mean"),
+            # A rank that has ended shows nothing any more; what it last showed is still the newest there is.
+            reward_mean=self._rewards[-1] if self._rewards else None,
             reward_history=tuple(self._rewards),
             tokens_per_s=self._tokens.rate(),
             items_ready=books.ready_items if books else 0,
-            items_capacity=self._capacity_items(),
+            items_capacity=capacity_items(self._config),
             staleness_mean=self._staleness(),
-            policy_version=int(self._value("rlhfd_policy_version", role="trainer", worker="0") or 0),
+            policy_version=self._policy_version,
             workers_ready=sum(slot.state == "ready" for slot in rollout),
             workers_total=len(rollout),
             metrics_url=self._metrics_url(),
@@ -182,12 +186,6 @@ class InstanceStatus:
 
     def _value(self, name: str, **labels: str) -> float | None:
         return self._reading.value(name, **labels)
-
-    def _capacity_items(self) -> int:
-        config = self._config
-        if config.buffer.limit:
-            return config.buffer.limit * config.sample_batch_size
-        return (config.buffer.max_staleness + 1) * config.rows_per_version
 
     def _staleness(self) -> float | None:
         return self._reading.histogram_mean("rlhfd_policy_staleness_versions", point="train")

@@ -112,9 +112,7 @@ class Supervisor:
         self._fleet.add("buffer", 0, nowhere)
         for (role, index), place in places.items():
             self._fleet.add(role, index, place)
-        self._status = InstanceStatus(
-            config, self._workspace, self._slab, self._fleet, metrics_url=self._metrics_url
-        )
+        self._status = InstanceStatus(config, self._workspace, self._slab, self._fleet, metrics_url=self._metrics_url)
         self._view = LiveView()
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
         if self._workspace.taken_over:
@@ -137,6 +135,7 @@ class Supervisor:
             host=self._config.metrics.host,
             port=self._http.port if self._http is not None else 0,
             config=str(self._loaded.path or ""),
+            world_size=self._config.trainer.world_size,
         )
         record.write(Path(self._config.daemon.runtime_dir))
         return record

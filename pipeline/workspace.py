@@ -148,6 +148,12 @@ def limits_of(config: Config) -> Limits:
     )
 
 
+def capacity_items(config: Config) -> int:
+    """Return how many rows may be reserved or ready at once: by the limit, or by the staleness bound."""
+    staleness = (config.buffer.max_staleness + 1) * config.rows_per_version
+    return min(config.buffer.limit * config.sample_batch_size, staleness) if config.buffer.limit else staleness
+
+
 def ledger_layout(config: Config) -> LedgerLayout:
     """Return a ledger with a record for as many extents as the arena could hold of short rows."""
     rows = config.prompts_per_ticket * config.group_size

@@ -46,6 +46,8 @@ def main(reports: int, spec_json: str) -> int:
     from pipeline.workspace import Workspace
 
     spec = msgspec.json.decode(spec_json, type=LaunchSpec)
+    # Reward functions of the user's own are found where the daemon was started; last, so that they shadow nothing.
+    sys.path.append(os.getcwd())
     if spec.cpus:
         os.sched_setaffinity(0, spec.cpus)
     workspace = Workspace.open(spec.folder)
@@ -62,7 +64,7 @@ def main(reports: int, spec_json: str) -> int:
         spec.role,
         spec.index,
         workspace.folder,
-        slab.writer(spec.role, spec.index),
+        slab.writer(*(("supervisor", 0) if spec.role == "setup" else (spec.role, spec.index))),
         report,
         spec.generation,
         spec.prompts,

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -77,7 +76,6 @@ class LocalChild:
             env={name: value for name, value in variables.items() if value},
             # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
             start_new_session=True,
-            cwd=Path(__file__).parents[2],
         )
         os.close(reports_child)
         os.close(lines_child)
