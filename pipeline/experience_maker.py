@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -89,6 +90,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             pass of the actor. In float32 they differ from the trainer's by rounding alone (below 1e-5); in bfloat16
             by more, which is why the default takes them anew, with the function that the trainer uses.
         seed: Seed of the calls of `make_experience` that are given none; None for one from the operating system.
+        stage: Entered around each stage of the work: "generate", "reward", "logprob", "ref_logprob", "value".
 
     Raises:
         FieldError: If an argument is impossible, or one that the algorithm needs is missing.
@@ -114,6 +116,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         generator: ResponseGenerator | None = None,
         reuse_sampling_log_probs: bool = False,
         seed: int | None = None,
+        stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
     ) -> None:
         super().__init__(actor, critic, reward_model, initial_model)
         if use_grpo and num_generation < 2:
@@ -139,6 +142,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.temperature = temperature
         self.generator = generator
         self.reuse_sampling_log_probs = reuse_sampling_log_probs
+        self._stage = stage
         self._seeds = torch.Generator()
         if seed is None:
             self._seeds.seed()
@@ -192,15 +196,19 @@ class NaiveExperienceMaker(ExperienceMaker):
         answers = _repeat_answers(gt_answer, len(input_ids), group_size)
         sampling, extra = self._read(generate_kwargs, input_ids.shape[1])
         with _eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
-            rows, sampled_log_probs = self._sample(input_ids, attention_mask, group_size, sampling, extra)
-            scores = self._score(rows, answers)
+            with self._stage("generate"):
+                rows, sampled_log_probs = self._sample(input_ids, attention_mask, group_size, sampling, extra)
+            with self._stage("reward"):
+                scores = self._score(rows, answers)
             if self.reuse_sampling_log_probs and sampled_log_probs is not None:
                 log_probs = sampled_log_probs
             else:
-                log_probs = self._log_probs("actor", self.actor, rows, sampling.temperature)
+                with self._stage("logprob"):
+                    log_probs = self._log_probs("actor", self.actor, rows, sampling.temperature)
             base_log_probs = None
             if self.initial_model is not None:
-                base_log_probs = self._log_probs("initial_model", self.initial_model, rows, sampling.temperature)
+                with self._stage("ref_logprob"):
+                    base_log_probs = self._log_probs("initial_model", self.initial_model, rows, sampling.temperature)
             log_ratios = torch.zeros_like(log_probs) if base_log_probs is None else log_probs - base_log_probs
             learned = (self._group_fields if self.use_grpo else self._critic_fields)(rows, scores, log_ratios)
         return Experience(
@@ -264,13 +272,12 @@ class NaiveExperienceMaker(ExperienceMaker):
         """Log-probs of the actions under a model, ``(B, A)``, zero outside the mask."""
         result = torch.zeros(rows.action_mask.shape)
         device, trim = _device_of(model), is_transformers_model(model)
+        # Rows of similar length together: what is padding in all rows of a mini-batch is not run at all.
+        order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
         for part in self._forward_slices(len(result)):
-            if trim:
-                sequences, mask, columns = rows.trimmed(part)
-            else:
-                sequences, mask, columns = rows.sequences[part], rows.attention_mask[part], rows.num_actions
+            sequences, mask, columns = rows.padded(order[part], trim=trim)
             log_probs = action_log_probs(model, sequences.to(device), mask.to(device), columns, temperature=temperature)
-            result[part, :columns] = log_probs.cpu()
+            result[order[part], :columns] = log_probs.cpu()
         result.masked_fill_(~rows.action_mask, 0.0)
         _check_finite(name, "log-prob", result)
         return result
@@ -314,7 +321,8 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     def _critic_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
         coati = self.compat == "coati"
-        values = self._values(rows)
+        with self._stage("value"):
+            values = self._values(rows)
         reward_actions = coati_action_rewards if coati else action_rewards
         rewards = reward_actions(scores, log_ratios, rows.action_mask, self.kl_coef)
         advantages = self.calculate_advantage(values, rewards, rows.num_actions)

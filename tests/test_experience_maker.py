@@ -611,6 +611,18 @@ def test_the_same_tokens_come_whatever_the_mini_batches() -> None:
         assert torch.equal(experience.sequences, expected.sequences)
 
 
+def test_mini_batches_by_length_give_each_row_its_own_log_probs() -> None:
+    whole = real_maker(tiny.llama, use_grpo=True).make_experience(LONG_PROMPTS, LONG_MASK, max_length=17, seed=3)
+
+    parts = real_maker(tiny.llama, use_grpo=True, logits_forward_batch_size=5).make_experience(
+        LONG_PROMPTS, LONG_MASK, max_length=17, seed=3
+    )
+
+    assert len(set(real(whole.action_mask).sum(1).tolist())) > 1
+    for name in ("action_log_probs", "base_action_log_probs"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), atol=1e-5, rtol=0)
+
+
 def test_equal_calls_give_equal_experience_bit_for_bit() -> None:
     one, two = (
         real_maker(tiny.llama, seed=seed).make_experience(LONG_PROMPTS, LONG_MASK, max_length=17, seed=3)

@@ -74,12 +74,22 @@ class Rows:
         """Action columns, A."""
         return self.action_mask.shape[1]
 
-    def trimmed(self, part: slice) -> tuple[Tensor, Tensor, int]:
-        """Ids, mask and number of action columns of some rows, without the columns that are padding in all of them."""
+    def padded(self, index: Tensor, *, trim: bool) -> tuple[Tensor, Tensor, int]:
+        """Ids and mask of some rows as they stand, and how many of their columns are actions.
+
+        Args:
+            index: Which rows, ``(rows,)`` int64.
+            trim: Leave out the columns that are padding in all of them.
+
+        Returns:
+            ``(rows, width)`` int64 both, and the number of action columns at their right end.
+        """
+        if not trim:
+            return self.sequences[index], self.attention_mask[index], self.num_actions
         prompt_width = self.sequences.shape[1] - self.num_actions
-        longest = int(self.lengths[part].max())
-        columns = slice(prompt_width - int(self.prompt_lengths[part].max()), prompt_width + longest)
-        return self.sequences[part, columns], self.attention_mask[part, columns], longest
+        longest = int(self.lengths[index].max())
+        columns = slice(prompt_width - int(self.prompt_lengths[index].max()), prompt_width + longest)
+        return self.sequences[index, columns], self.attention_mask[index, columns], longest
 
     def right_padded(self, part: slice, *, trim: bool) -> tuple[Tensor, Tensor]:
         """Ids and mask of some rows, the first real token in column 0.
