@@ -308,8 +308,9 @@ def _validate_section(
             for details in error.errors(include_url=False):
                 name = str(details["loc"][0])
                 value = values[key := f"{section}.{name}"]
-                if details["type"] == "string_type" and value.text is not None:
-                    given[name] = _resolve(key, value.text, Path())
+                bare = None if value.text is None else _resolve(key, value.text, Path())
+                if details["type"] in ("string_type", "folder") and bare is not None and given.get(name) != bare:
+                    given[name] = bare
                     continue
                 given.pop(name, None)
                 wrong.add(key)
@@ -390,7 +391,7 @@ def _by_place(path: Path | None) -> Callable[[str], tuple[float, float]]:
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[\w-]+", name) else _toml(name)
+    return name if re.fullmatch(r"[\w.-]+", name) else _toml(name)
 
 
 def _toml(value: object) -> str:

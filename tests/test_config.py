@@ -1,0 +1,259 @@
+"""The configuration's defaults, bounds and the values that follow from others."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from pipeline import admission
+from pipeline.config import Config, conflicts
+
+SECTIONS: dict[str, type[BaseModel]] = {name: type(info.default) for name, info in Config.model_fields.items()}
+FIELDS = [
+    (f"{section}.{name}", info) for section, model in SECTIONS.items() for name, info in model.model_fields.items()
+]
+
+
+def build(**values: Any) -> Config:
+    """A configuration of ``section__key=value``."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition("__")
+        tables.setdefault(section, {})[key] = value
+    return Config.model_validate(tables)
+
+
+@pytest.mark.parametrize(("key", "info"), FIELDS, ids=[key for key, _ in FIELDS])
+def test_every_key_says_in_one_sentence_what_it_is(key: str, info: Any) -> None:
+    assert info.description and info.description.endswith(".")
+    assert len(re.findall(r"\. ", info.description)) == 0
+    assert not info.is_required()
+
+
+@pytest.mark.parametrize(("key", "info"), FIELDS, ids=[key for key, _ in FIELDS])
+def test_every_number_has_a_bound(key: str, info: Any) -> None:
+    numeric = typing.get_origin(info.annotation) is not tuple and {
+        *(typing.get_args(info.annotation) or [info.annotation])
+    } <= {int, float, type(None)}
+    bounded = any(hasattr(bound, name) for bound in info.metadata for name in ("ge", "gt", "le", "lt"))
+
+    assert bounded or not numeric
+
+
+class TestDerivedValues:
+    def test_of_the_embedded_run(self) -> None:
+        config = Config()
+
+        assert (config.group_size, config.sample_batch_size, config.prompts_per_ticket) == (8, 256, 16)
+        assert (config.rollout_kl_coef, config.trainer_kl_coef) == (0.0, 0.01)
+        assert config.rows_per_version == 256
+
+    def test_of_ppo(self) -> None:
+        config = build(rollout__algorithm="ppo")
+
+        assert (config.group_size, config.sample_batch_size, config.prompts_per_ticket) == (1, 128, 64)
+        assert (config.rollout_kl_coef, config.trainer_kl_coef) == (0.01, 0.0)
+
+    def test_given_values_go_first(self) -> None:
+        config = build(buffer__sample_batch_size=24, rollout__batch_size=5, rollout__kl_coef=0.5, trainer__kl_coef=0.0)
+
+        assert (config.sample_batch_size, config.prompts_per_ticket) == (24, 5)
+        assert (config.rollout_kl_coef, config.trainer_kl_coef) == (0.5, 0.0)
+
+    def test_a_version_takes_every_rank_every_accumulated_batch_and_every_step_between(self) -> None:
+        config = build(
+            trainer__world_size=2, trainer__gradient_accumulation_steps=3, trainer__publish_every=5,
+            buffer__sample_batch_size=16,
+        )  # fmt: skip
+
+        assert config.rows_per_version == 16 * 2 * 3 * 5
+
+    def test_a_ticket_has_a_prompt_even_if_half_a_batch_is_less_than_a_group(self) -> None:
+        assert build(buffer__sample_batch_size=8).prompts_per_ticket == 1
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [(4096, 4096), ("64MiB", 64 << 20), ("2GiB", 2 << 30), ("8 KiB", 8192), ("100B", 100), (" 1TiB ", 1 << 40)],
+    )
+    def test_arena_bytes_with_and_without_a_unit(self, value: int | str, expected: int) -> None:
+        assert build(buffer__arena_bytes=value).buffer.arena_bytes == expected
+
+    @pytest.mark.parametrize("value", ["64MB", "64", "MiB", "-1MiB", "1.5GiB", "0MiB", 1.0, True, "", 2**62])
+    def test_other_arena_bytes_are_refused(self, value: object) -> None:
+        with pytest.raises(ValidationError):
+            build(buffer__arena_bytes=value)
+
+    @pytest.mark.parametrize("value", [None, 5, [5, 6], [[5], [6, 7]], []])
+    def test_stop_token_ids_of_every_form(self, value: object) -> None:
+        assert build(rollout__stop_token_ids=value).rollout.stop_token_ids == value
+
+    @pytest.mark.parametrize("value", [-1, "5", True, [-1], [[]], [[5], 6], [5, [6]], 1.0])
+    def test_other_stop_token_ids_are_refused(self, value: object) -> None:
+        with pytest.raises(ValidationError):
+            build(rollout__stop_token_ids=value)
+
+    @pytest.mark.parametrize("key", ["temperature", "learning_rate"])
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, "1", True])
+    def test_rates_are_finite_and_positive(self, key: str, value: object) -> None:
+        section = "rollout" if key == "temperature" else "trainer"
+
+        with pytest.raises(ValidationError):
+            build(**{f"{section}__{key}": value})
+
+    def test_configuration_survives_json(self) -> None:
+        config = build(
+            trainer__betas=[0.8, 0.9], trainer__devices=[0, 1], rollout__stop_token_ids=[[1, 2], [3]],
+            daemon__runtime_dir="/run/x", model__critic="/models/critic",
+        )  # fmt: skip
+
+        assert Config.model_validate_json(config.model_dump_json()) == config
+
+    def test_configuration_cannot_be_changed(self) -> None:
+        with pytest.raises(ValidationError):
+            Config().rollout.workers = 2  # type: ignore[misc]
+
+    def test_unknown_keys_are_refused(self) -> None:
+        with pytest.raises(ValidationError):
+            build(rollout__temprature=1.0)
+
+    def test_schema_describes_every_key(self) -> None:
+        schema = Config.model_json_schema()
+
+        for section, model in SECTIONS.items():
+            properties = schema["$defs"][model.__name__]["properties"]
+            assert all("description" in properties[name] for name in model.model_fields), section
+
+
+class TestConflicts:
+    @pytest.mark.parametrize(
+        ("values", "key", "message"),
+        [
+            (
+                {"rollout__num_generations": 1},
+                "rollout.num_generations",
+                "must be at least 2 with GRPO, got 1",
+            ),
+            (
+                {"rollout__reward_functions": []},
+                "rollout.reward_functions",
+                "is empty and model.reward is not set: nothing would score a response",
+            ),
+            (
+                {"buffer__sample_batch_size": 20, "buffer__max_staleness": 0},
+                "buffer.sample_batch_size",
+                "must be a multiple of the group of 8 with buffer.max_staleness = 0, got 20 rows a version",
+            ),
+            (
+                {"buffer__sample_batch_size": 4},
+                "buffer.sample_batch_size",
+                "is too small for a group of 8: 4 rows a version x buffer.max_staleness 1",
+            ),
+            (
+                {"buffer__sample_batch_size": 4, "buffer__max_staleness": 2, "buffer__limit": 1},
+                "buffer.limit",
+                "leaves no room for a group of 8: 1 batches of 4 rows",
+            ),
+            (
+                {"trainer__micro_batch_size": 300},
+                "trainer.micro_batch_size",
+                "must be at most the 256 rows of buffer.sample_batch_size, got 300",
+            ),
+            (
+                {"trainer__world_size": 2, "trainer__devices": [3]},
+                "trainer.devices",
+                "names 1 for 2 ranks, each needs its own",
+            ),
+            (
+                {"trainer__decay_steps": 9},
+                "trainer.decay_steps",
+                "must be 0 or at least the 10 of trainer.warmup_steps, got 9",
+            ),
+        ],
+    )
+    def test_conflict_names_its_key_and_the_values(self, values: dict[str, Any], key: str, message: str) -> None:
+        with pytest.raises(ValidationError, match=re.escape(f"{key}: {message}")):
+            build(**values)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"rollout__num_generations": 1, "rollout__algorithm": "ppo"},
+            {"rollout__reward_functions": [], "model__reward": "/models/reward"},
+            {"buffer__sample_batch_size": 20, "buffer__max_staleness": 0, "trainer__world_size": 2},
+            {"buffer__sample_batch_size": 4, "buffer__max_staleness": 2},
+            {"trainer__decay_steps": 0},
+        ],
+    )
+    def test_what_goes_together_is_accepted(self, values: dict[str, Any]) -> None:
+        build(**values)
+
+    @given(
+        group=st.integers(2, 12), batch=st.integers(1, 16), staleness=st.integers(0, 3), limit=st.integers(0, 4),
+        world_size=st.integers(1, 3), prompts=st.integers(1, 3),
+    )  # fmt: skip
+    def test_what_is_accepted_never_stops_and_what_would_stop_is_refused(
+        self, group: int, batch: int, staleness: int, limit: int, world_size: int, prompts: int
+    ) -> None:
+        tables: dict[str, dict[str, Any]] = {
+            "rollout": {"num_generations": group, "batch_size": prompts},
+            "buffer": {"sample_batch_size": batch, "max_staleness": staleness, "limit": limit},
+            "trainer": {"world_size": world_size},
+        }
+        sections = {name: model.model_validate(tables.get(name, {})) for name, model in SECTIONS.items()}
+        config = Config.model_construct(**sections)
+
+        accepted = not conflicts(config)
+
+        if accepted:
+            assert runs_on(config)
+        elif staleness == 0 and config.rows_per_version % group:
+            assert not runs_on(config)
+
+
+@dataclasses.dataclass
+class Books:
+    """What `pipeline.admission` asks of a ledger, for rollouts and training that take no time."""
+
+    ready: int = 0
+    reserved: int = 0
+    policy_version: int = 0
+    leases: int = 0
+    trained_through: int = 0
+
+    @property
+    def totals(self) -> Books:
+        return self
+
+    def has_free_slot(self) -> bool:
+        return True
+
+
+def runs_on(config: Config, versions: int = 24) -> bool:
+    """Whether tickets and batches go on until that many versions are published."""
+    limits = admission.Limits(
+        sample_batch_size=config.sample_batch_size, rows_per_version=config.rows_per_version,
+        group_size=config.group_size, prompts_per_ticket=config.prompts_per_ticket,
+        max_staleness=config.buffer.max_staleness, limit_batches=config.buffer.limit,
+        world_size=config.trainer.world_size, row_bytes=1,
+    )  # fmt: skip
+    books = Books()
+    while books.policy_version < versions:
+        prompts, _ = admission.prompts_to_issue(books, limits)  # type: ignore[arg-type]
+        books.ready += prompts * config.group_size
+        if books.ready >= config.sample_batch_size:
+            books.ready -= config.sample_batch_size
+            books.leases += 1
+            if books.leases - books.trained_through == limits.batches_per_version:
+                books.trained_through, books.policy_version = books.leases, books.policy_version + 1
+        elif not prompts:
+            return False
+    return True

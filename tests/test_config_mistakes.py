@@ -1,0 +1,276 @@
+"""Every mistake in a configuration is shown at once, in a line each, at its place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import config_file
+from pipeline.config_file import ConfigErrors
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def errors_of(
+    text: str | bytes = "", *sets: str, environ: dict[str, str] | None = None, files: bool = False
+) -> list[str]:
+    path = Path("config.toml")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigErrors) as raised:
+        config_file.load(path, sets, environ or {}, files=files)
+    assert str(raised.value) == "\n".join(raised.value.errors)
+    return list(raised.value.errors)
+
+
+TWO_NUMBERS = "a list of two numbers, each at least 0 and less than 1"
+MISTAKES = [
+    # Unknown keys and sections, at the key.
+    ("[rollout]\ntemprature = 0.7", "2:1: unknown key rollout.temprature, did you mean temperature?"),
+    ("[rollout]\n  'temprature'=0.7", "2:3: unknown key rollout.temprature, did you mean temperature?"),
+    ("rollout.temprature = 0.7", "1:9: unknown key rollout.temprature, did you mean temperature?"),
+    ("rollout = { top_p = 1.0, temprature = 0.7 }", "1:26: unknown key rollout.temprature, did you mean temperature?"),
+    ("[rollout]\narena_bytes = 1", "2:1: unknown key rollout.arena_bytes, did you mean buffer.arena_bytes?"),
+    ("[trainer]\npublish-every = 1", "2:1: unknown key trainer.publish-every, did you mean publish_every?"),
+    ("[trainer]\nLearning_Rate = 1", "2:1: unknown key trainer.Learning_Rate, did you mean learning_rate?"),
+    ("[rollout]\nzzz = 1", "2:1: unknown key rollout.zzz"),
+    ('[rollout]\n"a\\nb" = 1', '2:1: unknown key rollout."a\\nb"'),
+    ("[rollout.sampling]\ntop_p = 1", "1:10: unknown key rollout.sampling"),
+    ("[rolout]\nworkers = 1", "1:2: unknown section rolout, did you mean rollout?"),
+    ("[ rolout . deeper ]\nworkers = 1", "1:3: unknown section rolout, did you mean rollout?"),
+    ("[optimizer]", "1:2: unknown section optimizer"),
+    ("temperature = 1.0", "1:1: unknown key temperature, did you mean rollout.temperature?"),
+    ("# comment\n\nnonsense = 1", "3:1: unknown key nonsense"),
+    ("rollout = 3", "1:1: rollout: must be a section [rollout], got 3"),
+    ("[[metrics]]\nport = 1", "1:3: metrics: must be a section [metrics], got [{port = 1}]"),
+    # Wrong values, at the value.
+    ("[buffer]\narena_bytes=-5", "2:13: buffer.arena_bytes: must be greater than 0, got -5"),
+    (
+        '[buffer]\narena_bytes = "64MB"',
+        '2:15: buffer.arena_bytes: must be a number of bytes or a text such as "64MiB" or "2GiB", got "64MB"',
+    ),
+    ('[rollout]\nworkers = "8"', '2:11: rollout.workers: must be an integer, got "8"'),
+    ("[rollout]\nworkers = true", "2:11: rollout.workers: must be an integer, got true"),
+    ("[rollout]\nworkers = 1.5", "2:11: rollout.workers: must be an integer, got 1.5"),
+    ("[rollout]\nworkers = 0", "2:11: rollout.workers: must be at least 1, got 0"),
+    ("[rollout]\nworkers = 1979-05-27", "2:11: rollout.workers: must be an integer, got 1979-05-27"),
+    ("[rollout.workers]\nmany = 1", "1:10: rollout.workers: must be an integer, got {many = 1}"),
+    ("[rollout]\nworkers.many = 1", "2:1: rollout.workers: must be an integer, got {many = 1}"),
+    ("[rollout]\ntop_p = 1.1", "2:9: rollout.top_p: must be at most 1, got 1.1"),
+    ("[rollout]\ntop_p = 0.0", "2:9: rollout.top_p: must be greater than 0, got 0.0"),
+    ("[rollout]\ntemperature = inf", "2:15: rollout.temperature: must be finite, got inf"),
+    ("[rollout]\ntemperature = 0", "2:15: rollout.temperature: must be greater than 0, got 0"),
+    ('[rollout]\nalgorithm = "dpo"', '2:13: rollout.algorithm: must be "grpo" or "ppo", got "dpo"'),
+    ("[rollout]\nmax_length = 1", "2:14: rollout.max_length: must be at least 2, got 1"),
+    ("[rollout]\ndevices = []", '2:11: rollout.devices: must be "auto" or name at least one device, got []'),
+    ("[rollout]\ndevices = [0, 1, 0]", "2:11: rollout.devices: must name each device once, got [0, 1, 0]"),
+    ("[rollout]\ndevices = 0", '2:11: rollout.devices: must be "auto" or a list of device numbers, got 0'),
+    ('[rollout]\ndevices = ["0"]', '2:11: rollout.devices: must be "auto" or a list of device numbers, got ["0"]'),
+    ("[rollout]\ndevices = [-1]", '2:11: rollout.devices: must be "auto" or a list of device numbers, got [-1]'),
+    (
+        '[rollout]\nreward_functions = [\n  "a.b:c",  # [\n  "nonsense",\n]',
+        '4:3: rollout.reward_functions: must be of the form "module:function", got "nonsense"',
+    ),
+    ("[rollout]\nreward_functions = ['a:b', 3]", "2:28: rollout.reward_functions: must be a string, got 3"),
+    ("[rollout]\nreward_functions = 'a:b'", '2:20: rollout.reward_functions: must be a list, got "a:b"'),
+    (
+        "[rollout]\nstop_token_ids = [[1], []]",
+        "2:18: rollout.stop_token_ids: must be a token id, a list of ids (one stop sequence), or a list of such lists, "
+        "got [[1], []]",
+    ),
+    ("[trainer]\nbetas = [0.9, 1.0]", f"2:9: trainer.betas: must be {TWO_NUMBERS}, got [0.9, 1.0]"),
+    ("[trainer]\nbetas = [0.9]", f"2:9: trainer.betas: must be {TWO_NUMBERS}, got [0.9]"),
+    ("[trainer]\nwhiten_advantages = 1", "2:21: trainer.whiten_advantages: must be true or false, got 1"),
+    ("[metrics]\nport = 70_000", "2:8: metrics.port: must be at most 65535, got 70000"),
+    ('[metrics]\nhost = ""', '2:8: metrics.host: must have at least 1 character, got ""'),
+    ('[daemon]\nname = "Bad Name"', '2:8: daemon.name: must be made of a-z, 0-9 and -, got "Bad Name"'),
+    ("[daemon]\nseed = -1", "2:8: daemon.seed: must be at least 0, got -1"),
+    (f"[daemon]\nseed = {2**63}", f"2:8: daemon.seed: must be less than {2**63}, got {2**63}"),
+    ('[daemon]\nruntime_dir = ""', '2:15: daemon.runtime_dir: must be a path, got ""'),
+    ("[daemon]\nstate_dir = 3", "2:13: daemon.state_dir: must be a path, got 3"),
+    (
+        '[model]\nactor = "builtin:sort"',
+        '2:9: model.actor: must be one of builtin:sort-digits where it is no path, got "builtin:sort"',
+    ),
+    ('[model]\nactor = ""', '2:9: model.actor: must be a path or one of builtin:sort-digits, got ""'),
+    ("[model]\nreward = ['a']", '2:10: model.reward: must be a string, got ["a"]'),
+    (f'[daemon]\nname = "{"x" * 99}"', f'2:8: daemon.name: must have at most 64 characters, got "{"x" * 59}...'),
+    # Values that are right each by itself, at the one to change that was set.
+    ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
+    ("[trainer]\nworld_size = 2\ndevices = [0]", "3:11: trainer.devices: names 1 for 2 ranks, each needs its own"),
+    (
+        "[buffer]\nmax_staleness = 0\n[rollout]\nnum_generations = 7",
+        "4:19: buffer.sample_batch_size: must be a multiple of the group of 7 with buffer.max_staleness = 0, "
+        "got 256 rows a version",
+    ),
+    # No TOML at all.
+    ("[daemon]\nname = rlhfd", "2:8: invalid value, a string needs quotes"),
+    ("[rollout\nworkers = 1", "1:9: expected ']' at the end of a table declaration"),
+    ("[rollout]\nworkers = 1\nworkers = 2", "3:1: rollout.workers is set twice, first in line 2"),
+    ("rollout.workers = 1\n[rollout]\nworkers = 2", "3:1: rollout.workers is set twice, first in line 1"),
+    ("[rollout]\nx = [1\n", "3:1: unclosed array"),
+    (b"[rollout]\nx = '\xff'", "2:6: not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("text", "error"), MISTAKES, ids=[error.partition(": ")[2][:50] for _, error in MISTAKES])
+def test_mistake_is_shown_at_its_place(text: str | bytes, error: str) -> None:
+    assert errors_of(text) == [f"config.toml:{error}"]
+
+
+SET_MISTAKES = [
+    ("rollout.temprature=1", "--set rollout.temprature: unknown key rollout.temprature, did you mean temperature?"),
+    ("rolout.workers=1", "--set rolout.workers: unknown section rolout, did you mean rollout?"),
+    ("rollout.workers=0", "--set rollout.workers: must be at least 1, got 0"),
+    ("rollout.workers=many", '--set rollout.workers: must be an integer, got "many"'),
+    ("rollout.workers=", '--set rollout.workers: must be an integer, got ""'),
+    ("rollout.workers", "--set rollout.workers: must be of the form section.key=value"),
+    ("workers=1", "--set workers=1: must be of the form section.key=value"),
+    ("rollout.=1", "--set rollout.=1: must be of the form section.key=value"),
+    ("rollout.a.b=1", "--set rollout.a.b: unknown key rollout.a.b"),
+    ("rollout.workers=1\nb = 2", '--set rollout.workers: must be an integer, got "1\\nb = 2"'),
+    ("rollout.num_generations=1", "--set rollout.num_generations: must be at least 2 with GRPO, got 1"),
+    (
+        "rollout.num_generations=300",
+        "--set rollout.num_generations: buffer.sample_batch_size: is too small for a group of 300: "
+        "256 rows a version x buffer.max_staleness 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("assignment", "error"), SET_MISTAKES, ids=[name for name, _ in SET_MISTAKES])
+def test_mistake_on_the_command_line_names_its_option(assignment: str, error: str) -> None:
+    assert errors_of("", assignment) == [error]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("RLHFD_ROLLOUT__TEMPRATURE", "1", "unknown key rollout.temprature, did you mean temperature?"),
+        ("RLHFD_ROLOUT__WORKERS", "1", "unknown section rolout, did you mean rollout?"),
+        ("RLHFD_ROLLOUT__WORKERS", "-1", "must be at least 1, got -1"),
+    ],
+)
+def test_mistake_in_the_environment_names_its_variable(variable: str, value: str, error: str) -> None:
+    assert errors_of("", environ={variable: value}) == [f"{variable}: {error}"]
+
+
+def test_all_errors_come_at_once_in_the_order_of_the_file() -> None:
+    text = "zzz = 1\n[rollout]\nnum_generations = 1\nworkers = 0\ntemprature = 1\n[buffer]\nlimit = -1\n"
+
+    assert errors_of(text, "trainer.max_steps=x", "trainer.x=1", environ={"RLHFD_METRICS__PORT": "-1"}) == [
+        "config.toml:1:1: unknown key zzz",
+        "config.toml:3:19: rollout.num_generations: must be at least 2 with GRPO, got 1",
+        "config.toml:4:11: rollout.workers: must be at least 1, got 0",
+        "config.toml:5:1: unknown key rollout.temprature, did you mean temperature?",
+        "config.toml:7:9: buffer.limit: must be at least 0, got -1",
+        "--set trainer.x: unknown key trainer.x",
+        '--set trainer.max_steps: must be an integer, got "x"',
+        "RLHFD_METRICS__PORT: must be at least 0, got -1",
+    ]
+
+
+def test_conflict_with_a_value_that_is_wrong_by_itself_is_not_shown() -> None:
+    assert errors_of("[buffer]\nsample_batch_size = 4\nmax_staleness = -1") == [
+        "config.toml:3:17: buffer.max_staleness: must be at least 0, got -1"
+    ]
+
+
+def test_windows_line_ends_do_not_move_columns() -> None:
+    assert errors_of(b'[rollout]\r\nworkers = "8"\r\n') == [
+        'config.toml:2:11: rollout.workers: must be an integer, got "8"'
+    ]
+
+
+@pytest.mark.parametrize("depth", [400, 100_000])
+def test_nesting_without_end_is_an_error(depth: int) -> None:
+    (error,) = errors_of("[rollout]\nx = " + "[" * depth + "]" * depth)
+
+    assert error in {"config.toml: nested too deeply", "config.toml:2:1: unknown key rollout.x"}
+
+
+def test_file_that_cannot_be_read_is_named_and_the_rest_checked_all_the_same() -> None:
+    with pytest.raises(ConfigErrors) as raised:
+        config_file.load(Path("none.toml"), ["a.b=1"], {})
+
+    assert list(raised.value.errors) == [
+        "none.toml: cannot be read: No such file or directory",
+        "--set a.b: unknown section a",
+    ]
+
+
+class TestFiles:
+    def test_missing_and_broken_model_directories_are_named_with_their_place(self, folder: Path) -> None:
+        (folder / "empty").mkdir()
+        (folder / "file").touch()
+        text = '[model]\nactor = "none"\ncritic = "empty"\nreward = "file"\n'
+
+        assert errors_of(text, "model.reference=nowhere", files=True) == [
+            f"config.toml:2:9: model.actor: no such directory: {folder}/none (models are local, none is downloaded)",
+            f"config.toml:3:10: model.critic: no config.json in {folder}/empty: not a model that transformers saved",
+            f"config.toml:4:10: model.reward: no such directory: {folder}/file (models are local, none is downloaded)",
+            f"--set model.reference: no such directory: {folder}/nowhere (models are local, none is downloaded)",
+        ]
+
+    def test_missing_prompts_are_named_with_their_place(self, folder: Path) -> None:
+        assert errors_of('[prompts]\npath = "none"', files=True) == [
+            f"config.toml:2:8: prompts.path: cannot read {folder}/none: No such file or directory"
+        ]
+
+    def test_broken_line_of_the_prompts_is_named_with_its_own_place(self, folder: Path) -> None:
+        (folder / "p.jsonl").write_text('{"prompt": "a"}\n' * 6 + '["b"]\n')
+
+        (error,) = errors_of('[prompts]\npath = "p.jsonl"', files=True)
+
+        assert error.startswith(f"{folder}/p.jsonl:7:1: ")
+
+    def test_empty_prompts_are_an_error(self, folder: Path) -> None:
+        (folder / "p.jsonl").touch()
+
+        (error,) = errors_of('[prompts]\npath = "p.jsonl"', files=True)
+
+        assert error.startswith(f"{folder}/p.jsonl:1:1: no prompt in the file")
+
+    def test_folder_below_a_file_is_an_error(self, folder: Path) -> None:
+        (folder / "file").touch()
+
+        assert errors_of('[daemon]\nruntime_dir = "file/run"', files=True) == [
+            f"config.toml:2:15: daemon.runtime_dir: {folder}/file is not a directory"
+        ]
+
+    def test_folder_that_cannot_be_written_is_an_error(self) -> None:
+        code = (
+            "import os; from pipeline import config_file\n"
+            # Root may write everywhere, so root steps down; everything is imported by then.
+            "os.getuid() or os.seteuid(65534)\n"
+            "try: config_file.load(None, ['daemon.state_dir=/'], {'RLHFD_RUNTIME_DIR': '/usr/none/run'}, files=True)\n"
+            "except config_file.ConfigErrors as error: print(error)"
+        )
+
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+        uid = os.getuid() or 65534
+        assert told.stdout.splitlines() == [
+            f"RLHFD_RUNTIME_DIR: /usr cannot be written by uid {uid}",
+            f"--set daemon.state_dir: / cannot be written by uid {uid}",
+        ], told.stderr
+
+    def test_files_are_checked_even_if_other_keys_are_wrong(self, folder: Path) -> None:
+        assert errors_of('[model]\nactor = "none"\n[rollout]\nworkers = 0', files=True) == [
+            f"config.toml:2:9: model.actor: no such directory: {folder}/none (models are local, none is downloaded)",
+            "config.toml:4:11: rollout.workers: must be at least 1, got 0",
+        ]
+
+    def test_right_files_are_accepted(self, folder: Path) -> None:
+        (folder / "m").mkdir()
+        (folder / "m/config.json").touch()
+        (folder / "p.jsonl").write_text('{"prompt": "a"}')
+
+        config_file.load(None, ["model.actor=m", "prompts.path=p.jsonl"], {}, files=True)
