@@ -143,7 +143,7 @@ class Buffer:
             case Release():
                 self._release(message, now_s)
             case Published():
-                self._publish(message)
+                self._publish(message, now_s)
             case PeerDied():
                 self._bury(message.peer)
             case Drain():
@@ -404,8 +404,12 @@ class Buffer:
         rows = sum(len(rows) for _, rows in self.ledger.leases()[lease])
         self._observer.lease_ended(result, rows, now_s - self._leased_s.pop(lease, now_s))
 
-    def _publish(self, published: Published) -> None:
+    def _publish(self, published: Published, now_s: float) -> None:
+        for lease in [lease for lease in self.ledger.leases() if lease < published.trained_through]:
+            self._end_lease("acked", lease, now_s)
+            self._free(self.ledger.acknowledge(lease))
         if published.version > self.ledger.totals.policy_version:
-            self.ledger.publish(published.version, max(published.trained_through, self.ledger.totals.trained_through))
+            through = max(published.trained_through, self.ledger.totals.trained_through)
+            self.ledger.publish(published.version, through)
         else:
             self._observer.duplicate()

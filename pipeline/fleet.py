@@ -107,6 +107,7 @@ class Fleet:
             "CUDA_VISIBLE_DEVICES": slot.place.gpu,
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": "lo",
         }

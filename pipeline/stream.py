@@ -5,8 +5,8 @@
             loss = ...
             daemon.publish(actor=model.state_dict())
 
-A batch is leased, not given: it counts as trained when the next one is asked for, or when weights are published. One that
-was not acknowledged when its trainer died is delivered again.
+A batch is leased, not given: it counts as trained when the next one is asked for, or when weights that include it are
+published, which is one store in shared memory. One that was neither when its trainer died is delivered again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,13 @@ class Connection:
         self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
         self._publisher: WeightsPublisher | None = None
         self._published: Published | None = None
+        self._trained_through = 0
         self._closed = False
+        if rank == 0 and (newest := self.newest()) is not None:
+            # Before the first hello: what a dead trainer published includes leases it never acknowledged.
+            self._trained_through = newest.trained_through
+            self._published = Published(*newest)
+            self._send(self._published)
         self._send(self._hello())
 
     # Batches.
@@ -157,6 +163,10 @@ class Connection:
             self._send(Ack(trainer_name(self.rank), lease))
         self._in_hand.clear()
 
+    def settle(self) -> None:
+        """Leave the batches in hand to the version that rank 0 publishes next; that version counts them as trained."""
+        self._in_hand.clear()
+
     def receive(self, timeout_s: float) -> None:
         """Take note of what the buffer says, waiting up to `timeout_s` for it."""
         for message in self._receiver.receive(timeout_s):
@@ -200,7 +210,7 @@ class Connection:
         critic: Mapping[str, torch.Tensor] | None = None,
         version: int | None = None,
     ) -> WeightsVersion:
-        """Publish weights as the next policy version; the batch in hand counts as trained by it.
+        """Publish weights as the next policy version; they include the batches in hand, which count as trained by it.
 
         Args:
             actor: The policy's state dict, on any device, under Hugging Face's names.
@@ -211,16 +221,18 @@ class Connection:
             ConfigError: If shared memory has no room for the weights.
             WeightsError: If the tensors are not those of the first publish, or the version is not new.
         """
-        self.acknowledge()
         tensors = flatten(actor=actor, critic=critic)
         if self._publisher is None:
             self._publisher = WeightsPublisher(self._weights_path, tensors)
         if version is None:
             newest = self.newest()
             version = 1 if newest is None else newest.version + 1
-        published = self._publisher.publish(version, tensors)
-        through = self._acks[-1] // self.world_size * self.world_size + self.world_size if self._acks else 0
-        self._published = Published(published.version, published.fingerprint, through)
+        if taken := [*self._acks, *self._in_hand]:
+            # Ranks step together: what rank 0 has of a round, each other rank has too.
+            self._trained_through = (taken[-1] // self.world_size + 1) * self.world_size
+        published = self._publisher.publish(version, tensors, trained_through=self._trained_through)
+        self._in_hand.clear()
+        self._published = Published(*published)
         self._send(self._published)
         return published
 

@@ -84,8 +84,7 @@ class Trainer:
         self._batches: list[Experience] = []
         newest = connection.newest()
         if newest is None:
-            if connection.rank == 0:
-                self._publish(version=0)
+            self._publish(version=0)
         else:
             self.fingerprint = newest.fingerprint
         metrics.began(0 if newest is None else newest.version)
@@ -143,9 +142,7 @@ class Trainer:
         with self._metrics.training():
             stats = self._learner.update(self._batches)
         self.step += 1
-        # After the optimizer step: a rank that dies before this gets the batch again.
-        self._connection.acknowledge()
-        if self.step % self._config.publish_every == 0 and self._connection.rank == 0:
+        if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
         self._metrics.stepped(stats, self._batches, batch.for_version)
         self._batches = []
@@ -153,6 +150,10 @@ class Trainer:
             self._checkpoint()
 
     def _publish(self, version: int | None = None) -> None:
+        """Publish, which acknowledges: a trainer that dies before it gets every batch since the last version again."""
+        if self._connection.rank != 0:
+            self._connection.settle()
+            return
         started_s = time.monotonic()
         with self._metrics.publishing():
             critic = self._models.get("critic")

@@ -33,7 +33,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         context.folder,
         rank=context.index,
         world_size=config.trainer.world_size,
-        prefetch=config.trainer.gradient_accumulation_steps + 1,
+        prefetch=batches_ahead(config),
         verify_checksum=config.buffer.checksum,
     )
     join_ranks(config, context)
@@ -53,6 +53,11 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         if distributed.is_initialized():
             distributed.destroy_process_group()
     return ExitCode.OK
+
+
+def batches_ahead(config: Config) -> int:
+    """Return how many batches a rank holds: those of a whole version, acknowledged only by it, and one to go on with."""
+    return config.trainer.gradient_accumulation_steps * config.trainer.publish_every + 1
 
 
 def join_ranks(config: Config, context: RoleContext) -> None:

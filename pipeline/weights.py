@@ -1,7 +1,7 @@
 """Policy weights in shared memory: the trainer publishes versions, rollout workers copy the newest one between rollouts.
 
     page 0      magic, slots, slot bytes, data offset, manifest bytes; then `newest` (slot + 1, 0 before the first publish)
-    512         one header of 64 B a slot: sequence, version, fingerprint
+    512         one header of 64 B a slot: sequence, version, fingerprint, trained_through
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
     data        the slots, page-aligned
 
@@ -49,10 +49,11 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WeightsVersion(NamedTuple):
-    """A published version and the xxh3-64 fingerprint of its bytes."""
+    """A published version, the xxh3-64 fingerprint of its bytes, and the first lease that it does not include."""
 
     version: int
     fingerprint: int
+    trained_through: int = 0
 
 
 def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -105,7 +106,7 @@ class _Mapping:
 
     def version(self, slot: int) -> WeightsVersion:
         mark = self.slot_mark(slot)
-        return WeightsVersion(self.marks[mark + 1], self.marks[mark + 2])
+        return WeightsVersion(*self.marks[mark + 1 : mark + 4])
 
     def close(self) -> None:
         self.marks.release()
@@ -144,12 +145,13 @@ class WeightsPublisher:
         """Bytes of one version."""
         return int(self._mapping.slot_bytes)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightsVersion:
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, trained_through: int = 0) -> WeightsVersion:
         """Make `version` the newest.
 
         Args:
             version: Above every version before.
             tensors: Values, on any device, under the names given at the start.
+            trained_through: First lease that these weights do not include; whoever takes a dead trainer's place reads it.
 
         Raises:
             WeightsError: If a tensor is missing, of another shape, or the version is not new.
@@ -167,11 +169,11 @@ class WeightsPublisher:
                 raise WeightsError(f"{name}: {shape}, expected {tuple(view.shape)}")
             view.copy_(tensor.detach())
         fingerprint = _fingerprint(self._mapping.slot_memory(slot))
-        marks[mark + 1], marks[mark + 2] = version, fingerprint
+        marks[mark + 1], marks[mark + 2], marks[mark + 3] = version, fingerprint, trained_through
         marks[mark] += 1
         # Last: whoever sees this slot as the newest sees it whole.
         marks[_NEWEST] = slot + 1
-        return WeightsVersion(version, fingerprint)
+        return WeightsVersion(version, fingerprint, trained_through)
 
     def close(self) -> None:
         """Unmap; the file stays for the workers."""

@@ -138,7 +138,7 @@ def test_the_iterator_acknowledges_a_batch_when_the_next_is_asked_for(house):
     assert house.ledger.totals.trained == 16
 
 
-def test_publishing_acknowledges_first_and_makes_the_next_version(house):
+def test_publishing_acknowledges_and_makes_the_next_version(house):
     connection = house.connect()
     house.batch(connection)
 
@@ -177,6 +177,21 @@ def test_a_successor_gets_the_dead_trainers_batch_with_the_same_rows(house):
     assert second.lease == first.lease
     assert torch.equal(second.experience.sequences, first.experience.sequences)
     assert successor.deliveries_repeated >= 1
+
+
+def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_no_message_left(house):
+    connection = house.connect()
+    batch = house.batch(connection)
+    connection.publish(actor={"w": torch.ones(3)})
+    # Killed here: the weights are in shared memory, nothing was said.
+    house.post.take("buffer")
+
+    successor = house.connect()
+    again = house.batch(successor)
+
+    assert again.lease > batch.lease
+    assert house.ledger.totals.trained == 8
+    assert house.ledger.totals.policy_version == 1
 
 
 def test_a_restarted_buffer_learns_of_an_acknowledgement_it_missed(house):

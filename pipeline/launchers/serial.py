@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import signal
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_process import new_worker
 from pipeline.stream import Connection
 from pipeline.trainer import Trainer
-from pipeline.trainer_process import new_trainer
+from pipeline.trainer_process import batches_ahead, new_trainer
 from pipeline.transport import BUFFER, trainer_name, worker_name
 from pipeline.workspace import Workspace, ledger_layout
 
@@ -84,6 +85,8 @@ def run(loaded: LoadedConfig) -> ExitCode:
     Raises:
         ConfigError: If the configuration cannot be run so, or not here.
     """
+    # One process prints for all roles; a bar a model is noise.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     config = sort_digits.with_paths(loaded.config)
     logs.configure("serial", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     if config.trainer.world_size != 1 or config.trainer.kind != "builtin":
@@ -153,7 +156,7 @@ class _Serial:
         torch.set_num_threads(self._config.trainer.threads)
         connection = Connection(
             self._arena, workspace.weights_path, self._post.outbox(trainer_name(0)), self._post.outbox(BUFFER),
-            rank=0, world_size=1, prefetch=self._config.trainer.gradient_accumulation_steps + 1,
+            rank=0, world_size=1, prefetch=batches_ahead(self._config),
         )  # fmt: skip
         return new_trainer(self._config, self._context("trainer", workspace), connection)
 
