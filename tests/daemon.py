@@ -1,0 +1,342 @@
+"""A real daemon for a test: `rlhfd start` as a process of its own, watched from outside and always ended.
+
+    with Daemon(tmp_path, *SMALL, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+
+Import the fixture `task` beside it: the embedded task, made once a session, so that no start has to make it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline import instance
+from pipeline.errors import RlhfdError
+from pipeline.instance import InstanceRecord, shm_directory
+
+PROGRAM = Path(sys.executable).with_name("rlhfd")
+SMALL = ("buffer.sample_batch_size=32", "rollout.num_generations=4")
+"""Settings of steps that take some 0.1 s."""
+
+# Two busy cores: a start takes 10 s alone and three times that beside others.
+START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 60.0
+_POLL_S = 0.02
+_TAIL_CHARACTERS = 4000
+_WARMUP_STEPS = 8
+
+Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
+_T = TypeVar("_T")
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded task's directory, its model warmed up by a few steps only."""
+    from pipeline import sort_digits
+
+    directory = tmp_path_factory.mktemp("task") / "sort-digits"
+    sort_digits.prepare(directory, warmup_steps=_WARMUP_STEPS)
+    return directory
+
+
+def task_settings(task: Path) -> tuple[str, str]:
+    """Settings by which a daemon runs on a task directory."""
+    return (f"model.actor={task / 'model'}", f"prompts.path={task / 'prompts.jsonl'}")
+
+
+class Daemon:
+    """One `rlhfd start`; a context manager that leaves no process, and no shared memory where it had to kill.
+
+    Args:
+        folder: Holds runtime and state directory, and the output; working directory, so modules there can be imported.
+        sets: Settings ``section.key=value``; on top of a free metrics port.
+        task: A task directory for model and prompts; left out, whatever `sets` or the defaults name.
+        arguments: More of the command line, such as ``--serial``.
+        environment: Variables on top of the test's own, of which RLHFD_* are left out.
+        program: What is started.
+        name: Tells apart the output of several daemons in one folder; they share runtime and state directory.
+        runtime_dir: In place of the one in `folder`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *sets: str,
+        task: Path | None = None,
+        arguments: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+        program: Path = PROGRAM,
+        name: str = "daemon",
+        runtime_dir: Path | None = None,
+    ) -> None:
+        self.folder = folder
+        self.runtime_dir = runtime_dir or folder / "run"
+        self.state_dir = folder / "state"
+        self.shm_dir = shm_directory(self.runtime_dir)
+        own = [f"daemon.runtime_dir={self.runtime_dir}", f"daemon.state_dir={self.state_dir}", "metrics.port=0"]
+        settings = [*own, *(task_settings(task) if task else ()), *sets]
+        self.command = [str(program), "start", *(word for item in settings for word in ("--set", item)), *arguments]
+        self._environment = {**clean_environment(), **(environment or {})}
+        self._output, self._errors = folder / f"{name}.out", folder / f"{name}.err"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Daemon:
+        """Start it; what it does from there on is for `wait_ready` and the others to wait for."""
+        with self._output.open("wb") as output, self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                self.command,
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill what still runs. A daemon that ended by itself is left to the leak checks, whole."""
+        running = self.returncode is None
+        if running:
+            family = self.family()
+            self.process.kill()
+            self.process.wait(END_TIMEOUT_S)
+            for pid in family:
+                wait_until(lambda pid=pid: not is_alive(pid), END_TIMEOUT_S, f"pid {pid} dies with its supervisor")
+        if running or error is not None:
+            shutil.rmtree(self.shm_dir, ignore_errors=True)
+
+    # The process.
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The supervisor's process."""
+        assert self._process is not None, "the daemon was not started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's pid."""
+        return self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or minus the signal; None while it runs."""
+        return self.process.poll()
+
+    @property
+    def output(self) -> str:
+        """What it has written to standard output."""
+        return self._output.read_text(errors="replace")
+
+    @property
+    def errors(self) -> str:
+        """What it has written to standard error, its children's lines among them."""
+        return self._errors.read_text(errors="replace")
+
+    def family(self) -> list[int]:
+        """Return the pids of its children, and theirs."""
+        return descendants(self.pid)
+
+    def pids(self) -> dict[str, int]:
+        """Return the pid of each live process by name: ``buffer-0``, ``trainer-0``, ``rollout-0`` ..."""
+        return {f"{entry['role']}-{entry['index']}": entry["pid"] for entry in self.processes() if entry["pid"]}
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Return the processes as the status shows them."""
+        listed: list[dict[str, Any]] = self.status()["processes"]
+        return listed
+
+    def signal(self, number: signal.Signals, name: str | None = None) -> None:
+        """Send a signal to the supervisor, or to the process of that name (see `pids`)."""
+        os.kill(self.pid if name is None else self.pids()[name], number)
+
+    # Waiting.
+
+    def wait(self, timeout_s: float = END_TIMEOUT_S) -> int:
+        """Wait until it has ended; return the exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the daemon has not ended within {timeout_s:g} s\n{self._tail()}") from None
+
+    def wait_until(self, condition: Callable[[], _T], what: str, timeout_s: float = START_TIMEOUT_S) -> _T:
+        """Wait until the condition gives something true, and return that; fail when the daemon ends before."""
+
+        def met() -> _T:
+            ended = self.returncode is not None
+            value = condition()
+            assert value or not ended, f"the daemon ended with {self.returncode} before {what}\n{self._tail()}"
+            return value
+
+        try:
+            return wait_until(met, timeout_s, what)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self._tail()}") from None
+
+    def wait_answering(self, timeout_s: float = START_TIMEOUT_S) -> InstanceRecord:
+        """Wait until it answers over its control socket; roles may still be starting."""
+        return self.wait_until(self._answering, "it answers", timeout_s)
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+        """Wait until every role is ready; return the status."""
+
+        def ready() -> dict[str, Any] | None:
+            status = self.status() if self._answering() else {}
+            return status if status.get("state") == "ready" else None
+
+        status = self.wait_until(ready, "it is ready", timeout_s)
+        assert status is not None
+        return status
+
+    def wait_step(self, step: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until so many optimizer steps are done."""
+        self.wait_until(lambda: self._answering() and self.status()["step"] >= step, f"step {step}", timeout_s)
+
+    def wait_logged(self, text: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until standard error holds a text."""
+        self.wait_until(lambda: text in self.errors, f"{text!r} is logged", timeout_s)
+
+    # Asking.
+
+    def status(self) -> dict[str, Any]:
+        """Ask over the control socket; the command `rlhfd status --json` prints the same (see `ask`)."""
+        return instance.request(instance.find(self.runtime_dir), "status", 10.0)
+
+    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command such as ``status --json`` against it."""
+        return rlhfd(*words, "--runtime-dir", str(self.runtime_dir), folder=self.folder)
+
+    @property
+    def url(self) -> str:
+        """Where its HTTP server answers."""
+        record = InstanceRecord.read(self.runtime_dir)
+        return f"http://{record.host}:{record.port}"
+
+    def get(self, path: str, accept: str = "*/*") -> tuple[int, str]:
+        """Return status code and body of a page; refused connections raise."""
+        return get(self.url + path, accept)
+
+    def metrics(self) -> Metrics:
+        """Return every sample of a scrape by name and labels."""
+        code, text = self.get("/metrics")
+        assert code == 200, text
+        return parse(text)
+
+    def _answering(self) -> InstanceRecord | None:
+        try:
+            record = instance.find(self.runtime_dir)
+            instance.request(record, "status", 10.0)
+        except (RlhfdError, OSError):
+            return None
+        return record if record.pid == self.pid else None
+
+    def _tail(self) -> str:
+        parts = {"standard output": self.output, "standard error": self.errors}
+        return "\n".join(f"--- {name}\n{text[-_TAIL_CHARACTERS:]}" for name, text in parts.items())
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without settings of rlhfd's; the mark of the leak checks stays."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("RLHFD_") or name.endswith("_SESSION")
+    }
+
+
+def rlhfd(*words: str, folder: Path, timeout_s: float = END_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run a command of rlhfd to its end."""
+    return subprocess.run(
+        [str(PROGRAM), *words],
+        cwd=folder,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def get(url: str, accept: str = "*/*") -> tuple[int, str]:
+    """Return status code and body of a URL."""
+    request = urllib.request.Request(url, headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10.0) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def parse(text: str) -> Metrics:
+    """Return the samples of an exposition in Prometheus' text format."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def total(metrics: Metrics, name: str, **labels: str) -> float:
+    """Return the sum of a name's samples that have these labels; 0 if there are none."""
+    return sum(
+        value for (found, has), value in metrics.items() if found == name and labels.items() <= dict(has).items()
+    )
+
+
+def wait_until(condition: Callable[[], _T], timeout_s: float, what: str) -> _T:
+    """Wait until the condition gives something true, and return that.
+
+    Raises:
+        TimeoutError: At the deadline, saying what was waited for.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:g} s in vain until {what}")
+        time.sleep(_POLL_S)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of a process's live children, and of theirs."""
+    return [below for child in _children(pid) for below in (child, *descendants(child)) if is_alive(below)]
+
+
+def _children(pid: int) -> Iterator[int]:
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, thread.read_text().split())
+
+
+def status_of(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return what `rlhfd status --json` printed."""
+    assert answer.returncode == 0, answer.stderr
+    shown: dict[str, Any] = json.loads(answer.stdout)
+    return shown
