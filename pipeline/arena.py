@@ -1,4 +1,4 @@
-"""The arena: one shared-memory file that holds the ledger and every experience between its rollout and its training step.
+"""The arena: one shared-memory file with the ledger and every experience between its rollout and its training step.
 
     offset 0            header, one page: magic, layout, sizes, run
     4,096               ledger: journal, totals, one record an extent (see `pipeline.ledger`)
@@ -94,7 +94,7 @@ class Arena:
             os.close(descriptor)
 
     def populate(self) -> None:
-        """Fault in every page of this process's mapping, so that no copy pays for it (12 against 1.1 GB/s, measured)."""
+        """Fault in every page of this process's mapping, so that no copy pays for it (12 against 1.1 GB/s)."""
         try:
             self._map.madvise(_MADV_POPULATE_WRITE)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The buffer: hands out tickets, takes note of what was sealed, leases batches to trainers. It never touches a payload byte."""
+"""The buffer: hands out tickets, notes what was sealed, leases batches to trainers. It touches no payload byte."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Observer(Protocol):
 class Buffer:
     """All of the buffer's decisions; messages go in and out, no socket and no clock of its own.
 
-    Invariants: ``sealed = trained + dropped + ready + leased`` in the ledger at all times; every extent that is not free
-    belongs to exactly one ticket; lease j belongs to rank ``j mod world_size``.
+    Invariants: ``sealed = trained + dropped + ready + leased`` in the ledger at all times; every extent that is not
+    free belongs to exactly one ticket; lease j belongs to rank ``j mod world_size``.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Buffer:
             workers: Rollout workers of this instance.
             max_attempts: How often a ticket is handed out before its prompts are set aside.
             ticket_timeout_s: Time a rollout may take.
-            prompts_in_source: Prompts of one epoch, 0 if unknown: when that many in a row give no experience at all, the
-                buffer gives up.
+            prompts_in_source: Prompts of one epoch, 0 if unknown: when that many in a row give no experience at all,
+                the buffer gives up.
             incarnation: Tells this buffer from its predecessors.
         """
         self.ledger = ledger
@@ -209,7 +209,7 @@ class Buffer:
         self._credit.pop(peer, None)
 
     def _rebase(self) -> None:
-        """A trainer begins from the newest version: what was trained since it was published is in no version to come."""
+        """A trainer begins from the newest version: what was trained since then is in no version to come."""
         totals, world_size = self.ledger.totals, self.limits.world_size
         through = min(self.ledger.leases(), default=totals.leases) // world_size * world_size
         if through > totals.trained_through:
@@ -337,7 +337,7 @@ class Buffer:
         self._barren_prompts += prompts
         if self._prompts_in_source and self._barren_prompts >= self._prompts_in_source:
             raise GaveUpError(
-                f"{self._barren_prompts:,} prompts in a row, a whole epoch, gave no experience; the log names each reason"
+                f"{self._barren_prompts:,} prompts in a row, a whole epoch, gave no experience; the log says why"
             )
 
     def _abandon(self, record: ExtentRecord) -> None:

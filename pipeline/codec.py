@@ -1,12 +1,12 @@
-"""Experience <-> the bytes of an extent: rows stripped of their padding on the way in, batched in one pass on the way out.
+"""Experience <-> the bytes of an extent: rows without padding on the way in, batched in one pass on the way out.
 
     u32 header length, header (msgpack `ExtentHeader`), zeros up to a multiple of 64
     blocks, each aligned to 64 bytes, in the order in which `_blocks` yields them:
         for each group of rows of similar length, for each field with a column a token:  (rows, width) values
         for each other field:                                                            (B, ...) values
 
-A row is stored right-aligned, as long as its group's longest row; so columns of the response end together in group, extent
-and batch, and a group is copied with one slice. Masks without holes are not stored: lengths say all there is.
+A row is stored right-aligned, as long as its group's longest row; so columns of the response end together in group,
+extent and batch, and a group is copied with one slice. Masks without holes are not stored: lengths say all there is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pipeline.experience import Experience
 
 SEQUENCE_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = (
-    "action_log_probs", "base_action_log_probs", "values", "returns", "kl", "advantages", "action_mask", "action_entropy",
+    "action_log_probs", "base_action_log_probs", "values", "returns", "kl", "advantages", "action_mask",
+    "action_entropy",
 )  # fmt: skip
 OTHER_FIELDS = ("reward", "labels", "references")
 _BLOCK_ALIGNMENT = 64
@@ -83,7 +84,7 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
     """Write a batch into an extent, without its padding.
 
     Args:
-        experience: Rows on the CPU, padded on either side or both; `action_mask` columns end with the sequences' columns.
+        experience: Rows on the CPU, padded on either side or both; `action_mask` ends where the sequences end.
         memory: The extent; longer than needed is fine.
         checksum: Whether to take the checksum.
 

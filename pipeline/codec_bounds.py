@@ -7,7 +7,7 @@ EXTENT_OVERHEAD_BYTES = 8192
 
 
 def row_bytes_bound(max_length: int) -> int:
-    """Return the most bytes a text row of `max_length` tokens takes in an extent, its share of header and alignment included.
+    """Return the most bytes a text row of `max_length` tokens takes in an extent, its share of the header included.
 
     Two int64 columns, seven float32 and one bool a token, and 256 B for scalars, lengths and alignment.
     """

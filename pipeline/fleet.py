@@ -59,7 +59,12 @@ class Slot:
 
 
 class Fleet:
-    """Starts and watches children; what an end means for the whole is the supervisor's to decide (`on_end`)."""
+    """Starts and watches children; what an end means for the whole is the supervisor's to decide (`on_end`).
+
+    Attributes:
+        slots: All of them.
+        prompts: Prompts in one epoch, told to each child; 0 if unknown.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Fleet:
         slab: MetricsSlab,
         *,
         clock: Callable[[], float],
+        on_reaped: Callable[[Slot], None],
         on_end: Callable[[Slot, int], None],
         on_change: Callable[[Slot], None],
         on_line: Callable[[Slot, str], None],
@@ -77,6 +83,7 @@ class Fleet:
         self._folder = folder
         self._slab = slab
         self._clock = clock
+        self._on_reaped = on_reaped
         self._on_end = on_end
         self._on_change = on_change
         self._on_line = on_line
@@ -177,6 +184,8 @@ class Fleet:
         self._on_line(slot, line)
 
     def _ended(self, slot: Slot, code: int) -> None:
+        # Its gauges go with the fold: a last look at what it showed.
+        self._on_reaped(slot)
         booted = slot.state != "starting"
         slot.child, slot.last_exit, slot.state = None, code, "ended"
         if slot.role != "setup":

@@ -255,7 +255,8 @@ class Ledger:
         self._expect(record, ExtentState.RESERVED)
         if not 0 < rows <= record.rows or nbytes > record.nbytes:
             raise LedgerError(
-                f"ticket {record.ticket}: sealed {rows} rows in {nbytes:,} B, reserved {record.rows} in {record.nbytes:,} B"
+                f"ticket {record.ticket}: sealed {rows} rows in {nbytes:,} B, "
+                f"reserved {record.rows} in {record.nbytes:,} B"
             )
         self.reserved -= record.rows
         self.ready += rows

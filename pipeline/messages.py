@@ -1,7 +1,7 @@
 """What the processes say to each other: frozen msgspec structs, msgpack on the wire, nothing pickled.
 
 Bulk data never travels in a message; an extent of the arena is named by its offset instead. A process that died leaves
-messages in flight behind, so whoever is addressed compares `to` with its own incarnation and ignores its predecessor's mail.
+messages in flight behind, so whoever is addressed compares `to` with its own incarnation and ignores older mail.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PeerDied(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """No new tickets and no new leases; finish what is in hand, then exit 0. Goes to the buffer and from it to its peers."""
+    """No new tickets and no new leases; finish what is in hand, then exit 0. Goes to the buffer, and from it to all."""
 
 
 # From the buffer.
@@ -130,7 +130,7 @@ class Settled(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """No ticket now: the buffer is ``full``, or a rollout would exceed the ``staleness`` bound, or it is ``draining``."""
+    """No ticket now: the buffer is ``full`` or ``draining``, or one would exceed the ``staleness`` bound."""
 
     to: int
     reason: str
@@ -192,7 +192,7 @@ def decode(data: bytes) -> Message:
     """
     try:
         message: Message = _decoder.decode(data)
-    # msgspec lets an ill-formed string through as UnicodeDecodeError, and deep nesting as RecursionError (both by fuzzing).
+    # msgspec lets an ill-formed string through as UnicodeDecodeError, and deep nesting as RecursionError.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"message of {len(data):,} B does not decode: {error}") from error
     return message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tupl
 
 
 def worker_count(config: Config, gpus: Sequence[str]) -> int:
-    """Return the number of rollout workers: one a GPU of theirs, or `rollout.workers` where that asks for more or on CPU."""
+    """Return the number of rollout workers: one a GPU of theirs, or `rollout.workers` where that is more."""
     if config.rollout.devices != "auto":
         return max(len(config.rollout.devices), config.rollout.workers)
     ranks = config.trainer.world_size if config.trainer.kind == "builtin" else 0
@@ -80,7 +81,7 @@ def _shares(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
     if len(cpus) < processes or not processes:
         return [()] * processes
     bounds = [len(cpus) * position // processes for position in range(processes + 1)]
-    return [tuple(cpus[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [tuple(cpus[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 def usable_cpus() -> list[int]:

@@ -1,4 +1,4 @@
-"""When a dead process is started again: exponential backoff with jitter, and a limit beyond which its slot has failed."""
+"""When a dead process is started again: backoff with jitter, and a limit beyond which its slot has failed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ from pipeline.metrics_slab import SlotWriter
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a child tells its supervisor, one JSON line each: a new state (``"ready"``, ``"finished"``), progress on the way to it, or why it ends."""
+    """What a child tells its supervisor, one JSON line each.
+
+    A new `state` (``"ready"``, ``"finished"``), `progress` on the way to it, or the `error` that it ends with.
+    """
 
     state: str = ""
     progress: str = ""

@@ -1,4 +1,4 @@
-"""A rollout worker: takes a ticket, rolls its prompts out with the newest weights, seals the experience into the arena."""
+"""A rollout worker: takes a ticket, rolls its prompts out with the newest weights, seals the experience."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Rolled:
 
 
 class Roller:
-    """Prompts in, experience out: tokenizes, pads and calls the maker. What it samples depends on the position alone."""
+    """Prompts in, experience out: tokenizes, pads, calls the maker. What it samples depends on the position alone."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Roller:
 
 
 def seed_of(run_seed: int, position: int) -> int:
-    """Return the sampling seed of the ticket that starts at a prompt position: the same on whichever worker, and again."""
+    """Return the sampling seed of the ticket that starts at a prompt position: the same on any worker."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}".encode()) >> 1
 
 

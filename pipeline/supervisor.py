@@ -104,7 +104,7 @@ class Supervisor:
         self._slab.begin("supervisor")
         self._fleet = Fleet(
             str(self._workspace.folder), self._slab,
-            clock=monotonic_s, on_end=self._child_ended, on_change=self._child_changed, on_line=self._child_spoke,
+            clock=monotonic_s, on_reaped=lambda slot: self._status.sample(monotonic_s()), on_end=self._child_ended, on_change=self._child_changed, on_line=self._child_spoke,
         )  # fmt: skip
         nowhere = Place("", ())
         if not self._is_prepared():

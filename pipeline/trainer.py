@@ -39,7 +39,7 @@ class Trainer:
 
     Attributes:
         step: Optimizer steps taken.
-        digest: xxh3-64 over every batch in training order; equal for two runs only if they trained on the same experience.
+        digest: xxh3-64 over every batch in training order; equal only for runs that trained on the same experience.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Trainer:
             models: ``actor`` and, with PPO, ``critic``: the very modules that the learner trains.
             metrics: Where the work is counted.
             device: Where batches go.
-            agree: Called by all ranks before each step: True if every rank said so. Ranks that drain say False, so that none
-                waits in a collective for one that has ended.
+            agree: Called by all ranks before each step: True if every rank said so. Ranks that drain say False, so
+                that none waits in a collective for one that has ended.
             save: Writes a checkpoint; None on every rank but the first.
             step: Steps taken before, when a dead trainer's place is taken.
         """

@@ -56,7 +56,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
 
 
 def batches_ahead(config: Config) -> int:
-    """Return how many batches a rank holds: those of a whole version, acknowledged only by it, and one to go on with."""
+    """Return how many batches a rank holds: those of a whole version, and one to go on with."""
     return config.trainer.gradient_accumulation_steps * config.trainer.publish_every + 1
 
 

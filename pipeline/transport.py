@@ -1,8 +1,8 @@
 """ZeroMQ between the processes of one instance: each listens on one PULL socket and pushes to the others.
 
 Sockets lie in the instance's shared-memory folder (0700), so no path is ever too long for one. Queues are unbounded on
-purpose: tickets, leases and credits already bound what can be under way, and a full queue that drops or blocks would lose
-an acknowledgement.
+purpose: tickets, leases and credits already bound what can be under way, and a full queue that drops or blocks would
+lose an acknowledgement.
 """
 
 from __future__ import annotations

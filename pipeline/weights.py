@@ -1,6 +1,6 @@
-"""Policy weights in shared memory: the trainer publishes versions, rollout workers copy the newest one between rollouts.
+"""Policy weights in shared memory: the trainer publishes versions, workers copy the newest between rollouts.
 
-    page 0      magic, slots, slot bytes, data offset, manifest bytes; then `newest` (slot + 1, 0 before the first publish)
+    page 0      magic, slots, slot bytes, data offset, manifest bytes; `newest` (slot + 1, 0 before the first publish)
     512         one header of 64 B a slot: sequence, version, fingerprint, trained_through
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
     data        the slots, page-aligned
@@ -151,7 +151,7 @@ class WeightsPublisher:
         Args:
             version: Above every version before.
             tensors: Values, on any device, under the names given at the start.
-            trained_through: First lease that these weights do not include; whoever takes a dead trainer's place reads it.
+            trained_through: First lease that these weights do not include; a dead trainer's successor reads it.
 
         Raises:
             WeightsError: If a tensor is missing, of another shape, or the version is not new.

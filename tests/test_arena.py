@@ -1,5 +1,6 @@
 """The arena's file and its allocator."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def test_extents_never_overlap_and_no_byte_is_lost(steps):
 
     ranges = sorted((extent.offset, extent.offset + extent.nbytes) for extent in held)
 
-    assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(ranges))
     assert allocator.free_bytes + sum(extent.nbytes for extent in held) == 16384
     assert all(extent.offset % ALIGNMENT_BYTES == 0 for extent in held)
     for extent in held:

@@ -153,7 +153,7 @@ def test_publishing_acknowledges_and_makes_the_next_version(house):
 def test_a_wait_that_comes_to_nothing_ends_at_its_deadline(house):
     connection = house.connect()
 
-    with pytest.raises(DeadlineError, match="no batch for trainer rank 0 within 0.01 s"):
+    with pytest.raises(DeadlineError, match=r"no batch for trainer rank 0 within 0\.01 s"):
         connection.take(timeout_s=0.01)
 
 

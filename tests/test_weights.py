@@ -162,5 +162,5 @@ def test_tied_weights_travel_once():
 def test_weights_larger_than_shared_memory_are_refused(tmp_path):
     huge = {"actor.a": torch.empty(1, dtype=torch.float32).expand(1 << 42)}
 
-    with pytest.raises(ConfigError, match="weights in 3 slots of .* does not fit"):
+    with pytest.raises(ConfigError, match=r"weights in 3 slots of .* does not fit"):
         WeightsPublisher(tmp_path / "weights", huge)

@@ -64,7 +64,7 @@ def main(reports: int, spec_json: str) -> int:
         spec.role,
         spec.index,
         workspace.folder,
-        slab.writer(*(("supervisor", 0) if spec.role == "setup" else (spec.role, spec.index))),
+        writer,
         report,
         spec.generation,
         spec.prompts,

@@ -1,7 +1,7 @@
 """All roles in one process, taking turns: the same decisions on the same arena, without a socket or a second process.
 
-It is slower and it cannot be killed in parts; it is what one steps through with a debugger. With ``max_staleness = 0`` it
-gives, bit for bit, the experience and the weights of a run with any number of workers.
+It is slower and it cannot be killed in parts; it is what one steps through with a debugger. With ``max_staleness = 0``
+it gives, bit for bit, the experience and the weights of a run with any number of workers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import collections
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -187,4 +188,5 @@ class _Serial:
 
     def _say(self, step: int) -> None:
         reward = self._reader.read().value("rlhfd_reward_mean")
-        print(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}", flush=True)
+        sys.stdout.write(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}" + "\n")
+        sys.stdout.flush()
