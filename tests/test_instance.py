@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,42 +21,16 @@ import pytest
 from pipeline import instance
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
 from pipeline.instance import InstanceLock, InstanceRecord
-
-HOLD = """
-import sys
-from pathlib import Path
-from pipeline.instance import InstanceLock
-with InstanceLock(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def holding(runtime_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock until its standard input is closed."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(runtime_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with child:
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "held\n"
-            yield child
-        finally:
-            child.kill()
-
-
-def record(runtime_dir: Path, *, pid: int | None = None) -> InstanceRecord:
-    return InstanceRecord(pid or os.getpid(), 1.5, "run", str(runtime_dir), "127.0.0.1", 9477, "config.toml")
+from tests.instances import process, record, serving
 
 
 class TestLock:
     def test_second_instance_is_refused_and_told_who_holds_the_directory(self, tmp_path: Path) -> None:
-        with holding(tmp_path) as child, pytest.raises(ConfigError, match=f"is in use by pid {child.pid}$"):
+        with process(tmp_path) as child, pytest.raises(ConfigError, match=f"is in use by pid {child.pid}$"):
             InstanceLock(tmp_path).__enter__()
 
     def test_lock_of_a_killed_instance_is_taken_over(self, tmp_path: Path) -> None:
-        with holding(tmp_path) as child:
+        with process(tmp_path) as child:
             child.kill()
             child.wait()
             assert (tmp_path / "lock").exists()
@@ -134,7 +106,7 @@ class TestFind:
             instance.find(tmp_path / name)
 
     def test_record_of_a_killed_instance_is_not_running(self, tmp_path: Path) -> None:
-        with holding(tmp_path) as child:
+        with process(tmp_path) as child:
             record(tmp_path, pid=child.pid).write(tmp_path)
             child.kill()
             child.wait()
@@ -206,7 +178,7 @@ class TestSharedMemoryDirectory:
 
 class TestTerminate:
     def test_holder_gets_sigterm(self, tmp_path: Path) -> None:
-        with holding(tmp_path) as child:
+        with process(tmp_path) as child:
             instance.terminate(tmp_path)
 
             assert child.wait() == -signal.SIGTERM
@@ -230,38 +202,6 @@ class TestTerminate:
     def test_wait_ends_at_its_deadline(self, tmp_path: Path) -> None:
         with InstanceLock(tmp_path):
             assert not instance.wait_until_released(tmp_path, 0.05)
-
-
-async def echo(request: dict[str, Any]) -> dict[str, Any]:
-    return {"echo": request}
-
-
-@contextlib.contextmanager
-def serving(
-    folder: Path, handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = echo
-) -> Iterator[InstanceRecord]:
-    """A control server in a thread of its own."""
-    ready, loop = threading.Event(), asyncio.new_event_loop()
-
-    async def serve() -> None:
-        server = await instance.serve_control(folder / instance.CONTROL_SOCKET, handler)
-        loop.stopping = asyncio.Event()  # type: ignore[attr-defined]
-        ready.set()
-        await loop.stopping.wait()  # type: ignore[attr-defined]
-        server.close()
-        # What still serves a client ends with its client, or at its own deadline.
-        if others := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(others, timeout=10)
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert ready.wait(10)
-    try:
-        yield record(folder)
-    finally:
-        loop.call_soon_threadsafe(loop.stopping.set)  # type: ignore[attr-defined]
-        thread.join()
-        loop.close()
 
 
 def knock(folder: Path) -> socket.socket:

@@ -1,0 +1,102 @@
+"""Instances for tests: a process that holds a runtime directory, and a control server in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline import instance
+from pipeline.instance import InstanceRecord
+
+HOLD = """
+import sys
+from pathlib import Path
+from pipeline.instance import InstanceLock
+with InstanceLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+# Answers "status", ends on "stop" unless it is told to be deaf to it.
+SERVE = """
+import asyncio, os, sys
+from pathlib import Path
+from pipeline.instance import InstanceLock, InstanceRecord, serve_control
+folder = Path(sys.argv[1])
+
+async def serve():
+    stopped = asyncio.Event()
+    async def answer(request):
+        if request["command"] == "stop" and "deaf" not in sys.argv:
+            stopped.set()
+        return {"state": "ready", "pid": os.getpid(), "reward_trend": 0.5}
+    server = await serve_control(folder / "control.sock", answer)
+    InstanceRecord(os.getpid(), 0.0, "run", str(folder)).write(folder)
+    print("held", flush=True)
+    await stopped.wait()
+    server.close()
+
+with InstanceLock(folder):
+    asyncio.run(serve())
+"""
+
+
+@contextlib.contextmanager
+def process(runtime_dir: Path, code: str = HOLD, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the runtime directory: `HOLD` until its input is closed, `SERVE` until told to stop."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(runtime_dir), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "held\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def record(runtime_dir: Path, *, pid: int | None = None) -> InstanceRecord:
+    """The record of an instance whose control socket is in the runtime directory too."""
+    return InstanceRecord(pid or os.getpid(), 1.5, "run", str(runtime_dir), "127.0.0.1", 9477, "config.toml")
+
+
+async def echo(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer with the request."""
+    return {"echo": request}
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = echo
+) -> Iterator[InstanceRecord]:
+    """A control server in a thread of its own."""
+    ready, loop, stopping = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        server = await instance.serve_control(folder / instance.CONTROL_SOCKET, handler)
+        ready.set()
+        await stopping.wait()
+        server.close()
+        # What still serves a client ends with its client, or at its own deadline.
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=10)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield record(folder)
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        thread.join()
+        loop.close()
