@@ -92,6 +92,8 @@ def new_worker(
         num_generation=rollout.num_generations,
         inference_batch_size=rollout.inference_batch_size,
         logits_forward_batch_size=rollout.logits_forward_batch_size,
+        # In float32 the sampler's own log-probs are the trainer's to 1e-5; below that they are taken anew.
+        reuse_sampling_log_probs=config.model.dtype == "float32",
         stage=metrics.activity,
     )
     source = PromptSource(config.prompts.path, config.daemon.seed)

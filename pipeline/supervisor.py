@@ -103,9 +103,14 @@ class Supervisor:
         self._slab = MetricsSlab.reopen(self._workspace.metrics_path, slots)
         self._slab.begin("supervisor")
         self._fleet = Fleet(
-            str(self._workspace.folder), self._slab,
-            clock=monotonic_s, on_reaped=lambda slot: self._status.sample(monotonic_s()), on_end=self._child_ended, on_change=self._child_changed, on_line=self._child_spoke,
-        )  # fmt: skip
+            str(self._workspace.folder),
+            self._slab,
+            clock=monotonic_s,
+            on_reaped=lambda slot: self._status.sample(monotonic_s()),
+            on_end=self._child_ended,
+            on_change=self._child_changed,
+            on_line=self._child_spoke,
+        )
         nowhere = Place("", ())
         if not self._is_prepared():
             self._fleet.add("setup", 0, nowhere)
