@@ -1,6 +1,6 @@
 """A running instance as others find it: its lock, its record, its control channel.
 
-    runtime_dir/lock            flock of the live supervisor, holds its pid; never removed, so that nobody locks a ghost
+    runtime_dir/lock            flock of the live supervisor, holds its pid; one left by a kill is taken over
     runtime_dir/instance.json   the record: who runs, since when, and where its shared memory is
     shm_dir/control.sock        one JSON line in, one JSON line out
 
@@ -101,7 +101,8 @@ class InstanceLock:
         """Remove the lock file and release the lock."""
         if self._descriptor is not None:
             # Before the release: whoever opens the path from here on makes a new file, and locks that one.
-            (self._runtime_dir / _LOCK).unlink(missing_ok=True)
+            if _is_at(self._descriptor, self._runtime_dir / _LOCK):
+                (self._runtime_dir / _LOCK).unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -370,11 +371,17 @@ def _lock_file(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"daemon.runtime_dir: cannot use {path}: {error.strerror}") from error
-    with contextlib.suppress(FileNotFoundError):
-        if _try_lock(descriptor, fcntl.LOCK_EX) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
+    if _try_lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
+        return descriptor
     os.close(descriptor)
     return None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:

@@ -117,8 +117,7 @@ class TestCommands:
         result = run(*names, "--help")
 
         assert result.exit_code == 0
-        assert f"Examples:\n  {'  ' if names == [] else ''}".rstrip() in result.output
-        assert "rlhfd " + " ".join(names) in result.output.partition("Examples:")[2]
+        assert " ".join(["rlhfd", *names]) in result.output.partition("Examples:")[2]
 
     def test_every_command_is_in_the_list_above(self) -> None:
         config = cli.main.commands["config"]

@@ -46,6 +46,36 @@ class TestLock:
         with InstanceLock(tmp_path):
             pass
 
+    def test_clean_end_leaves_no_lock_file(self, tmp_path: Path) -> None:
+        with InstanceLock(tmp_path):
+            assert (tmp_path / "lock").exists()
+
+        assert not list(tmp_path.iterdir())
+
+    def test_end_leaves_the_lock_of_another_in_a_directory_that_was_made_anew(self, tmp_path: Path) -> None:
+        with InstanceLock(tmp_path / "run"):
+            (tmp_path / "run").rename(tmp_path / "gone")
+            other = InstanceLock(tmp_path / "run")
+            other.__enter__()
+
+        assert instance.holder(tmp_path / "run") == os.getpid()
+        other.__exit__(None, None, None)
+
+    def test_lock_file_that_its_holder_removes_meanwhile_is_not_taken_for_the_lock(self, tmp_path: Path) -> None:
+        lock = tmp_path / "lock"
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+        def end() -> None:
+            lock.unlink()
+            os.close(descriptor)
+
+        ended = threading.Timer(0.1, end)
+        ended.start()
+        with InstanceLock(tmp_path):
+            ended.join()
+            assert instance.holder(tmp_path) == os.getpid()
+
     def test_start_survives_somebody_looking_at_the_lock(self, tmp_path: Path) -> None:
         descriptor = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
