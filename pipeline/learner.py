@@ -1,0 +1,429 @@
+"""The learner: one optimizer step of PPO or GRPO from batches of experience, on one rank or on several.
+
+Every mean in a loss is taken over all actions of the step - of all its batches, micro-batches and ranks - by counting
+them first. So the step does not depend, but for rounding, on how its rows are cut and over how many ranks they lie.
+
+    PPO   clipped policy and value losses, advantages whitened over the step; critic alone in the first steps
+    GRPO  clipped policy loss, one advantage a response, plus kl_coef x k3 KL to the reference; groups in which every
+          response scored the same teach nothing and are left out, of the forward pass too
+
+The means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (GRPO's paper).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.advantages import k3_kl
+from pipeline.errors import FieldError
+from pipeline.experience import Experience
+from pipeline.losses import masked_mean, masked_moments, policy_loss, value_loss, whiten
+from pipeline.models import action_log_probs, action_values
+from pipeline.optimizer import ModelOptimizer, learning_rate_ratio
+from pipeline.training_batch import TrainingBatch
+
+_CPU_MICRO_BATCH_ROWS = 48
+"""On a CPU parts of so many rows are a third faster than the whole batch: less padding, and they stay in the cache."""
+
+
+class TrainerSettings(Protocol):
+    """What the learner reads of `pipeline.config.TrainerConfig`."""
+
+    learning_rate: float
+    critic_learning_rate: float
+    betas: tuple[float, float]
+    weight_decay: float
+    warmup_steps: int
+    decay_steps: int
+    final_learning_rate_ratio: float
+    gradient_clip_norm: float
+    clip_range: float
+    value_clip_range: float
+    critic_warmup_steps: int
+    whiten_advantages: bool
+    micro_batch_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One update in numbers; over all ranks, save the fields that begin with ``row_`` and end with ``_s``.
+
+    Attributes:
+        step: Updates so far, this one included.
+        loss: Sum of the parts.
+        policy_loss: Clipped policy loss; 0 in a step that trains the critic alone.
+        value_loss: Clipped value loss; None without a critic.
+        kl_loss: KL to the reference times its coefficient; None where the coefficient is 0.
+        gradient_norm: Of the actor before clipping; 0 where it was not trained.
+        critic_gradient_norm: Of the critic before clipping; None without a critic.
+        learning_rate: Of the actor in this step.
+        critic_learning_rate: Of the critic in this step; None without a critic.
+        clipped_ratio: Share of the trained actions whose gradient the clip cut off.
+        importance_ratio: Mean of new to sampling probability over the trained actions.
+        kl_nats: Mean k3 KL of the sampling policy to the reference over all actions; None without reference log-probs.
+        entropy_nats: Entropy of the sampling policy: the mean of `action_entropy`, or of -log p of what was sampled,
+            which estimates the same without a forward pass.
+        reward_mean: Of the raw scores of all rows.
+        reward_stddev: Of the raw scores of all rows.
+        rows: Rows in the step.
+        rows_trained: Rows that were not left out.
+        tokens_trained: Actions of those rows.
+        nonfinite: Where NaN or infinity was seen ("loss", "gradient"); if anywhere, no weight was changed.
+        row_importance_ratios: Mean importance ratio of each trained row of this rank.
+        row_kl_nats: Mean k3 KL to the reference of each row of this rank; empty without reference log-probs.
+        row_rewards: Raw score of each row of this rank.
+        forward_s: Seconds in forward passes; on a GPU, seconds to issue them.
+        backward_s: Seconds in backward passes; on a GPU, seconds to issue them.
+        reduce_s: Seconds in which ranks add up counts and gradients.
+        optimizer_s: Seconds in the optimizers, the wait for all that a GPU was issued included.
+    """
+
+    step: int
+    loss: float
+    policy_loss: float
+    value_loss: float | None
+    kl_loss: float | None
+    gradient_norm: float
+    critic_gradient_norm: float | None
+    learning_rate: float
+    critic_learning_rate: float | None
+    clipped_ratio: float
+    importance_ratio: float
+    kl_nats: float | None
+    entropy_nats: float
+    reward_mean: float
+    reward_stddev: float
+    rows: int
+    rows_trained: int
+    tokens_trained: int
+    nonfinite: tuple[str, ...]
+    row_importance_ratios: tuple[float, ...]
+    row_kl_nats: tuple[float, ...]
+    row_rewards: tuple[float, ...]
+    forward_s: float
+    backward_s: float
+    reduce_s: float
+    optimizer_s: float
+
+
+class _Counts(NamedTuple):
+    """Sums over all rows of a step that are known before its losses."""
+
+    rows_trained: float
+    actions_trained: float
+    advantages: float
+    squared_advantages: float
+    rows: float
+    scores: float
+    squared_scores: float
+    actions: float
+    entropies: float
+    kls: float
+    has_reference: float
+
+
+class _Sums(NamedTuple):
+    """Sums over all trained actions of a step; the losses are divided by their number already."""
+
+    policy: float
+    kl: float
+    ratios: float
+    clipped: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """What is shown of an experience whether its rows are trained on or not; `counts` are the last of `_Counts`."""
+
+    counts: Tensor
+    row_scores: list[float]
+    row_kls: list[float]
+
+    @classmethod
+    def of(cls, experience: Experience) -> Self:
+        mask, log_probs = experience.action_mask, experience.action_log_probs
+        scores = (experience.info or {}).get("score", experience.reward)
+        if mask is None or log_probs is None or scores is None:
+            raise FieldError("action_mask, action_log_probs or the score is missing")
+        mask, scores = mask.bool(), scores.float().flatten()
+        entropy = -log_probs if experience.action_entropy is None else experience.action_entropy
+        kls, row_kls = torch.zeros(()), list[float]()
+        if experience.base_action_log_probs is not None:
+            per_action = k3_kl((log_probs - experience.base_action_log_probs).masked_fill(~mask, 0.0), mask)
+            kls = per_action.sum()
+            row_kls = (per_action.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        counts = torch.tensor(
+            [
+                len(scores),
+                scores.double().sum(),
+                scores.double().square().sum(),
+                mask.sum(),
+                entropy.masked_fill(~mask, 0.0).sum(),
+                kls,
+                experience.base_action_log_probs is not None,
+            ],
+            dtype=torch.float64,
+        )
+        return cls(counts, scores.tolist(), row_kls)
+
+
+class _Stopwatch:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "optimizer": 0.0}
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started_s
+
+
+class Learner:
+    """Trains an actor, and with PPO a critic, in place.
+
+    Both are put into eval mode: with dropout the importance ratio of an unchanged policy would not be 1.
+
+    Attributes:
+        step: Updates so far.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerSettings,
+        algorithm: Literal["ppo", "grpo"],
+        actor: nn.Module,
+        critic: nn.Module | None = None,
+        *,
+        temperature: float = 1.0,
+        kl_coef: float = 0.0,
+        step: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Take over the models; on several ranks, the weights of the group's first.
+
+        Args:
+            trainer: Learning rates, clips and schedule.
+            algorithm: "ppo" or "grpo".
+            actor: The policy; called as `pipeline.models.action_log_probs` does.
+            critic: The value model of PPO; called as `pipeline.models.action_values` does.
+            temperature: The sampling temperature, at which log-probs are taken.
+            kl_coef: Weight of the k3 KL to the reference in the loss.
+            step: Updates done before, where training goes on without `load_state_dict`.
+            process_group: The ranks that take each step together; None for this process alone.
+
+        Raises:
+            ValueError: If PPO has no critic, or GRPO has one.
+        """
+        if (critic is None) == (algorithm == "ppo"):
+            raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
+        self.step = step
+        self._trainer = trainer
+        self._algorithm = algorithm
+        self._actor = actor
+        self._critic = critic
+        self._temperature = temperature
+        self._kl_coef = kl_coef
+        self._group = process_group
+        self._device = next(actor.parameters()).device
+        self._micro_batch_rows = trainer.micro_batch_size or (
+            _CPU_MICRO_BATCH_ROWS if self._device.type == "cpu" else None
+        )
+        self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
+        self._optimizers = [
+            ModelOptimizer(
+                model,
+                learning_rate=learning_rate,
+                betas=trainer.betas,
+                weight_decay=trainer.weight_decay,
+                clip_norm=trainer.gradient_clip_norm,
+                process_group=process_group,
+            )
+            for model, learning_rate in zip(
+                self._models, (trainer.learning_rate, trainer.critic_learning_rate), strict=False
+            )
+        ]
+
+    def update(self, experiences: Sequence[Experience]) -> StepStats:
+        """Take one optimizer step over all rows of all batches; a step that saw NaN or infinity changes no weight.
+
+        `step` advances in any case: who waits for the next version must not wait for ever.
+
+        Args:
+            experiences: Batches, padded on whichever side; what the maker of the same algorithm wrote.
+
+        Returns:
+            The step in numbers.
+
+        Raises:
+            FieldError: If a field that the algorithm needs is missing, or actions are marked in the padding.
+            ShapeError: If fields disagree in shape.
+        """
+        watch = _Stopwatch()
+        batches = [
+            TrainingBatch.of(experience, self._algorithm, self._device, needs_reference=self._kl_coef > 0)
+            for experience in experiences
+        ]
+        observed = [_Observed.of(experience) for experience in experiences]
+        with watch.during("reduce"):
+            counts = _Counts(*self._sum_over_ranks(_count(batches, observed)))
+        own_sums, row_ratios = self._accumulate(batches, counts, watch)
+        with watch.during("reduce"):
+            sums = _Sums(*self._sum_over_ranks(own_sums))
+            norms = [optimizer.reduce() for optimizer in self._optimizers]
+        nonfinite = _nonfinite(sums, norms)
+        ratios = self._learning_rate_ratios()
+        with watch.during("optimizer"):
+            for optimizer, ratio in zip(self._optimizers, ratios, strict=True):
+                if counts.actions_trained and not nonfinite and ratio:
+                    optimizer.step(ratio)
+                optimizer.clear()
+        self.step += 1
+        return StepStats(
+            step=self.step,
+            loss=sums.policy + sums.kl + sums.value,
+            policy_loss=sums.policy,
+            value_loss=None if self._critic is None else sums.value,
+            kl_loss=sums.kl if self._kl_coef > 0 else None,
+            gradient_norm=norms[0],
+            critic_gradient_norm=None if self._critic is None else norms[1],
+            learning_rate=self._trainer.learning_rate * ratios[0],
+            critic_learning_rate=None if self._critic is None else self._trainer.critic_learning_rate * ratios[1],
+            clipped_ratio=sums.clipped / max(counts.actions_trained, 1),
+            importance_ratio=sums.ratios / max(counts.actions_trained, 1),
+            kl_nats=counts.kls / max(counts.actions, 1) if counts.has_reference else None,
+            entropy_nats=counts.entropies / max(counts.actions, 1),
+            reward_mean=counts.scores / max(counts.rows, 1),
+            reward_stddev=_stddev(counts.rows, counts.scores, counts.squared_scores),
+            rows=int(counts.rows),
+            rows_trained=int(counts.rows_trained),
+            tokens_trained=int(counts.actions_trained),
+            nonfinite=nonfinite,
+            row_importance_ratios=tuple(torch.cat(row_ratios).tolist()) if row_ratios else (),
+            row_kl_nats=tuple(kl for one in observed for kl in one.row_kls),
+            row_rewards=tuple(score for one in observed for score in one.row_scores),
+            forward_s=watch.seconds["forward"],
+            backward_s=watch.seconds["backward"],
+            reduce_s=watch.seconds["reduce"],
+            optimizer_s=watch.seconds["optimizer"],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizers and step: all that another learner of the same models needs to go on from here."""
+        return {
+            "step": self.step,
+            "models": [model.state_dict() for model in self._models],
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.step = state["step"]
+        for model, weights in zip(self._models, state["models"], strict=True):
+            model.load_state_dict(weights)
+        for optimizer, moments in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(moments)
+
+    def _learning_rate_ratios(self) -> list[float]:
+        """Share of its largest learning rate for each model in the step that comes; 0 where it is not trained yet."""
+        trainer = self._trainer
+        first_steps = [0] if self._critic is None else [trainer.critic_warmup_steps, 0]
+        return [
+            learning_rate_ratio(
+                self.step - first,
+                trainer.warmup_steps,
+                trainer.decay_steps and max(trainer.decay_steps - first, 1),
+                trainer.final_learning_rate_ratio,
+            )
+            if self.step >= first
+            else 0.0
+            for first in first_steps
+        ]
+
+    def _accumulate(
+        self, batches: list[TrainingBatch], counts: _Counts, watch: _Stopwatch
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run every micro-batch forward and backward; return this rank's sums and its rows' importance ratios."""
+        sums = torch.zeros(len(_Sums._fields), dtype=torch.float64, device=self._device)
+        row_ratios: list[Tensor] = []
+        for batch in batches:
+            if self._algorithm == "ppo" and self._trainer.whiten_advantages:
+                sums_of_advantages = [counts.actions_trained, counts.advantages, counts.squared_advantages]
+                moments = torch.tensor(sums_of_advantages, dtype=torch.float64)
+                batch = replace(batch, advantages=whiten(batch.advantages, batch.action_mask, moments))
+            for part in batch.micro_batches(self._micro_batch_rows):
+                sums[:4] += self._actor_pass(part, counts.actions_trained, row_ratios, watch)
+                if self._critic is not None:
+                    sums[4] += self._critic_pass(part, counts.actions_trained, watch)
+        return sums, row_ratios
+
+    def _actor_pass(self, part: TrainingBatch, actions: float, row_ratios: list[Tensor], watch: _Stopwatch) -> Tensor:
+        """Add the gradients of the policy and KL losses of a micro-batch; return the first sums of `_Sums`."""
+        mask = part.action_mask
+        trains = self._learning_rate_ratios()[0] > 0
+        with watch.during("forward"), torch.set_grad_enabled(trains):
+            log_probs = action_log_probs(
+                self._actor, part.sequences, part.attention_mask, mask.shape[1], temperature=self._temperature
+            )
+            policy = policy_loss(
+                log_probs, part.log_probs, part.advantages, mask, self._trainer.clip_range, denominator=actions
+            )
+            kl = torch.zeros_like(policy.loss)
+            if part.base_log_probs is not None:
+                log_ratios = (log_probs - part.base_log_probs).masked_fill(~mask, 0.0)
+                kl = self._kl_coef * masked_mean(k3_kl(log_ratios, mask), mask, actions)
+        if trains:
+            with watch.during("backward"):
+                (policy.loss + kl).backward()
+                self._optimizers[0].collect()
+        ratios = policy.ratios.masked_fill(~mask, 0.0).sum(dim=1)
+        row_ratios.append(ratios / mask.sum(dim=1).clamp(min=1))
+        return torch.stack([policy.loss.detach(), kl.detach(), ratios.sum(), policy.clipped.sum()]).double()
+
+    def _critic_pass(self, part: TrainingBatch, actions: float, watch: _Stopwatch) -> Tensor:
+        assert self._critic is not None and part.values is not None and part.returns is not None
+        mask = part.action_mask
+        with watch.during("forward"), torch.enable_grad():
+            values = action_values(self._critic, part.sequences, part.attention_mask, mask.shape[1])
+            loss = value_loss(
+                values, part.values, part.returns, mask, self._trainer.value_clip_range, denominator=actions
+            )
+        with watch.during("backward"):
+            loss.backward()
+            self._optimizers[1].collect()
+        return loss.detach().double()
+
+    def _sum_over_ranks(self, sums: Tensor) -> list[float]:
+        sums = sums.to(self._device)
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        return sums.tolist()
+
+
+def _count(batches: Sequence[TrainingBatch], observed: Sequence[_Observed]) -> Tensor:
+    """Add up this rank's `_Counts`."""
+    total = torch.zeros(len(_Counts._fields), dtype=torch.float64)
+    for batch, one in zip(batches, observed, strict=True):
+        moments = masked_moments(batch.advantages, batch.action_mask)
+        total += torch.cat([torch.tensor([len(batch.sequences)]), moments.cpu(), one.counts])
+    return total
+
+
+def _nonfinite(sums: _Sums, norms: Sequence[float]) -> tuple[str, ...]:
+    seen = {"loss": [sums.policy, sums.kl, sums.value], "gradient": norms}
+    return tuple(where for where, values in seen.items() if not all(math.isfinite(value) for value in values))
+
+
+def _stddev(count: float, total: float, squares: float) -> float:
+    return math.sqrt(max(squares / max(count, 1) - (total / max(count, 1)) ** 2, 0.0))

@@ -1,0 +1,152 @@
+"""One optimizer step over a model that may lie on several ranks and in low precision, and its learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.errors import FieldError
+
+_BUCKET_ELEMENTS = 1 << 25
+"""Gradients that ranks add up at once: 128 MiB."""
+
+
+def learning_rate_ratio(step: int, warmup_steps: int, decay_steps: int, final_ratio: float) -> float:
+    """Learning rate of a step as a share of the largest: it rises linearly, falls linearly, then stays.
+
+    Args:
+        step: Steps taken before this one.
+        warmup_steps: Steps of the rise; the last of them has ratio 1.
+        decay_steps: Steps, the rise included, after which the ratio is `final_ratio`; 0 for no fall.
+        final_ratio: Ratio after the fall.
+
+    Returns:
+        From 0 to 1.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if decay_steps == 0:
+        return 1.0
+    if step >= decay_steps:
+        return final_ratio
+    top = max(warmup_steps - 1, 0)
+    return 1.0 - (1.0 - final_ratio) * (step - top) / (decay_steps - top)
+
+
+class ModelOptimizer:
+    """AdamW over one model: gradients summed over ranks, clipped by their norm, and applied in float32.
+
+    Weights of lower precision have float32 copies that the optimizer works on: a step of 1e-6 is lost in a bfloat16.
+    Each step is `collect` after every backward pass, `reduce` once, then `step` or not, and `clear`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        clip_norm: float,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Take over the model's parameters; on several ranks, their values on the group's first.
+
+        Args:
+            model: Its parameters that require a gradient are trained, in place.
+            learning_rate: The largest.
+            betas: AdamW's decay of both moments.
+            weight_decay: AdamW's.
+            clip_norm: Largest norm of the gradient of all parameters together.
+            process_group: The ranks that take each step together; None for this process alone.
+
+        Raises:
+            FieldError: If no parameter requires a gradient.
+        """
+        self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self._weights:
+            raise FieldError(f"{type(model).__name__} has no parameter that requires a gradient")
+        self._group = process_group
+        if process_group is not None:
+            for weight in self._weights:
+                dist.broadcast(weight.detach(), dist.get_global_rank(process_group, 0), process_group)
+        self._masters = [
+            weight if weight.dtype == torch.float32 else weight.detach().float() for weight in self._weights
+        ]
+        self._learning_rate = learning_rate
+        self._clip_norm = clip_norm
+        self._norm = torch.zeros(())
+        self._adamw = torch.optim.AdamW(
+            self._masters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
+        )
+
+    def collect(self) -> None:
+        """Add the gradients of one backward pass to the float32 copies', so that micro-batches add up in float32."""
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if weight is not master and weight.grad is not None:
+                gradient = weight.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                weight.grad = None
+
+    def reduce(self) -> float:
+        """Sum the gradients over the ranks; return their norm before clipping, the same on every rank."""
+        if self._group is not None:
+            # Every rank takes part with every weight, also a rank that had no row to train on.
+            for master in self._masters:
+                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        if self._group is not None:
+            for bucket in _buckets(gradients):
+                flat = torch.cat([gradient.flatten() for gradient in bucket])
+                dist.all_reduce(flat, group=self._group)
+                for gradient, summed in zip(bucket, flat.split([len(g.flatten()) for g in bucket]), strict=True):
+                    gradient.copy_(summed.view_as(gradient))
+        self._norm = nn.utils.get_total_norm(gradients)
+        return float(self._norm)
+
+    def step(self, ratio: float) -> float:
+        """Apply the gradients at `ratio` of the largest learning rate; return the learning rate."""
+        nn.utils.clip_grads_with_norm_(self._masters, self._clip_norm, self._norm)
+        learning_rate = self._learning_rate * ratio
+        for parameters in self._adamw.param_groups:
+            parameters["lr"] = learning_rate
+        self._adamw.step()
+        with torch.no_grad():
+            for weight, master in self._copies():
+                weight.copy_(master)
+        return learning_rate
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._adamw.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and float32 copies; not the weights, which are the model's."""
+        return {"adamw": self._adamw.state_dict(), "copies": [master for _, master in self._copies()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, over a model that has the weights of then."""
+        self._adamw.load_state_dict(state["adamw"])
+        with torch.no_grad():
+            for (_, master), saved in zip(self._copies(), state["copies"], strict=True):
+                master.copy_(saved)
+
+    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        pairs = zip(self._weights, self._masters, strict=True)
+        return ((weight, master) for weight, master in pairs if weight is not master)
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    elements = 0
+    for gradient in gradients:
+        if bucket and elements + gradient.numel() > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(gradient)
+        elements += gradient.numel()
+    yield bucket
