@@ -160,6 +160,7 @@ class Buffer:
         if self.draining:
             return
         if self.limits.drop_stale and (stale := admission.stale_rows(self.ledger, self.limits)):
+            log.warning("stale experiences dropped: rows=%d", sum(len(rows) for _, rows in stale))
             self._free(self.ledger.drop(stale, "stale"))
         self._lease_batches(now_s)
         self._issue_tickets(now_s)
@@ -179,7 +180,10 @@ class Buffer:
 
     def _greet(self, hello: Hello) -> None:
         known = self._peers.get(hello.peer)
-        if known is not None and known != hello.incarnation:
+        if known == hello.incarnation:
+            # It was told everything since it first said so.
+            return
+        if known is not None:
             self._forget(hello.peer)
         self._peers[hello.peer] = hello.incarnation
         self._send(hello.peer, Welcome(self.incarnation))
@@ -189,7 +193,7 @@ class Buffer:
         if role == "worker":
             self._orphan(int(index), held=hello.held)
         elif role == "trainer":
-            if index == "0" and known != hello.incarnation:
+            if index == "0":
                 self._rebase()
             self._redeliver(int(index), held=hello.held)
 

@@ -97,6 +97,7 @@ class Connection:
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
         self._leases: collections.deque[Lease] = collections.deque()
+        self._newest_lease = -1
         self._in_hand: list[int] = []
         self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
         self._publisher: WeightsPublisher | None = None
@@ -271,7 +272,9 @@ class Connection:
         match message:
             case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
                 self._meet(incarnation)
-            case Lease(to=self._incarnation):
+            case Lease(to=self._incarnation, lease=lease) if lease > self._newest_lease:
+                # Leases come in order; one that came before was sent again by a buffer that could not know.
+                self._newest_lease = lease
                 self.deliveries_repeated += message.deliveries > 1
                 self._leases.append(message)
             case Drain():

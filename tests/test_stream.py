@@ -194,6 +194,23 @@ def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_n
     assert house.ledger.totals.policy_version == 1
 
 
+def test_a_batch_is_trained_once_however_often_it_is_delivered(house):
+    house.batch(house.connect())
+    successor = house.connect()
+    leases = []
+    for _ in range(8):
+        house.turn()
+        successor.receive(0.0)
+        while (batch := successor.poll()) is not None:
+            leases.append(batch.lease)
+            successor.publish(actor={"w": torch.full((3,), float(len(leases)))})
+
+    house.turn(work=False)
+
+    assert leases == sorted(set(leases))
+    assert house.ledger.totals.policy_version == len(leases)
+
+
 def test_a_restarted_buffer_learns_of_an_acknowledgement_it_missed(house):
     connection = house.connect()
     house.batch(connection)
