@@ -50,7 +50,7 @@ def _fail_on(before: Holdings, *, descriptors: bool = True) -> None:
 def _seeded_torch(request: pytest.FixtureRequest) -> None:
     """Seed torch as pytest-randomly seeds the others, where a test module has imported it."""
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(request.config.getoption("randomly_seed"))
+        sys.modules["torch"].manual_seed(request.config.getoption("randomly_seed", 0))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

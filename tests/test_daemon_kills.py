@@ -1,0 +1,133 @@
+"""A real daemon whose processes are killed with SIGKILL; what must go on goes on, and the books balance."""
+
+import signal
+
+import pytest
+
+from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+# Steps slow enough to be hit, a run long enough to be hit twice.
+SETTINGS = (*SMALL, "trainer.max_steps=0")
+
+
+def balanced(metrics) -> bool:
+    held = sum(total(metrics, "rlhfd_buffer_items", state=state) for state in ("ready", "leased"))
+    sealed, trained = total(metrics, "rlhfd_items_sealed_total"), total(metrics, "rlhfd_items_trained_total")
+    return (
+        sealed == trained + total(metrics, "rlhfd_items_dropped_total") + held
+        and total(metrics, "rlhfd_items_unaccounted") == 0
+    )
+
+
+def kill_and_go_on(daemon, name, *, steps=5):
+    """Kill a process, wait until another one is in its place and training has gone on; return the metrics then."""
+    before = daemon.status()
+    pid = daemon.pids()[name]
+    daemon.signal(signal.SIGKILL, name)
+    daemon.wait_until(lambda: daemon.pids().get(name) not in (None, pid), f"{name} is started again")
+    daemon.wait_ready()
+    daemon.wait_step(before["step"] + steps)
+    metrics = daemon.metrics()
+    assert balanced(metrics), metrics
+    return metrics
+
+
+def finish(daemon):
+    """Stop in order; nothing may be left."""
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0, daemon.errors
+    assert not daemon.shm_dir.exists()
+    assert list(daemon.runtime_dir.iterdir()) == []
+
+
+def test_a_killed_worker_is_replaced_and_its_prompts_are_rolled_again(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        daemon.wait_until(
+            lambda: total(daemon.metrics(), "rlhfd_tickets_outstanding") > 0, "a ticket is with the worker"
+        )
+
+        metrics = kill_and_go_on(daemon, "rollout-0")
+
+        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="signal") == 1
+        assert total(metrics, "rlhfd_process_starts_total", role="rollout") == 2
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        kill_and_go_on(daemon, "rollout-0")
+        finish(daemon)
+
+
+def test_a_killed_buffer_reads_its_ledger_and_loses_nothing(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        for _ in range(2):
+            metrics = kill_and_go_on(daemon, "buffer-0")
+
+        assert total(metrics, "rlhfd_process_exits_total", role="buffer", reason="signal") == 2
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        assert daemon.pids()["rollout-0"] == pids["rollout-0"], "the worker lives on"
+        assert daemon.pids()["trainer-0"] == pids["trainer-0"], "the trainer lives on"
+        finish(daemon)
+
+
+def test_a_killed_trainer_goes_on_from_the_published_weights_and_gets_its_batches_again(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+
+        for _ in range(2):
+            metrics = kill_and_go_on(daemon, "trainer-0")
+
+        assert total(metrics, "rlhfd_process_exits_total", role="trainer", reason="signal") == 2
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        trained = total(metrics, "rlhfd_items_trained_total")
+        version = total(metrics, "rlhfd_policy_version", role="trainer")
+        assert 0 <= trained / 32 - version <= 1, "each version is one batch of 32 rows, none skipped, none twice"
+        finish(daemon)
+
+
+def test_after_a_killed_supervisor_nothing_runs_and_the_next_start_goes_on(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(5)
+        family = daemon.family()
+        run_id, sealed = daemon.status()["run_id"], total(daemon.metrics(), "rlhfd_items_sealed_total")
+        assert len(family) == 3
+
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        wait_until(lambda: not any(map(is_alive, family)), 1.0, "no process of it is left")
+        assert daemon.shm_dir.exists(), "the arena waits for the next start"
+
+    with Daemon(tmp_path, *SETTINGS, task=task, name="second") as daemon:
+        status = daemon.wait_ready()
+        assert status["run_id"] == run_id
+        daemon.wait_step(10)
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_items_sealed_total") > sealed, "the totals went on"
+        assert balanced(metrics)
+        finish(daemon)
+
+
+def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        daemon.signal(signal.SIGKILL, "trainer-1")
+        daemon.wait_until(
+            lambda: {daemon.pids().get(f"trainer-{rank}") for rank in (0, 1)}.isdisjoint(
+                {None, pids["trainer-0"], pids["trainer-1"]}
+            ),
+            "both ranks are started again",
+        )
+        daemon.wait_ready()
+        daemon.wait_step(daemon.status()["step"] + 5)
+
+        assert balanced(daemon.metrics())
+        finish(daemon)
