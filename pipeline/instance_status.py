@@ -6,6 +6,7 @@ import collections
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
@@ -36,6 +37,7 @@ class InstanceStatus:
         fleet: Fleet,
         *,
         metrics_url: Callable[[], str],
+        path: Path | None = None,
     ) -> None:
         self.state = "starting"
         self._config = config
@@ -43,6 +45,7 @@ class InstanceStatus:
         self._slab = slab
         self._fleet = fleet
         self._metrics_url = metrics_url
+        self._path = path
         self._writer = slab.writer("supervisor")
         info = {
             "rlhfd_build_info": build_info(),
@@ -139,6 +142,7 @@ class InstanceStatus:
             "run_id": self._workspace.run.run_id,
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "config": str(self._path or ""),
             "metrics_url": shot.metrics_url,
             "algorithm": shot.algorithm,
             "model": shot.model,

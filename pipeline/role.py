@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline import log
 from pipeline.config import Config
 from pipeline.metrics_slab import SlotWriter
 
@@ -62,6 +63,14 @@ class RoleContext:
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def count_warnings(writer: SlotWriter) -> None:
+    """Count this process's log records at warning or above."""
+    counters = {
+        level: writer.counter("rlhfd_log_messages_total", level=level) for level in ("warning", "error", "critical")
+    }
+    log.count_warnings(lambda level: counters[level].inc())
 
 
 def monotonic_s() -> float:

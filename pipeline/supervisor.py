@@ -23,7 +23,7 @@ from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.page import HttpServer
 from pipeline.placement import Place
-from pipeline.role import monotonic_s
+from pipeline.role import count_warnings, monotonic_s
 from pipeline.top import LiveView
 from pipeline.transport import BUFFER, Outbox, worker_name
 from pipeline.workspace import Workspace
@@ -57,6 +57,14 @@ def run(loaded: LoadedConfig) -> ExitCode:
             workspace.remove()
 
 
+def prompts_at_most(path: Path) -> int:
+    """Return the lines of the prompt file; 0 while the embedded one is still to be made."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + 1
+
+
 class Supervisor:
     """One instance from its first child to its last."""
 
@@ -77,7 +85,8 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._prepare()
         self._record = self._write_record()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # SIGHUP: a terminal that is closed ends the run in order, as ^C on it would.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, self._stop_asked, number)
         control = await serve_control(self._workspace.folder / "control.sock", self._answer)
         if self._http is not None:
@@ -102,6 +111,7 @@ class Supervisor:
         slots = [SlotName("supervisor"), SlotName("buffer"), *(SlotName(role, index) for role, index in places)]
         self._slab = MetricsSlab.reopen(self._workspace.metrics_path, slots)
         self._slab.begin("supervisor")
+        count_warnings(self._slab.writer("supervisor"))
         self._fleet = Fleet(
             str(self._workspace.folder),
             self._slab,
@@ -111,6 +121,7 @@ class Supervisor:
             on_change=self._child_changed,
             on_line=self._child_spoke,
         )
+        self._fleet.prompts = prompts_at_most(Path(config.prompts.path))
         nowhere = Place("", ())
         if not self._is_prepared():
             self._fleet.add("setup", 0, nowhere)

@@ -42,7 +42,7 @@ def main(reports: int, spec_json: str) -> int:
     from pipeline.errors import ExitCode, RlhfdError
     from pipeline.launchers.local import LaunchSpec
     from pipeline.metrics_slab import MetricsSlab
-    from pipeline.role import Report, RoleContext
+    from pipeline.role import Report, RoleContext, count_warnings
     from pipeline.workspace import Workspace
 
     spec = msgspec.json.decode(spec_json, type=LaunchSpec)
@@ -60,6 +60,8 @@ def main(reports: int, spec_json: str) -> int:
 
     slab = MetricsSlab.attach(workspace.metrics_path)
     writer = slab.writer("supervisor" if spec.role == "setup" else spec.role, spec.index)
+    if spec.role != "setup":
+        count_warnings(writer)
     context = RoleContext(
         spec.role,
         spec.index,
