@@ -236,6 +236,13 @@ class Daemon:
         """Return status code and body of a page; refused connections raise."""
         return get(self.url + path, accept)
 
+    def answers_http(self) -> bool:
+        """Whether its HTTP server answers."""
+        try:
+            return self.get("/healthz")[0] == 200
+        except OSError:
+            return False
+
     def metrics(self) -> Metrics:
         """Return every sample of a scrape by name and labels."""
         code, text = self.get("/metrics")
