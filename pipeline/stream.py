@@ -244,6 +244,8 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        # First: what is handed back must not come again.
+        self._send(Credit(trainer_name(self.rank), self._incarnation, 0))
         for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
             self._send(Release(trainer_name(self.rank), lease))
         if self._publisher is not None:
