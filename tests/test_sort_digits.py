@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline import prompts, sort_digits
+from pipeline.config import Config, DaemonConfig, ModelConfig, PromptsConfig
 from pipeline.errors import DeadlineError
 
 FEW_STEPS = 3
@@ -65,6 +67,19 @@ def test_only_the_exact_answer_ended_by_eos_is_rewarded(
     tokenizer: PreTrainedTokenizerFast, response: str, expected: float
 ) -> None:
     assert reward(tokenizer, response, "0237") == expected
+
+
+def test_builtin_names_become_paths_under_the_state_directory_and_others_stay() -> None:
+    embedded = Config(daemon=DaemonConfig(state_dir=Path("somewhere")))
+    own = Config(model=ModelConfig(actor="own/model"), prompts=PromptsConfig(path="own.jsonl"))
+
+    resolved = sort_digits.with_paths(embedded)
+
+    assert sort_digits.is_used(embedded) and not sort_digits.is_used(own)
+    assert resolved.model.actor == "somewhere/sort-digits/model"
+    assert resolved.model.reference is None
+    assert resolved.prompts.path == "somewhere/sort-digits/prompts.jsonl"
+    assert sort_digits.with_paths(own) == own
 
 
 def test_the_answers_are_the_digits_in_ascending_order(directory: Path) -> None:
@@ -129,7 +144,7 @@ def test_half_made_and_outdated_directories_are_made_again(tmp_path: Path) -> No
     sort_digits.prepare(directory, warmup_steps=1)
     (tmp_path / ".sort-digits.partial").mkdir()
     (tmp_path / ".sort-digits.partial" / "left by a killed process").touch()
-    (directory / "model" / "model.safetensors").unlink()
+    os.truncate(directory / "model" / "model.safetensors", 100)
     half_made = sort_digits.is_prepared(directory, warmup_steps=1)
 
     sort_digits.prepare(directory, warmup_steps=1)
