@@ -362,6 +362,10 @@ def conflicts(config: Config) -> list[Conflict]:
         keys = ("rollout.reward_functions", "model.reward")
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
     found += _flow_conflicts(config)
+    # Names of the agreed interface whose parts are still to be built: better refused than ignored.
+    for key, value in (("rollout.engine", rollout.engine), ("cluster.engine", config.cluster.engine)):
+        if value in ("vllm", "ray"):
+            found.append(Conflict((key,), f'"{value}" is not there yet in this version'))
     if trainer.micro_batch_size is not None and trainer.micro_batch_size > config.sample_batch_size:
         keys = ("trainer.micro_batch_size", "buffer.sample_batch_size", "rollout.algorithm")
         message = f"must be at most the {config.sample_batch_size} rows of buffer.sample_batch_size"

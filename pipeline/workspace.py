@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -23,6 +24,8 @@ from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES, row_bytes_bound
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LedgerError
 from pipeline.ledger import LedgerLayout
+
+log = logging.getLogger(__name__)
 
 _LEAST_EXTENTS = 256
 _MOST_EXTENTS = 16384
@@ -118,6 +121,8 @@ class Workspace:
 
     @classmethod
     def _fresh(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
+        if any(folder.iterdir()):
+            log.warning("what another run left in shared memory is removed: folder=%s", folder)
         for left in folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         Arena.create(

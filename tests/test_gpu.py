@@ -1,0 +1,72 @@
+"""What only a CUDA device can show: page-locked batches, the same numbers on the card, a whole run on it."""
+
+import pytest
+import torch
+
+from pipeline import codec
+from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.models import action_log_probs
+from pipeline.stream import Connection
+from tests import tiny
+from tests.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.experiences import made_up
+from tests.test_stream import House
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+class Tokenizer:
+    pad_token_id = tiny.PAD
+    eos_token_id = tiny.EOS
+
+
+def test_a_batch_for_the_gpu_is_gathered_into_page_locked_memory():
+    memory = memoryview(bytearray(1 << 16))
+    encoded = codec.encode(made_up(), memory)
+    reader = codec.ExtentReader(memory[: encoded.nbytes])
+
+    batch = codec.gather([(reader, [0, 2])], pin_memory=True)
+
+    assert batch.sequences.is_pinned()
+    assert batch.info["score"].is_pinned()
+
+
+def test_a_leased_batch_arrives_on_the_gpu_as_it_was_sealed(tmp_path):
+    house = House(tmp_path)
+    connection: Connection = house.connect()
+    for _ in range(4):
+        house.turn()
+        connection.receive(0.0)
+
+    batch = connection.poll(device="cuda:0")
+
+    expected = torch.cat([house.rolled[0].reward, house.rolled[1].reward])
+    assert batch.experience.sequences.device.type == "cuda"
+    assert torch.equal(batch.experience.reward.cpu(), expected)
+    house.ledger.close()
+    house.arena.close()
+
+
+def test_log_probs_of_a_rollout_on_the_gpu_are_those_of_the_cpu():
+    actor = tiny.llama().cuda()
+    maker = NaiveExperienceMaker(
+        actor, None, lambda **row: torch.arange(len(row["input_ids"]), dtype=torch.float32), actor, Tokenizer(),
+        use_grpo=True, num_generation=4,
+    )  # fmt: skip
+    prompts = torch.tensor([[tiny.PAD, 5, 6], [7, 8, 9]])
+    experience = maker.make_experience(prompts, (prompts != tiny.PAD).long(), max_length=12, seed=1)
+
+    again = action_log_probs(tiny.llama(), experience.sequences, experience.attention_mask, 9)
+
+    mask = experience.action_mask
+    assert torch.allclose(again[mask], experience.action_log_probs[mask], atol=1e-4)
+
+
+def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # noqa: F811
+    with Daemon(
+        tmp_path, *SMALL, "trainer.max_steps=5", task=task, environment={"CUDA_VISIBLE_DEVICES": "0"}
+    ) as daemon:
+        devices = {process["role"]: process["devices"] for process in daemon.wait_ready()["processes"]}
+        assert devices == {"buffer": "cpu", "trainer": "0", "rollout": "0"}
+        assert daemon.wait() == 0
+    assert not daemon.shm_dir.exists()
