@@ -45,7 +45,7 @@ class LocalChild:
 
         Args:
             spec: What it is.
-            environment: Variables set on top of ours; an empty value removes one.
+            environment: Variables set on top of ours.
             on_report: Called with each report of the child.
             on_line: Called with each line it prints.
             on_exit: Called with its exit code, or minus the signal, after all its lines and reports.
@@ -73,7 +73,7 @@ class LocalChild:
             stdout=lines_child,
             stderr=lines_child,
             pass_fds=(reports_child,),
-            env={name: value for name, value in variables.items() if value},
+            env=variables,
             # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
             start_new_session=True,
         )
