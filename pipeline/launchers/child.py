@@ -53,7 +53,7 @@ def main(reports: int, spec_json: str) -> int:
     workspace = Workspace.open(spec.folder)
     config = Config.model_validate_json(workspace.config_path.read_bytes())
     log.configure(f"{spec.role}-{spec.index}", level=config.daemon.log_level, json=config.daemon.log_format == "json")
-    setproctitle.setproctitle(f"rlhfd: {spec.role} {spec.index}")
+    setproctitle.setproctitle(f"{config.daemon.name}: {spec.role} {spec.index}")
 
     def report(message: Report) -> None:
         os.write(reports, msgspec.json.encode(message) + b"\n")
