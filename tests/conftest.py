@@ -27,11 +27,13 @@ def _session_leaves_nothing() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _zmq_context(_session_leaves_nothing: None) -> None:
+def _zmq_context(_session_leaves_nothing: None) -> Iterator[None]:
     """Let ZeroMQ open what it keeps for the life of a process, so that no test is blamed for it."""
     import zmq
 
-    zmq.Context.instance().socket(zmq.PULL).close()
+    # Open to the end: a closed socket gives its descriptors back later, and would hide a leak of as many.
+    with zmq.Context.instance().socket(zmq.PULL):
+        yield
 
 
 @pytest.fixture(autouse=True)
