@@ -92,8 +92,10 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"{field}: cannot import {module_name}: {error}") from error
+    # Somebody else's code may raise anything while it is imported, and would again at the next start.
+    except Exception as error:
+        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{field}: cannot import {module_name}: {kind}{error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{field}: {module_name} has no function {function_name}")
@@ -127,7 +129,7 @@ def checked_scores(scores: Any, batch_size: int, source: str) -> Tensor:
 
 
 def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywords: dict[str, Any]) -> float:
-    name = getattr(function, "__qualname__", repr(function))
+    name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
     try:
         result = function(ids, mask, **keywords)
     # Somebody else's code may raise anything, and which row did must be told.
@@ -136,7 +138,13 @@ def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywor
     try:
         score = float(result)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RewardError(f"{name} returned {result!r} for row {row}; a reward is a finite number") from error
+        raise RewardError(f"{name} returned {_shown(result)} for row {row}; a reward is a finite number") from error
     if not math.isfinite(score):
         raise RewardError(f"{name} returned {score} for row {row}; a reward is a finite number")
     return score
+
+
+def _shown(result: Any) -> str:
+    """Return what a function returned on one short line: an array by its shape, for it would fill a screen."""
+    shape = getattr(result, "shape", ())
+    return f"shape {tuple(shape)}" if len(shape) else f"{result!r:.80}"

@@ -59,7 +59,9 @@ def test_several_functions_add_up() -> None:
     [
         (float("nan"), "judge returned nan for row 1"),
         (float("inf"), "judge returned inf for row 1"),
-        (torch.zeros(2), r"judge returned tensor\(\[0., 0.\]\) for row 1"),
+        (torch.zeros(2), r"judge returned shape \(2,\) for row 1"),
+        (torch.zeros(2, 3), r"judge returned shape \(2, 3\) for row 1"),
+        ("x" * 1000, r"judge returned 'x{79} for row 1"),
         (None, "judge returned None for row 1"),
         ("good", "judge returned 'good' for row 1"),
     ],
@@ -68,7 +70,7 @@ def test_what_is_no_finite_number_is_an_error_that_names_function_row_and_value(
     def judge(ids: Tensor, mask: Tensor, **_: Any) -> Any:
         return value if ids[1] == 8 else 1.0
 
-    with pytest.raises(RewardError, match=f"<locals>.{message}"):
+    with pytest.raises(RewardError, match=rf"^tests\.test_rewards:.*<locals>\.{message}"):
         score(judge)
 
 
@@ -99,13 +101,15 @@ def test_a_function_is_loaded_by_name() -> None:
         ("no_such_module_of_rewards:f", "cannot import no_such_module_of_rewards"),
         ("math:no_such", "math has no function no_such"),
         ("math:pi", "math has no function pi"),
-        ("broken_rewards_module:f", "cannot import broken_rewards_module"),
+        ("broken_rewards_module:f", "cannot import broken_rewards_module: invalid syntax"),
+        ("raising_rewards_module:f", "cannot import raising_rewards_module: KeyError: 'HOME_OF_REWARDS'"),
     ],
 )
 def test_a_name_that_is_no_function_is_a_configuration_error(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_rewards_module.py").write_text("def f(:\n")
+    (tmp_path / "raising_rewards_module.py").write_text("raise KeyError('HOME_OF_REWARDS')\n")
     monkeypatch.syspath_prepend(tmp_path)
 
     with pytest.raises(ConfigError, match=rf"rollout\.reward_functions: .*{message}"):
