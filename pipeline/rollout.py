@@ -14,7 +14,7 @@ import xxhash
 
 from pipeline import codec
 from pipeline.arena import Arena
-from pipeline.errors import ArenaFullError, FieldError, RewardError, RlhfdError, ShapeError
+from pipeline.errors import ArenaFullError, ConfigError, FieldError, RewardError, ShapeError
 from pipeline.experience import Experience
 from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.prompts import Prompt, PromptSource, render
@@ -23,6 +23,7 @@ from pipeline.transport import Sender, worker_name
 from pipeline.weights import WeightsReader, WeightsVersion
 
 TICKETS_AHEAD = 2
+_TRIED_PROMPTS = 64
 
 log = logging.getLogger(__name__)
 
@@ -278,9 +279,10 @@ def refuse_broken_reward(roller: Roller) -> None:
     """Roll one prompt out before the first ticket, so that a broken reward function ends the start and not the night.
 
     Raises:
+        ConfigError: If none of the first prompts leaves room for a response.
         RlhfdError: Whatever the rollout of the first usable prompt raises.
     """
-    for position in range(64):
+    for position in range(_TRIED_PROMPTS):
         if roller.roll(position, 1).experience is not None:
             return
-    raise RlhfdError("none of the first 64 prompts leaves room for a response within rollout.max_length")
+    raise ConfigError(f"rollout.max_length: none of the first {_TRIED_PROMPTS} prompts leaves room for a response")

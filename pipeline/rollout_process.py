@@ -66,6 +66,9 @@ def new_worker(
         ConfigError: If the reward function does not give one finite number a row.
     """
     device = process_device()
+    tokenizer = load_tokenizer(config.model.actor)
+    # Before the models: a reward that does not load should not take as long as they do to say so.
+    reward = load_reward(config, tokenizer, device)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
     targets = {f"actor.{name}": tensor for name, tensor in actor.state_dict().items()}
@@ -77,12 +80,11 @@ def new_worker(
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
         targets |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
-    tokenizer = load_tokenizer(config.model.actor)
     rollout = config.rollout
     maker = NaiveExperienceMaker(
         actor,
         critic,
-        load_reward(config, tokenizer, device),
+        reward,
         reference,
         tokenizer,
         kl_coef=config.rollout_kl_coef,
