@@ -88,6 +88,8 @@ def run(loaded: LoadedConfig) -> ExitCode:
     """
     # One process prints for all roles; a bar a model is noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # As for a child: reward functions of the user's own are found where the daemon was started.
+    sys.path.append(os.getcwd())
     config = sort_digits.with_paths(loaded.config)
     logs.configure("serial", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     if config.trainer.world_size != 1 or config.trainer.kind != "builtin":
