@@ -220,10 +220,13 @@ class Connection:
 
         Raises:
             ConfigError: If shared memory has no room for the weights.
+            UnreachableError: If the daemon has ended.
             WeightsError: If the tensors are not those of the first publish, or the version is not new.
         """
         tensors = flatten(actor=actor, critic=critic)
         if self._publisher is None:
+            if not self._weights_path.parent.exists():
+                raise UnreachableError(f"the daemon has ended: {self._weights_path.parent} is gone")
             self._publisher = WeightsPublisher(self._weights_path, tensors)
         if version is None:
             newest = self.newest()

@@ -40,7 +40,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
     Raises:
         ConfigError: If the configuration cannot be run here; nothing is left behind then.
     """
-    config = sort_digits.with_paths(loaded.config)
+    config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     with InstanceLock(Path(config.daemon.runtime_dir)):
         # Bound before anything is made: a port in use is the commonest reason why a start fails.
@@ -55,6 +55,12 @@ def run(loaded: LoadedConfig) -> ExitCode:
             return asyncio.run(Supervisor(config, loaded, workspace, http).serve())
         finally:
             workspace.remove()
+
+
+def with_workers(config: Config, gpus: list[str]) -> Config:
+    """Return the configuration with the number of workers that these GPUs make of it."""
+    workers = placement.worker_count(config, gpus)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": workers})})
 
 
 def prompts_at_most(path: Path) -> int:
@@ -290,12 +296,17 @@ class Supervisor:
             if working and overdue_s > 0:
                 log.warning("cut at daemon.drain_timeout_s: %s", ", ".join(slot.name for slot in working))
                 self._fleet.signal(working, signal.SIGKILL)
-            elif not working:
+            elif not working and (overdue_s > 0 or not self._is_leased()):
                 self._fleet.signal(self._fleet.alive("buffer"), signal.SIGTERM)
                 if overdue_s > _KILL_AFTER_S:
                     self._fleet.signal(self._fleet.alive("buffer"), signal.SIGKILL)
         if not self._fleet.alive():
             self._ended.set()
+
+    def _is_leased(self) -> bool:
+        """Whether a trainer of somebody else's still holds a batch; it is told to drain, and gets the time for it."""
+        books = self._slab.conservation()
+        return self._config.trainer.kind == "external" and books is not None and books.leases_active > 0
 
     async def _leave(self, control: asyncio.AbstractServer) -> None:
         self._view.update(self._status.snapshot())
