@@ -41,6 +41,7 @@ _REQUEST_BYTES = 64 << 10
 _ANSWER_BYTES = 16 << 20
 _CLIENT_TIMEOUT_S = 5.0
 _CLIENTS = 16
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 log = logging.getLogger(__name__)
@@ -159,6 +160,29 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     def remove(runtime_dir: Path) -> None:
         """Remove the record, if there is one."""
         (runtime_dir / _RECORD).unlink(missing_ok=True)
+
+
+def hold_signals() -> None:
+    """Let signals that ask for the end wait for `unwind_on_signals`: what is made meanwhile has no owner yet."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+
+
+def unwind_on_signals() -> None:
+    """From here on, until a loop can drain, end with 0 at a signal that asks for it, by way of every ``finally``."""
+
+    def unwind(*_: object) -> None:
+        ignore_signals()
+        raise SystemExit(0)
+
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, unwind)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+
+
+def ignore_signals() -> None:
+    """Let no signal that asks for the end interrupt it; programs started from here on would ignore them too."""
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def shm_directory(runtime_dir: str | os.PathLike[str]) -> Path:

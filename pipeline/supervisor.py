@@ -16,7 +16,15 @@ from pipeline.config import Config
 from pipeline.config_file import LoadedConfig
 from pipeline.errors import ExitCode, RlhfdError
 from pipeline.fleet import Fleet, Slot
-from pipeline.instance import InstanceLock, InstanceRecord, serve_control, shm_directory
+from pipeline.instance import (
+    InstanceLock,
+    InstanceRecord,
+    hold_signals,
+    ignore_signals,
+    serve_control,
+    shm_directory,
+    unwind_on_signals,
+)
 from pipeline.instance_status import InstanceStatus
 from pipeline.messages import Drain, PeerDied
 from pipeline.metrics import SlotName
@@ -42,6 +50,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
     """
     config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
+    hold_signals()
     with InstanceLock(Path(config.daemon.runtime_dir)):
         # Bound before anything is made: a port in use is the commonest reason why a start fails.
         http = HttpServer.bind(config.metrics.host, config.metrics.port) if config.metrics.enabled else None
@@ -52,8 +61,10 @@ def run(loaded: LoadedConfig) -> ExitCode:
                 http.close()
             raise
         try:
+            unwind_on_signals()
             return asyncio.run(Supervisor(config, loaded, workspace, http).serve())
         finally:
+            ignore_signals()
             workspace.remove()
 
 

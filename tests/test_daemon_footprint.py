@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.daemon import END_TIMEOUT_S, PROGRAM, SMALL, Daemon, is_alive, task, wait_until
+from tests.daemon import END_TIMEOUT_S, PROGRAM, SMALL, START_TIMEOUT_S, Daemon, is_alive, task, wait_until
 
 pytestmark = pytest.mark.integration
 __all__ = ["task"]
@@ -176,6 +177,49 @@ def test_signal_while_the_roles_are_loading_ends_the_start(tmp_path: Path, task:
         assert traces.left() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("name", ["lock", "arena", "metrics", "control.sock"])
+def test_signal_at_any_moment_of_the_start_leaves_nothing(
+    tmp_path: Path, task: Path, name: str, number: signal.Signals
+) -> None:
+    with Daemon(tmp_path, *SMALL, task=task) as daemon:
+        path = (daemon.runtime_dir if name == "lock" else daemon.shm_dir) / name
+        spin_until(path.exists)
+
+        daemon.signal(number)
+
+        assert daemon.wait() == 0, daemon.errors
+        assert not daemon.shm_dir.exists()
+        assert list(daemon.runtime_dir.iterdir()) == []
+        assert "Traceback" not in daemon.errors
+
+
+def test_signal_while_a_serial_run_makes_its_model_leaves_nothing(tmp_path: Path) -> None:
+    with Daemon(tmp_path, *SMALL, arguments=("--serial",)) as daemon:
+        daemon.wait_until((daemon.state_dir / ".sort-digits.partial").exists, "the model is being made")
+
+        daemon.signal(signal.SIGTERM)
+
+        assert daemon.wait() == 0, daemon.errors
+        assert not daemon.shm_dir.exists()
+        assert list(daemon.runtime_dir.iterdir()) == []
+
+
+def test_second_signal_ends_a_serial_run_at_once(tmp_path: Path, task: Path) -> None:
+    with stuck_daemon(tmp_path, task, drain_timeout_s=100.0, arguments=("--serial",)) as daemon:
+        daemon.wait_until(lambda: "step=1 " in daemon.output, "a step is done")
+        (daemon.folder / "stuck").touch()
+        daemon.wait_until((daemon.folder / "entered").exists, "a rollout is stuck")
+        daemon.signal(signal.SIGTERM)
+        assert not is_over(daemon, within_s=1.0), "the turn under way is finished first"
+
+        daemon.signal(signal.SIGTERM)
+
+        daemon.wait(10.0)
+        assert not daemon.shm_dir.exists()
+        assert list(daemon.runtime_dir.iterdir()) == []
+
+
 def test_end_of_the_last_step_leaves_nothing(tmp_path: Path, task: Path) -> None:
     with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task) as daemon:
         daemon.wait_answering()
@@ -212,10 +256,17 @@ def test_drain_is_cut_at_its_deadline(tmp_path: Path, task: Path) -> None:
         assert traces.left() == []
 
 
-def stuck_daemon(folder: Path, task: Path, *, drain_timeout_s: float) -> Daemon:
+def spin_until(condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait without a pause, to be there a moment after the condition has come true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def stuck_daemon(folder: Path, task: Path, *, drain_timeout_s: float, arguments: tuple[str, ...] = ()) -> Daemon:
     (folder / "stuck_reward.py").write_text(STUCK_REWARD)
     settings = ('rollout.reward_functions=["stuck_reward:score"]', f"daemon.drain_timeout_s={drain_timeout_s}")
-    return Daemon(folder, *SMALL, *settings, task=task)
+    return Daemon(folder, *SMALL, *settings, task=task, arguments=arguments)
 
 
 def get_stuck(daemon: Daemon) -> None:

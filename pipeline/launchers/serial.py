@@ -24,7 +24,7 @@ from pipeline.buffer_process import new_buffer
 from pipeline.config import Config
 from pipeline.config_file import LoadedConfig
 from pipeline.errors import ConfigError, ExitCode
-from pipeline.instance import InstanceLock, shm_directory
+from pipeline.instance import InstanceLock, hold_signals, ignore_signals, shm_directory, unwind_on_signals
 from pipeline.ledger import Ledger
 from pipeline.messages import Message
 from pipeline.metrics import SlotName
@@ -96,13 +96,16 @@ def run(loaded: LoadedConfig) -> ExitCode:
         raise ConfigError(
             "--serial: one process holds one built-in trainer rank; set trainer.world_size = 1 and kind = builtin"
         )
+    hold_signals()
     with InstanceLock(Path(config.daemon.runtime_dir)):
         workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
         try:
+            unwind_on_signals()
             if sort_digits.is_used(loaded.config):
                 sort_digits.prepare(sort_digits.directory_of(config.daemon.state_dir))
             return _Serial(config, workspace).run()
         finally:
+            ignore_signals()
             workspace.remove()
 
 
@@ -113,7 +116,7 @@ class _Serial:
         self._config = config
         self._post = Post()
         self._stopping = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         slots = [SlotName("supervisor"), SlotName("buffer"), SlotName("trainer", 0), SlotName("rollout", 0)]
         self._slab = MetricsSlab.reopen(workspace.metrics_path, slots)
@@ -145,6 +148,8 @@ class _Serial:
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
+        # The turn under way is finished; who asks again does not want to wait for it.
+        unwind_on_signals()
 
     def _context(self, role: str, workspace: Workspace) -> RoleContext:
         self._slab.begin(role, 0)
