@@ -91,7 +91,6 @@ class Supervisor:
         self._workspace = workspace
         self._http = http
         self._exit_code = ExitCode.OK
-        self._reason = ""
         self._draining_since_s: float | None = None
         self._killed_s: float | None = None
         self._finished_ranks: set[int] = set()
@@ -274,7 +273,8 @@ class Supervisor:
 
     def _stop_asked(self, number: signal.Signals) -> None:
         if self._ending:
-            self._kill_all("second signal")
+            log.info("ending at once: second signal")
+            self._kill_all()
         else:
             self._drain(f"{signal.Signals(number).name} received")
 
@@ -291,13 +291,12 @@ class Supervisor:
     def _abort(self, code: ExitCode, reason: str) -> None:
         """End at once because going on makes no sense."""
         if self._exit_code is ExitCode.OK:
-            self._exit_code, self._reason = code, reason
-        self._kill_all(reason)
+            self._exit_code = code
+            log.error("%s", reason)
+        self._kill_all()
 
-    def _kill_all(self, reason: str) -> None:
-        if self._killed_s is None:
-            log.info("ending at once: %s", reason)
-            self._killed_s = monotonic_s()
+    def _kill_all(self) -> None:
+        self._killed_s = self._killed_s or monotonic_s()
         self._fleet.signal(self._fleet.alive(), signal.SIGKILL)
 
     def _press_on(self, now_s: float) -> None:
@@ -329,8 +328,6 @@ class Supervisor:
             await self._http.stop()
         self._to_buffer.close()
         InstanceRecord.remove(Path(self._config.daemon.runtime_dir))
-        if self._reason:
-            log.error("%s", self._reason)
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         match request.get("command"):
