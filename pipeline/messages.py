@@ -81,18 +81,36 @@ class Release(Message, frozen=True):
     lease: int
 
 
+class Damaged(Message, frozen=True):
+    """A trainer found extents of its lease unusable and trained on none of the batch: they are for quarantine."""
+
+    trainer: str
+    lease: int
+    tickets: list[int]
+    reason: str
+
+
 class Published(Message, frozen=True):
-    """New weights are whole in shared memory; they include every lease below `trained_through`."""
+    """New weights are whole in shared memory; they include every lease below `trained_through`.
+
+    With `rollback` they are older ones than those before: a trainer went on from a checkpoint, and what came after it
+    exists no more.
+    """
 
     version: int
     fingerprint: int
     trained_through: int
+    rollback: bool = False
 
 
 class PeerDied(Message, frozen=True):
-    """The supervisor has reaped this peer: its tickets and leases are free."""
+    """The supervisor has reaped this peer: its tickets and leases are free.
+
+    `working_on` is the ticket or lease that it was at when it died, -1 for none.
+    """
 
     peer: str
+    working_on: int = -1
 
 
 class Drain(Message, frozen=True):
@@ -148,13 +166,18 @@ class ExtentRows(Message, frozen=True):
 
 
 class Lease(Message, frozen=True):
-    """One batch of `sample_batch_size` rows, the trainer's until `Ack` or `Release`."""
+    """One batch of `sample_batch_size` rows, the trainer's until `Ack` or `Release`.
+
+    Every prompt before `position` is trained, dropped or in a lease up to this one: where a run goes on whose shared
+    memory is lost.
+    """
 
     to: int
     lease: int
     for_version: int
     parts: list[ExtentRows]
     deliveries: int = 1
+    position: int = 0
 
 
 AnyMessage = (
@@ -165,6 +188,7 @@ AnyMessage = (
     | Credit
     | Ack
     | Release
+    | Damaged
     | Published
     | PeerDied
     | Drain
