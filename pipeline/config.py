@@ -125,6 +125,14 @@ class DaemonConfig(_Section):
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.")
     startup_timeout_s: float = Field(default=300.0, gt=0, description="Seconds that the roles get from start to ready.")
+    restart_delay_s: float = Field(
+        default=0.5, gt=0, description="Seconds before a dead process is started again; they double with each death."
+    )
+    restart_delay_max_s: float = Field(default=60.0, gt=0, description="Most seconds before it is started again.")
+    restart_limit: int = Field(
+        default=5, ge=1, description="Starts of a process within restart_window_s after which it is left dead."
+    )
+    restart_window_s: float = Field(default=600.0, gt=0, description="Seconds over which starts are counted.")
 
 
 class ModelConfig(_Section):

@@ -76,7 +76,7 @@ class Fleet:
         on_end: Callable[[Slot, int], None],
         on_change: Callable[[Slot], None],
         on_line: Callable[[Slot, str], None],
-        limits: RestartLimits | None = None,
+        limits: RestartLimits,
     ) -> None:
         self.slots: list[Slot] = []
         self.prompts = 0
@@ -87,7 +87,7 @@ class Fleet:
         self._on_end = on_end
         self._on_change = on_change
         self._on_line = on_line
-        self._limits = limits or RestartLimits()
+        self._limits = limits
         self._metrics = slab.writer("supervisor")
 
     def add(self, role: str, index: int, place: Place) -> Slot:

@@ -6,6 +6,8 @@ import collections
 import dataclasses
 import random
 
+from pipeline.config import DaemonConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class RestartLimits:
@@ -24,6 +26,16 @@ class RestartLimits:
     healthy_s: float = 300.0
     starts: int = 5
     window_s: float = 600.0
+
+    @classmethod
+    def of(cls, config: DaemonConfig) -> RestartLimits:
+        """Return the configured bounds."""
+        return cls(
+            first_delay_s=min(config.restart_delay_s, config.restart_delay_max_s),
+            longest_delay_s=config.restart_delay_max_s,
+            starts=config.restart_limit,
+            window_s=config.restart_window_s,
+        )
 
 
 class RestartPolicy:

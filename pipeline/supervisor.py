@@ -31,6 +31,7 @@ from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.page import HttpServer
 from pipeline.placement import Place
+from pipeline.restarts import RestartLimits
 from pipeline.role import count_warnings, monotonic_s
 from pipeline.top import LiveView
 from pipeline.transport import BUFFER, Outbox, worker_name
@@ -136,6 +137,7 @@ class Supervisor:
             on_end=self._child_ended,
             on_change=self._child_changed,
             on_line=self._child_spoke,
+            limits=RestartLimits.of(config.daemon),
         )
         self._fleet.prompts = prompts_at_most(Path(config.prompts.path))
         nowhere = Place("", ())

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from pipeline.config import DaemonConfig
 from pipeline.restarts import RestartLimits, RestartPolicy
 
 LIMITS = RestartLimits(first_delay_s=1.0, longest_delay_s=4.0, healthy_s=100.0, starts=5, window_s=600.0)
@@ -47,3 +48,11 @@ def test_a_healthy_life_resets_the_wait(policy):
     wait_s = policy.died(30 + LIMITS.healthy_s)
 
     assert wait_s <= 1.2
+
+
+def test_the_bounds_are_those_of_the_configuration():
+    config = DaemonConfig(restart_delay_s=3, restart_delay_max_s=2, restart_limit=7, restart_window_s=11)
+
+    limits = RestartLimits.of(config)
+
+    assert (limits.first_delay_s, limits.longest_delay_s, limits.starts, limits.window_s) == (2, 2, 7, 11)
