@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pipeline.ledger import ExtentRecord, ItemState, Ledger
+from pipeline.ledger import Ledger
+from pipeline.ledger_records import ExtentRecord, ItemState
 
 
 @dataclasses.dataclass(frozen=True)

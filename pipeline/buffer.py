@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
-from typing import Literal, Protocol
 
 from pipeline import admission
 from pipeline.admission import Limits
 from pipeline.arena import Extent, ExtentAllocator
 from pipeline.codec_bounds import extent_bytes_bound
 from pipeline.errors import ArenaFullError, GaveUpError
-from pipeline.ledger import ExtentRecord, ExtentState, Ledger
+from pipeline.leases import Leases, Send
+from pipeline.ledger import Ledger
+from pipeline.ledger_records import ExtentRecord, ExtentState
 from pipeline.messages import (
     Ack,
     Credit,
     Drain,
-    ExtentRows,
     Failed,
     Hello,
-    Lease,
     Message,
     PeerDied,
     Published,
@@ -32,32 +30,10 @@ from pipeline.messages import (
     WantTickets,
     Welcome,
 )
+from pipeline.observer import Observer
 from pipeline.transport import trainer_name, worker_name
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[str, Message], None]
-TicketEnd = Literal["sealed", "reissued", "failed"]
-LeaseEnd = Literal["acked", "nacked", "holder_died"]
-
-
-class Observer(Protocol):
-    """Who counts what the buffer does (`pipeline.buffer_metrics`)."""
-
-    def sealed(self, rows: int, staleness_versions: int) -> None:
-        """Rows came in, written by a policy this many versions behind the newest."""
-
-    def ticket_ended(self, result: TicketEnd) -> None:
-        """A ticket was settled, or goes to another worker."""
-
-    def leased(self, rows: int, age_s: float) -> None:
-        """Rows that were sealed `age_s` ago went to a trainer."""
-
-    def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
-        """A batch was trained, handed back, or lost its holder."""
-
-    def duplicate(self) -> None:
-        """A message said what was known already, or came from a dead peer."""
 
 
 class Buffer:
@@ -110,8 +86,7 @@ class Buffer:
         self._peers: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
         self._waiting: dict[str, str] = {}
-        self._credit: dict[str, int] = {}
-        self._leased_s: dict[int, float] = {}
+        self._leases = Leases(ledger, limits, self._peers, send, observer, allocator)
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
         for name in [worker_name(i) for i in range(workers)] + [trainer_name(r) for r in range(limits.world_size)]:
@@ -137,13 +112,13 @@ class Buffer:
             case Failed():
                 self._fail(message)
             case Credit() if self._is_current(message.trainer, message.incarnation):
-                self._credit[message.trainer] = message.batches
+                self._leases.credit(message)
             case Ack():
-                self._acknowledge(message, now_s)
+                self._leases.acknowledge(message, now_s)
             case Release():
-                self._release(message, now_s)
+                self._leases.release(message, now_s)
             case Published():
-                self._publish(message, now_s)
+                self._leases.publish(message, now_s)
             case PeerDied():
                 self._bury(message.peer)
             case Drain():
@@ -161,8 +136,8 @@ class Buffer:
             return
         if self.limits.drop_stale and (stale := admission.stale_rows(self.ledger, self.limits)):
             log.warning("stale experiences dropped: rows=%d", sum(len(rows) for _, rows in stale))
-            self._free(self.ledger.drop(stale, "stale"))
-        self._lease_batches(now_s)
+            self._leases.free(self.ledger.drop(stale, "stale"))
+        self._leases.lease_batches(now_s)
         self._issue_tickets(now_s)
 
     def finish(self) -> None:
@@ -174,7 +149,7 @@ class Buffer:
         rest = [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]
         if rest:
             log.info("undelivered experiences discarded: %d", self.ledger.ready)
-            self._free(self.ledger.drop(rest, "cleared"))
+            self._leases.free(self.ledger.drop(rest, "cleared"))
 
     # Peers.
 
@@ -194,8 +169,8 @@ class Buffer:
             self._orphan(int(index), held=hello.held)
         elif role == "trainer":
             if index == "0":
-                self._rebase()
-            self._redeliver(int(index), held=hello.held)
+                self._leases.rebase()
+            self._leases.redeliver(int(index), held=hello.held)
 
     def _is_current(self, peer: str, incarnation: int) -> bool:
         return self._peers.get(peer) == incarnation
@@ -210,14 +185,7 @@ class Buffer:
         self._peers.pop(peer, None)
         self._wanted.pop(peer, None)
         self._waiting.pop(peer, None)
-        self._credit.pop(peer, None)
-
-    def _rebase(self) -> None:
-        """A trainer begins from the newest version: what was trained since then is in no version to come."""
-        totals, world_size = self.ledger.totals, self.limits.world_size
-        through = min(self.ledger.leases(), default=totals.leases) // world_size * world_size
-        if through > totals.trained_through:
-            self.ledger.publish(totals.policy_version, through)
+        self._leases.forget(peer)
 
     def _drain(self) -> None:
         self.draining = True
@@ -347,73 +315,3 @@ class Buffer:
     def _abandon(self, record: ExtentRecord) -> None:
         self._allocator.release(Extent(record.offset, record.nbytes))
         self.ledger.abandon(record)
-
-    def _free(self, records: list[ExtentRecord]) -> None:
-        for record in records:
-            self._allocator.release(Extent(record.offset, record.nbytes))
-
-    # Leases.
-
-    def _lease_batches(self, now_s: float) -> None:
-        outstanding: dict[str, int] = {}
-        for lease in self.ledger.leases():
-            name = trainer_name(lease % self.limits.world_size)
-            outstanding[name] = outstanding.get(name, 0) + 1
-        while True:
-            # Ranks take turns: in lock-step training no rank may run ahead of another's batch.
-            trainer = trainer_name(self.ledger.totals.leases % self.limits.world_size)
-            if outstanding.get(trainer, 0) >= self._credit.get(trainer, 0):
-                return
-            chosen = admission.next_batch(self.ledger, self.limits)
-            if chosen is None:
-                return
-            for record, rows in chosen:
-                self._observer.leased(len(rows), now_s - record.sealed_s)
-            lease = self.ledger.lease(chosen)
-            self._leased_s[lease] = now_s
-            outstanding[trainer] = outstanding.get(trainer, 0) + 1
-            self._send_lease(trainer, lease, chosen)
-
-    def _send_lease(self, trainer: str, lease: int, chosen: list[tuple[ExtentRecord, list[int]]]) -> None:
-        parts = [
-            ExtentRows(record.offset, record.nbytes, record.checksum, record.policy_version, record.ticket, rows)
-            for record, rows in chosen
-        ]
-        deliveries = max(record.items[row].deliveries for record, rows in chosen for row in rows)
-        version = admission.version_of_lease(self.ledger, self.limits, lease)
-        self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries))
-
-    def _redeliver(self, rank: int, *, held: list[int]) -> None:
-        for lease in sorted(self.ledger.leases()):
-            if lease % self.limits.world_size == rank and lease not in held:
-                chosen = self.ledger.redeliver(lease)
-                self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), 0.0)
-                self._send_lease(trainer_name(rank), lease, chosen)
-
-    def _acknowledge(self, ack: Ack, now_s: float) -> None:
-        if ack.lease in self.ledger.leases():
-            self._end_lease("acked", ack.lease, now_s)
-            self._free(self.ledger.acknowledge(ack.lease))
-        else:
-            self._observer.duplicate()
-
-    def _release(self, release: Release, now_s: float) -> None:
-        if release.lease in self.ledger.leases():
-            self._end_lease("nacked", release.lease, now_s)
-            self.ledger.requeue(release.lease)
-        else:
-            self._observer.duplicate()
-
-    def _end_lease(self, result: LeaseEnd, lease: int, now_s: float) -> None:
-        rows = sum(len(rows) for _, rows in self.ledger.leases()[lease])
-        self._observer.lease_ended(result, rows, now_s - self._leased_s.pop(lease, now_s))
-
-    def _publish(self, published: Published, now_s: float) -> None:
-        for lease in [lease for lease in self.ledger.leases() if lease < published.trained_through]:
-            self._end_lease("acked", lease, now_s)
-            self._free(self.ledger.acknowledge(lease))
-        if published.version > self.ledger.totals.policy_version:
-            through = max(published.trained_through, self.ledger.totals.trained_through)
-            self.ledger.publish(published.version, through)
-        else:
-            self._observer.duplicate()

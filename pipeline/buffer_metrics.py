@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
-from pipeline.buffer import Buffer, LeaseEnd, TicketEnd
-from pipeline.ledger import ItemState
+from pipeline.buffer import Buffer
+from pipeline.ledger_records import ItemState
 from pipeline.metrics import Conservation
 from pipeline.metrics_slab import SlotWriter
+from pipeline.observer import LeaseEnd, TicketEnd
 
 
 class BufferMetrics:

@@ -6,12 +6,14 @@ import logging
 
 from pipeline.activity import ActivityClock
 from pipeline.arena import Arena, ExtentAllocator
-from pipeline.buffer import Buffer, Observer, Send
+from pipeline.buffer import Buffer
 from pipeline.buffer_metrics import BufferMetrics
 from pipeline.config import Config
 from pipeline.errors import ExitCode
+from pipeline.leases import Send
 from pipeline.ledger import Ledger
 from pipeline.messages import Message
+from pipeline.observer import Observer
 from pipeline.role import Report, RoleContext, monotonic_s
 from pipeline.transport import BUFFER, Mailbox, Outbox
 from pipeline.workspace import ledger_layout, limits_of

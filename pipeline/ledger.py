@@ -1,6 +1,6 @@
 """The ledger: what became of every ticket, extent and item, in shared memory, written by the buffer alone.
 
-    journal   committed u64, applied u64, length u64, checksum u64, then the writes of the transaction under way
+    journal   the transaction under way (see `pipeline.journal`)
     totals    counters that outlive every process (`Totals`)
     extents   one record each: state, owner, ticket, prompts, policy version, place, checksum
     items     `rows_per_extent` records an extent: state, deliveries, lease
@@ -17,160 +17,28 @@
     LEASED      `requeue` (its holder died)           READY
     READY       `drop` (reason)                       GONE
 
-Every change is one transaction: its writes go to the journal, `committed` is stored, the writes are made, `applied` is
-stored. A buffer killed before `committed` changed nothing; killed after it, the next one makes the writes again, which
-is harmless because they are plain values. So the totals and the states agree after any kill:
+Every change is one transaction of the journal, so the totals and the states agree after any kill:
 ``sealed = trained + sum(dropped) + ready + leased``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import struct
 from collections.abc import Iterator
 
-import xxhash
-
 from pipeline.errors import LedgerError
-
-DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared")
-LAYOUT_VERSION = 3
-
-_JOURNAL_HEADER = struct.Struct("<QQQQ")
-_WRITE = struct.Struct("<QI")
-_TOTALS = struct.Struct("<12q")
-_EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
-_ITEM = struct.Struct("<BBHI")
-_EXTENT_BYTES = 128
-_TOTALS_BYTES = 128
-
-
-class ExtentState(enum.IntEnum):
-    """States of an extent."""
-
-    FREE = 0
-    RESERVED = 1
-    SEALED = 2
-
-
-class ItemState(enum.IntEnum):
-    """States of an item, a row of a sealed extent."""
-
-    GONE = 0
-    READY = 1
-    LEASED = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class LedgerLayout:
-    """How many extents and items a ledger can tell apart; fixed when its arena is made."""
-
-    extents: int
-    rows_per_extent: int
-
-    @property
-    def journal_bytes(self) -> int:
-        """Room for a transaction that touches every row of a large batch one by one."""
-        return _JOURNAL_HEADER.size + max(1 << 20, 64 * self.rows_per_extent)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole ledger."""
-        items = self.extents * self.rows_per_extent * _ITEM.size
-        return self.journal_bytes + _TOTALS_BYTES + self.extents * _EXTENT_BYTES + items
-
-    @property
-    def identity(self) -> int:
-        """A number that two ledgers share only if they can be read alike."""
-        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
-
-
-@dataclasses.dataclass
-class Totals:
-    """Counters that survive the buffer.
-
-    Attributes:
-        sealed: Items committed, ever.
-        trained: Items acknowledged after an optimizer step, ever.
-        dropped: Items taken out untrained, by reason.
-        tickets: Tickets issued so far, which is the next ticket's number.
-        position: First prompt position no ticket was issued for.
-        leases: Batches leased so far, which is the next lease's number.
-        policy_version: Newest version published, -1 before the first.
-        trained_through: First lease that the newest version does not include.
-    """
-
-    sealed: int = 0
-    trained: int = 0
-    dropped: list[int] = dataclasses.field(default_factory=lambda: [0] * len(DROP_REASONS))
-    tickets: int = 0
-    position: int = 0
-    leases: int = 0
-    policy_version: int = -1
-    trained_through: int = 0
-
-    def pack(self) -> bytes:
-        """Return the totals' bytes in the ledger."""
-        return _TOTALS.pack(
-            self.sealed, self.trained, *self.dropped, self.tickets, self.position, self.leases, self.policy_version,
-            self.trained_through,
-        )  # fmt: skip
-
-    @classmethod
-    def unpack(cls, data: memoryview) -> Totals:
-        """Return the totals that `data` holds."""
-        values = _TOTALS.unpack_from(data)
-        split = 2 + len(DROP_REASONS)
-        return cls(values[0], values[1], list(values[2:split]), *values[split:])
-
-
-@dataclasses.dataclass
-class ExtentRecord:
-    """One extent, and the ticket it was reserved for.
-
-    Attributes:
-        slot: Place of the record in the table.
-        attempt: How often its ticket was handed out.
-        owner: Index of the worker that rolls it out, -1 while none does.
-        rows: Rows reserved; the rows that came once it is sealed.
-        order: The ticket's number; batches take items in this order.
-        policy_version: Newest version when the ticket was issued; the version that wrote the rows once it is sealed.
-        sealed_s: Monotonic time of the seal.
-        items: State, deliveries and lease of each row.
-    """
-
-    slot: int
-    state: ExtentState = ExtentState.FREE
-    attempt: int = 0
-    owner: int = -1
-    rows: int = 0
-    prompts: int = 0
-    ticket: int = 0
-    position: int = 0
-    policy_version: int = -1
-    fingerprint: int = 0
-    offset: int = 0
-    nbytes: int = 0
-    checksum: int = 0
-    sealed_s: float = 0.0
-    items: list[Item] = dataclasses.field(default_factory=list)
-
-    def pack(self) -> bytes:
-        """Return the record's bytes in the ledger."""
-        return _EXTENT.pack(
-            self.state, self.attempt, self.owner, self.rows, self.prompts, 0, self.ticket, self.position, 0,
-            self.policy_version, self.fingerprint, self.offset, self.nbytes, self.checksum, self.sealed_s,
-        )  # fmt: skip
-
-
-@dataclasses.dataclass
-class Item:
-    """One row of a sealed extent."""
-
-    state: ItemState = ItemState.READY
-    deliveries: int = 0
-    lease: int = 0
+from pipeline.journal import Journal
+from pipeline.ledger_records import (
+    DROP_REASONS,
+    EXTENT_BYTES,
+    ITEM_BYTES,
+    TOTALS_BYTES,
+    ExtentRecord,
+    ExtentState,
+    Item,
+    ItemState,
+    LedgerLayout,
+    Totals,
+)
 
 
 class Ledger:
@@ -195,16 +63,13 @@ class Ledger:
         """
         if len(memory) < layout.nbytes:
             raise LedgerError(f"a ledger of {layout.nbytes:,} B does not fit into {len(memory):,} B")
-        self._memory = memory
         self.layout = layout
+        self._memory = memory
+        self._journal = Journal(memory, layout.journal_bytes)
         self._totals_offset = layout.journal_bytes
-        self._extents_offset = self._totals_offset + _TOTALS_BYTES
-        self._items_offset = self._extents_offset + layout.extents * _EXTENT_BYTES
-        self._marks = memory[:32].cast("Q")
-        self._writes: list[tuple[int, bytes]] = []
-        fresh = self._marks[0] == 0
-        self._redo()
-        self.totals = Totals() if fresh else Totals.unpack(memory[self._totals_offset :])
+        self._extents_offset = self._totals_offset + TOTALS_BYTES
+        self._items_offset = self._extents_offset + layout.extents * EXTENT_BYTES
+        self.totals = Totals() if self._journal.is_fresh else Totals.unpack(memory[self._totals_offset :])
         self.extents: dict[int, ExtentRecord] = {}
         self.ready = self.leased = self.reserved = 0
         self._free_slots: list[int] = []
@@ -364,8 +229,7 @@ class Ledger:
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays for the next buffer."""
-        self._marks.release()
-        self._memory.release()
+        self._journal.close()
 
     # The table's bytes.
 
@@ -389,46 +253,21 @@ class Ledger:
         self._free_slots.append(record.slot)
 
     def _put_extent(self, record: ExtentRecord) -> None:
-        self._writes.append((self._extents_offset + record.slot * _EXTENT_BYTES, record.pack()))
+        self._journal.put(self._extents_offset + record.slot * EXTENT_BYTES, record.pack())
 
     def _put_items(self, record: ExtentRecord, start: int, stop: int) -> None:
         first = record.slot * self.layout.rows_per_extent + start
-        data = b"".join(_ITEM.pack(item.state, item.deliveries, 0, item.lease) for item in record.items[start:stop])
-        self._writes.append((self._items_offset + first * _ITEM.size, data))
+        data = b"".join(item.pack() for item in record.items[start:stop])
+        self._journal.put(self._items_offset + first * ITEM_BYTES, data)
 
     def _commit(self) -> None:
-        writes = [*self._writes, (self._totals_offset, self.totals.pack())]
-        self._writes.clear()
-        body = b"".join(_WRITE.pack(offset, len(data)) + data for offset, data in writes)
-        if _JOURNAL_HEADER.size + len(body) > self.layout.journal_bytes:
-            raise LedgerError(f"a transaction of {len(body):,} B does not fit into the journal")
-        self._memory[32 : 32 + len(body)] = body
-        self._marks[2] = len(body)
-        self._marks[3] = xxhash.xxh3_64_intdigest(body)
-        # From this store on the transaction happened; before it, it did not.
-        self._marks[0] += 1
-        for offset, data in writes:
-            self._memory[offset : offset + len(data)] = data
-        self._marks[1] = self._marks[0]
-
-    def _redo(self) -> None:
-        if self._marks[0] == self._marks[1]:
-            return
-        body = bytes(self._memory[32 : 32 + self._marks[2]])
-        if xxhash.xxh3_64_intdigest(body) != self._marks[3]:
-            raise LedgerError("the journal's committed transaction is torn")
-        start = 0
-        while start < len(body):
-            offset, length = _WRITE.unpack_from(body, start)
-            start += _WRITE.size
-            self._memory[offset : offset + length] = body[start : start + length]
-            start += length
-        self._marks[1] = self._marks[0]
+        self._journal.put(self._totals_offset, self.totals.pack())
+        self._journal.commit()
 
     def _read_table(self) -> None:
         found = []
         for slot in range(self.layout.extents):
-            start = self._extents_offset + slot * _EXTENT_BYTES
+            start = self._extents_offset + slot * EXTENT_BYTES
             if self._memory[start] == ExtentState.FREE:
                 self._free_slots.append(slot)
             else:
@@ -453,18 +292,8 @@ class Ledger:
                 parts[-1][1].append(row)
 
     def _read_extent(self, slot: int, start: int) -> ExtentRecord:
-        (state, attempt, owner, rows, prompts, _, ticket, position, _, version, fingerprint, offset, nbytes,
-         checksum, sealed_s) = _EXTENT.unpack_from(self._memory, start)  # fmt: skip
-        record = ExtentRecord(
-            slot, ExtentState(state), attempt, owner, rows, prompts, ticket, position, version, fingerprint,
-            offset, nbytes, checksum, sealed_s,
-        )  # fmt: skip
+        record = ExtentRecord.unpack(slot, self._memory[start : start + EXTENT_BYTES])
         if record.state is ExtentState.SEALED:
-            record.items = list(self._read_items(slot, rows))
+            first = self._items_offset + slot * self.layout.rows_per_extent * ITEM_BYTES
+            record.items = Item.unpack_all(self._memory[first : first + record.rows * ITEM_BYTES])
         return record
-
-    def _read_items(self, slot: int, rows: int) -> Iterator[Item]:
-        start = self._items_offset + slot * self.layout.rows_per_extent * _ITEM.size
-        for row in range(rows):
-            state, deliveries, _, lease = _ITEM.unpack_from(self._memory, start + row * _ITEM.size)
-            yield Item(ItemState(state), deliveries, lease)

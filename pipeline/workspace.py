@@ -23,7 +23,7 @@ from pipeline.arena import Arena
 from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES, row_bytes_bound
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LedgerError
-from pipeline.ledger import LedgerLayout
+from pipeline.ledger_records import LedgerLayout
 
 log = logging.getLogger(__name__)
 

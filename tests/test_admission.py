@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline import admission
 from pipeline.admission import Limits
-from pipeline.ledger import Ledger, LedgerLayout
+from pipeline.ledger import Ledger
+from pipeline.ledger_records import LedgerLayout
 
 LIMITS = Limits(
     sample_batch_size=8,

@@ -8,7 +8,8 @@ from pipeline.admission import Limits
 from pipeline.arena import ExtentAllocator
 from pipeline.buffer import Buffer
 from pipeline.errors import GaveUpError
-from pipeline.ledger import Ledger, LedgerLayout
+from pipeline.ledger import Ledger
+from pipeline.ledger_records import LedgerLayout
 from pipeline.messages import (
     Ack,
     Credit,

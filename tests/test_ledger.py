@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeline.errors import LedgerError
-from pipeline.ledger import DROP_REASONS, ExtentState, Ledger, LedgerLayout
+from pipeline.ledger import Ledger
+from pipeline.ledger_records import DROP_REASONS, ExtentState, LedgerLayout
 
 LAYOUT = LedgerLayout(extents=6, rows_per_extent=4)
 
@@ -196,7 +197,8 @@ def test_a_buffer_killed_at_any_store_leaves_the_state_before_or_after_its_trans
         memory = fresh()
         dying = open_ledger(memory)
         budget = [stores]
-        dying._memory, dying._marks = DyingMemory(memory, budget), DyingMemory(memory[:32].cast("Q"), budget)
+        journal = dying._journal
+        journal.memory, journal.marks = DyingMemory(memory, budget), DyingMemory(memory[:32].cast("Q"), budget)
         try:
             for _ in every_operation(dying):
                 pass

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipeline import ledger
+from pipeline import ledger_records
 from pipeline.metrics import (
     CONSERVATION,
     CONSERVATION_WORDS,
@@ -96,7 +96,7 @@ def test_conservation_block_holds_every_series_it_owns() -> None:
 
 
 def test_reasons_for_a_drop_are_the_ledgers() -> None:
-    assert DROP_REASONS == ledger.DROP_REASONS
+    assert DROP_REASONS == ledger_records.DROP_REASONS
 
 
 def test_catalogue_and_slab_import_neither_torch_nor_numpy() -> None:

@@ -9,7 +9,8 @@ from pipeline.arena import Arena, ExtentAllocator
 from pipeline.buffer import Buffer
 from pipeline.errors import DeadlineError, DecodeError
 from pipeline.launchers.serial import Post
-from pipeline.ledger import Ledger, LedgerLayout
+from pipeline.ledger import Ledger
+from pipeline.ledger_records import LedgerLayout
 from pipeline.messages import Hello, Published, Sealed, Ticket, WantTickets
 from pipeline.stream import Connection
 from tests.experiences import made_up

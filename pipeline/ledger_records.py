@@ -1,0 +1,167 @@
+"""The records of the ledger - totals, extents, items - and their bytes in shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+
+import xxhash
+
+from pipeline.journal import JOURNAL_HEADER_BYTES
+
+DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared")
+LAYOUT_VERSION = 3
+
+_TOTALS = struct.Struct("<12q")
+_EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
+_ITEM = struct.Struct("<BBHI")
+ITEM_BYTES = _ITEM.size
+EXTENT_BYTES = 128
+TOTALS_BYTES = 128
+
+
+class ExtentState(enum.IntEnum):
+    """States of an extent."""
+
+    FREE = 0
+    RESERVED = 1
+    SEALED = 2
+
+
+class ItemState(enum.IntEnum):
+    """States of an item, a row of a sealed extent."""
+
+    GONE = 0
+    READY = 1
+    LEASED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerLayout:
+    """How many extents and items a ledger can tell apart; fixed when its arena is made."""
+
+    extents: int
+    rows_per_extent: int
+
+    @property
+    def journal_bytes(self) -> int:
+        """Room for a transaction that touches every row of a large batch one by one."""
+        return JOURNAL_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole ledger."""
+        items = self.extents * self.rows_per_extent * ITEM_BYTES
+        return self.journal_bytes + TOTALS_BYTES + self.extents * EXTENT_BYTES + items
+
+    @property
+    def identity(self) -> int:
+        """A number that two ledgers share only if they can be read alike."""
+        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
+
+
+@dataclasses.dataclass
+class Totals:
+    """Counters that survive the buffer.
+
+    Attributes:
+        sealed: Items committed, ever.
+        trained: Items acknowledged after an optimizer step, ever.
+        dropped: Items taken out untrained, by reason.
+        tickets: Tickets issued so far, which is the next ticket's number.
+        position: First prompt position no ticket was issued for.
+        leases: Batches leased so far, which is the next lease's number.
+        policy_version: Newest version published, -1 before the first.
+        trained_through: First lease that the newest version does not include.
+    """
+
+    sealed: int = 0
+    trained: int = 0
+    dropped: list[int] = dataclasses.field(default_factory=lambda: [0] * len(DROP_REASONS))
+    tickets: int = 0
+    position: int = 0
+    leases: int = 0
+    policy_version: int = -1
+    trained_through: int = 0
+
+    def pack(self) -> bytes:
+        """Return the totals' bytes in the ledger."""
+        return _TOTALS.pack(
+            self.sealed, self.trained, *self.dropped, self.tickets, self.position, self.leases, self.policy_version,
+            self.trained_through,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, data: memoryview) -> Totals:
+        """Return the totals that `data` holds."""
+        values = _TOTALS.unpack_from(data)
+        split = 2 + len(DROP_REASONS)
+        return cls(values[0], values[1], list(values[2:split]), *values[split:])
+
+
+@dataclasses.dataclass
+class ExtentRecord:
+    """One extent, and the ticket it was reserved for.
+
+    Attributes:
+        slot: Place of the record in the table.
+        attempt: How often its ticket was handed out.
+        owner: Index of the worker that rolls it out, -1 while none does.
+        rows: Rows reserved; the rows that came once it is sealed.
+        order: The ticket's number; batches take items in this order.
+        policy_version: Newest version when the ticket was issued; the version that wrote the rows once it is sealed.
+        sealed_s: Monotonic time of the seal.
+        items: State, deliveries and lease of each row.
+    """
+
+    slot: int
+    state: ExtentState = ExtentState.FREE
+    attempt: int = 0
+    owner: int = -1
+    rows: int = 0
+    prompts: int = 0
+    ticket: int = 0
+    position: int = 0
+    policy_version: int = -1
+    fingerprint: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    checksum: int = 0
+    sealed_s: float = 0.0
+    items: list[Item] = dataclasses.field(default_factory=list)
+
+    def pack(self) -> bytes:
+        """Return the record's bytes in the ledger."""
+        return _EXTENT.pack(
+            self.state, self.attempt, self.owner, self.rows, self.prompts, 0, self.ticket, self.position, 0,
+            self.policy_version, self.fingerprint, self.offset, self.nbytes, self.checksum, self.sealed_s,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, slot: int, data: memoryview) -> ExtentRecord:
+        """Return the record that `data` holds, without its items."""
+        (state, attempt, owner, rows, prompts, _, ticket, position, _, version, fingerprint, offset, nbytes,
+         checksum, sealed_s) = _EXTENT.unpack_from(data)  # fmt: skip
+        return cls(
+            slot, ExtentState(state), attempt, owner, rows, prompts, ticket, position, version, fingerprint,
+            offset, nbytes, checksum, sealed_s,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Item:
+    """One row of a sealed extent."""
+
+    state: ItemState = ItemState.READY
+    deliveries: int = 0
+    lease: int = 0
+
+    def pack(self) -> bytes:
+        """Return the item's bytes in the ledger."""
+        return _ITEM.pack(self.state, self.deliveries, 0, self.lease)
+
+    @classmethod
+    def unpack_all(cls, data: memoryview) -> list[Item]:
+        """Return the items that `data` holds one after another."""
+        return [cls(ItemState(state), deliveries, lease) for state, deliveries, _, lease in _ITEM.iter_unpack(data)]

@@ -1,0 +1,27 @@
+"""Who counts what the buffer does (`pipeline.buffer_metrics`)."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+TicketEnd = Literal["sealed", "reissued", "failed"]
+LeaseEnd = Literal["acked", "nacked", "holder_died"]
+
+
+class Observer(Protocol):
+    """Told of everything worth counting."""
+
+    def sealed(self, rows: int, staleness_versions: int) -> None:
+        """Rows came in, written by a policy this many versions behind the newest."""
+
+    def ticket_ended(self, result: TicketEnd) -> None:
+        """A ticket was settled, or goes to another worker."""
+
+    def leased(self, rows: int, age_s: float) -> None:
+        """Rows that were sealed `age_s` ago went to a trainer."""
+
+    def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
+        """A batch was trained, handed back, or lost its holder."""
+
+    def duplicate(self) -> None:
+        """A message said what was known already, or came from a dead peer."""
