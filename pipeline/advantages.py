@@ -62,7 +62,8 @@ def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor,
     """Generalized advantage estimation (arXiv:1506.02438 eq. 16), every row terminal after its last action.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, with V and A zero past the end, of a row
-    cut off at its length limit too. Not whitened.
+    cut off at its length limit too. t counts actions: where the mask has holes (tool output between two actions), t + 1
+    is the next action. Not whitened.
 
     Args:
         values: ``(B, A)`` float32, the value of the state before each action.
@@ -83,6 +84,9 @@ def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor,
             f"{tuple(action_mask.shape)} differ in shape"
         )
     values, rewards = values.masked_fill(~action_mask, 0.0), rewards.masked_fill(~action_mask, 0.0)
+    # The actions of a row next to each other, what lies between them behind them.
+    columns = (~action_mask).byte().argsort(dim=1, stable=True)
+    values, rewards = values.gather(1, columns), rewards.gather(1, columns)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     errors = (rewards + gamma * following - values).unbind(dim=1)
     advantages: list[Tensor] = []
@@ -90,7 +94,8 @@ def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor,
     for error in reversed(errors):
         advantage = error + gamma * lam * advantage
         advantages.append(advantage)
-    return torch.stack(advantages[::-1], dim=1).masked_fill(~action_mask, 0.0)
+    result = torch.zeros_like(values).scatter(1, columns, torch.stack(advantages[::-1], dim=1))
+    return result.masked_fill(~action_mask, 0.0)
 
 
 def kl_rewards(log_ratios: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience import (
@@ -27,9 +27,20 @@ from pipeline.experience import (
     Experience,
     ExperienceVL,
 )
+from pipeline.row_checks import (
+    check_alike,
+    check_finite,
+    check_item,
+    check_kinds,
+    check_one_kind,
+    check_present,
+    num_actions,
+)
 from pipeline.vision import batch_vision, split_vision
 
 Item = TypeVar("Item", bound=BufferItem)
+
+_FIELDS = (*TOKEN_FIELDS, *ACTION_FIELDS, *SCORE_FIELDS, *OBJECT_FIELDS)
 
 
 def zero_pad_sequences(sequences: list[Tensor], side: str = "left") -> Tensor:
@@ -45,20 +56,31 @@ def zero_pad_sequences(sequences: list[Tensor], side: str = "left") -> Tensor:
     Raises:
         AssertionError: If `side` is neither "left" nor "right".
         ShapeError: If there is no sequence, or one is not 1-D.
+        FieldError: If one is no tensor, or of another dtype than the first.
+
+    Examples:
+        >>> sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])]
+        >>> zero_pad_sequences(sequences, side="right")
+        tensor([[1, 2, 3, 0],
+                [4, 5, 0, 0],
+                [6, 7, 8, 9]])
+        >>> zero_pad_sequences(sequences, side="left")
+        tensor([[0, 1, 2, 3],
+                [0, 0, 4, 5],
+                [6, 7, 8, 9]])
     """
     if side not in ("left", "right"):
         raise AssertionError(f'side must be "left" or "right", not {side!r}')
     if not sequences:
         raise ShapeError("no sequences to pad")
     for row, sequence in enumerate(sequences):
+        if not isinstance(sequence, Tensor):
+            raise FieldError(f"row {row} of sequences is a {type(sequence).__name__}, not a tensor")
         if sequence.dim() != 1:
             raise ShapeError(f"row {row}: a sequence of shape {tuple(sequence.shape)} is not 1-D")
-    longest = max(len(sequence) for sequence in sequences)
-    if all(len(sequence) == longest for sequence in sequences):
-        return torch.stack(sequences)
-    if side == "left":
-        return torch.stack([functional.pad(sequence, (longest - len(sequence), 0)) for sequence in sequences])
-    return torch.stack([functional.pad(sequence, (0, longest - len(sequence))) for sequence in sequences])
+        if sequence.dtype != sequences[0].dtype:
+            raise FieldError(f"sequences is {sequence.dtype} in row {row}, {sequences[0].dtype} in row 0")
+    return pad_sequence(sequences, batch_first=True, padding_side=side)
 
 
 def split_experience_batch(experience: Experience) -> list[BufferItem]:
@@ -73,20 +95,40 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         The rows in batch order; padding stays where it is (see `remove_padding_in_sequences`).
 
     Raises:
-        ShapeError: If the first dimension of a field is not the number of rows.
-        FieldError: If pixels and grids of a vision-language batch do not belong together.
+        ShapeError: If the first dimension of a field is not the number of rows, or fields disagree on their columns.
+        FieldError: If a field's dtype says that it holds something else, a number under the action mask is NaN or
+            infinite, or pixels and grids of a vision-language batch do not belong together.
+
+    Examples:
+        >>> first = BufferItem(sequences=torch.tensor([5, 6, 7]), reward=torch.tensor(1.0))
+        >>> second = BufferItem(sequences=torch.tensor([8, 9]), reward=torch.tensor(0.5))
+        >>> batch_experience = make_experience_batch([first, second])
+        >>> individual_items = split_experience_batch(batch_experience)
+        >>> for item in individual_items:
+        ...     print(item.sequences, item.reward)
+        tensor([5, 6, 7]) tensor(1.)
+        tensor([0, 8, 9]) tensor(0.5000)
+        >>> sampled_items = individual_items[:1]
+        >>> make_experience_batch(sampled_items).sequences
+        tensor([[5, 6, 7]])
     """
+    if not isinstance(experience.sequences, Tensor | list):
+        raise FieldError(f"sequences is a {type(experience.sequences).__name__}, not a tensor or a list of tensors")
     batch_size = len(experience.sequences)
-    columns = {
-        name: _rows_of(name, getattr(experience, name), batch_size)
-        for name in (*TOKEN_FIELDS, *ACTION_FIELDS, *SCORE_FIELDS, *OBJECT_FIELDS)
-    }
+    fields = {name: getattr(experience, name) for name in _FIELDS}
+    columns = {name: _rows_of(name, value, batch_size) for name, value in fields.items()}
     columns["info"] = _split_info(experience.info, batch_size)
     item_type: type[BufferItem] = BufferItem
     if isinstance(experience, ExperienceVL):
         item_type = BufferItemVL
         columns.update(split_vision(experience, batch_size))
-    return [item_type(**{name: rows[row] for name, rows in columns.items()}) for row in range(batch_size)]
+    items = [item_type(**{name: rows[row] for name, rows in columns.items()}) for row in range(batch_size)]
+    # The rows of tensors have one shape, those of lists have one each.
+    packed = any(isinstance(value, list) for name, value in fields.items() if name not in OBJECT_FIELDS)
+    for row, item in enumerate(items if packed else items[:1]):
+        check_item(item, row)
+    check_finite(fields)
+    return items
 
 
 def make_experience_batch(items: Sequence[BufferItem], packing_samples: bool = False) -> Experience:
@@ -99,38 +141,73 @@ def make_experience_batch(items: Sequence[BufferItem], packing_samples: bool = F
             `position_ids` for a forward pass over the rows laid end to end.
 
     Returns:
-        `Experience`, or `ExperienceVL` with the counts of images and videos in `info`.
+        `Experience`, or `ExperienceVL` with the counts of images and videos in `info`. Labels and references become a
+        tensor where all rows have tensors of one shape and dtype, else they are a list.
 
     Raises:
         ShapeError: If there are no items, or a row's fields disagree on its length.
-        FieldError: If rows disagree on which fields or `info` keys they have, or on a field's dtype.
+        FieldError: If rows disagree on which fields or `info` keys they have, or on a field's dtype; if a dtype says
+            that a field holds something else; if a number under the action mask is NaN or infinite.
+
+    Examples:
+        >>> def row(*tokens, reward):
+        ...     return BufferItem(
+        ...         sequences=torch.tensor(tokens),
+        ...         attention_mask=torch.ones(len(tokens), dtype=torch.int64),
+        ...         reward=torch.tensor(reward),
+        ...     )
+        >>> items = [row(1, 2, 3, reward=0.5), row(4, 5, reward=1.0)]
+        >>> batch_exp = make_experience_batch(items, packing_samples=False)
+        >>> batch_exp.sequences
+        tensor([[1, 2, 3],
+                [0, 4, 5]])
+        >>> batch_exp.reward
+        tensor([0.5000, 1.0000])
+
+        Rows laid end to end, and rows with pixels:
+
+        >>> packed = make_experience_batch(split_experience_batch(batch_exp), packing_samples=True)
+        >>> packed.sequences, packed.cu_seqlens, packed.position_ids
+        ([tensor([1, 2, 3]), tensor([4, 5])], tensor([0, 3, 5], dtype=torch.int32), tensor([[0, 1, 2, 0, 1]]))
+        >>> with_image = BufferItemVL(
+        ...     sequences=torch.tensor([1, 2]),
+        ...     attention_mask=torch.tensor([1, 1]),
+        ...     pixel_values=torch.zeros(4, 3),
+        ...     image_grid_thws=torch.tensor([[1, 2, 2]]),
+        ... )
+        >>> without = BufferItemVL(sequences=torch.tensor([3, 4]), attention_mask=torch.tensor([1, 1]))
+        >>> vl_items = [with_image, without]
+        >>> batch_vl_exp = make_experience_batch(vl_items, packing_samples=True)
+        >>> batch_vl_exp.info
+        {'image_num': tensor([1., 0.])}
     """
     if not items:
         raise ShapeError("no items to make a batch of")
-    vision_rows = [item for item in items if isinstance(item, BufferItemVL)]
-    if vision_rows and len(vision_rows) != len(items):
-        raise FieldError(f"{len(vision_rows)} of {len(items)} items are BufferItemVL; a batch is of one kind")
-    if packing_samples:
-        items = [item if item.attention_mask is None else _strip(item, row) for row, item in enumerate(items)]
-    for row, item in enumerate(items):
-        _check_lengths(item, row)
-    for name in SCORE_FIELDS:
-        _check_one_kind(name, items)
-    fields: dict[str, Any] = {
-        name: _batch_field(name, [getattr(item, name) for item in items], packing_samples)
-        for name in (*TOKEN_FIELDS, *ACTION_FIELDS, *SCORE_FIELDS)
-    }
-    for name in OBJECT_FIELDS:
-        fields[name] = _batch_objects(name, [getattr(item, name) for item in items], packing_samples)
+    vision = check_kinds(items)
+    if packing_samples and items[0].attention_mask is not None:
+        check_present("attention_mask", [item.attention_mask for item in items])
+        items = remove_padding_in_sequences(items)
+    else:
+        for row, item in enumerate(items):
+            check_item(item, row)
+    actions = [num_actions(item) for item in items]
+    fields: dict[str, Any] = {}
+    for name in _FIELDS:
+        values = [getattr(item, name) for item in items]
+        if name in SCORE_FIELDS:
+            check_one_kind(name, values, actions)
+        objects = name in OBJECT_FIELDS
+        fields[name] = _batch_objects(name, values) if objects else _batch_field(name, values, packing_samples)
+    check_finite(fields)
     fields["info"] = _batch_info([item.info for item in items])
     if packing_samples:
         fields.update(_packing([len(item.sequences) for item in items], items[0].sequences.device))
-    if not vision_rows:
+    if not vision:
         return Experience(**fields)
-    vision, counts = batch_vision(vision_rows)
+    vision_fields, counts = batch_vision(cast("list[BufferItemVL]", list(items)))
     if counts:
         fields["info"] = {**(fields["info"] or {}), **counts}
-    return ExperienceVL(**fields, **vision)
+    return ExperienceVL(**fields, **vision_fields)
 
 
 def remove_padding_in_sequences(items: Sequence[Item]) -> list[Item]:
@@ -148,93 +225,91 @@ def remove_padding_in_sequences(items: Sequence[Item]) -> list[Item]:
 
     Raises:
         ShapeError: If a row has no tokens, or its fields disagree on its length.
-        FieldError: If a row has no attention mask: nothing else tells padding from a token.
+        FieldError: If a row has no attention mask: nothing else tells padding from a token. If a field is no tensor,
+            or its dtype says that it holds something else.
+
+    Examples:
+        LightRFT's own example, whose code gives ``tensor([1])``: it counts every zero of the action mask, wherever it
+        stands.
+
+        >>> real = torch.tensor([0, 0, 1, 1, 1, 0, 0])
+        >>> padded_items = [
+        ...     BufferItem(
+        ...         sequences=torch.tensor([0, 0, 1, 2, 3, 0, 0]),
+        ...         action_log_probs=real * -0.5,
+        ...         attention_mask=real,
+        ...         action_mask=real.bool(),
+        ...     )
+        ... ]
+        >>> clean_items = remove_padding_in_sequences(padded_items)
+        >>> clean_items[0].sequences
+        tensor([1, 2, 3])
+        >>> clean_items[0].action_log_probs
+        tensor([-0.5000, -0.5000, -0.5000])
+        >>> padded_vl_items = [
+        ...     BufferItemVL(
+        ...         sequences=torch.tensor([0, 0, 4, 5, 6, 0]), attention_mask=torch.tensor([0, 0, 1, 1, 1, 0])
+        ...     )
+        ... ]
+        >>> clean_vl_items = remove_padding_in_sequences(padded_vl_items)
+        >>> clean_vl_items[0].sequences
+        tensor([4, 5, 6])
     """
-    stripped = []
+    check_kinds(items)
     for row, item in enumerate(items):
-        _check_lengths(item, row)
-        stripped.append(_strip(item, row))
-    return stripped
+        check_item(item, row)
+        if item.attention_mask is None:
+            raise FieldError(f"row {row}: attention_mask is None; without it padding cannot be told from tokens")
+    return [_cut_item(item, *columns) for item, columns in zip(items, _kept_columns(items), strict=True)]
 
 
-def _strip(item: Item, row: int) -> Item:
-    if item.attention_mask is None:
-        raise FieldError(f"row {row}: attention_mask is None; without it padding cannot be told from tokens")
-    length, num_actions = len(item.sequences), _num_actions(item)
-    real = item.attention_mask != 0
-    if item.action_mask is not None:
-        real = real.clone()
-        real[length - num_actions :] |= item.action_mask != 0
-    columns = real.nonzero()
-    if len(columns) == 0:
-        raise ShapeError(f"row {row}: attention_mask of {length} columns has no real token")
-    start, end = int(columns[0]), int(columns[-1]) + 1
-    # The first action column that stays, and the one after the last, counted within the A action columns.
-    first = max(0, start - (length - num_actions))
-    last = num_actions - (length - end)
-    if item.action_mask is not None and bool(item.action_mask.any()):
-        first = int(item.action_mask.nonzero()[0])
-    changes: dict[str, Any] = {name: _cut(getattr(item, name), start, end) for name in TOKEN_FIELDS}
-    for name in (*ACTION_FIELDS, *SCORE_FIELDS):
+def _kept_columns(items: Sequence[BufferItem]) -> list[tuple[int, int, int, int]]:
+    """For each row the first token that stays and the one after the last, and the same of its actions."""
+    if not items:
+        return []
+    no_actions = items[0].sequences.new_empty(0, dtype=torch.bool)
+    # Padded on the left: action columns end with their tokens, in rows of every length.
+    attended = zero_pad_sequences([cast("Tensor", item.attention_mask) != 0 for item in items])  # (B, S)
+    acted = zero_pad_sequences(
+        [no_actions if item.action_mask is None else item.action_mask != 0 for item in items]
+    )  # (B, A)
+    width, action_width = attended.shape[1], acted.shape[1]
+    real = attended.clone()
+    real[:, width - action_width :] |= acted
+    # argmax gives the first of equal elements.
+    starts, ends = real.byte().argmax(dim=1).tolist(), (width - real.flip(1).byte().argmax(dim=1)).tolist()
+    any_real = real.any(dim=1).tolist()
+    firsts, any_action = [-1] * len(items), [False] * len(items)
+    if action_width:
+        firsts, any_action = acted.byte().argmax(dim=1).tolist(), acted.any(dim=1).tolist()
+    kept = []
+    for row, item in enumerate(items):
+        length, actions = len(item.sequences), num_actions(item)
+        if not any_real[row]:
+            raise ShapeError(f"row {row}: attention_mask of {length} columns has no real token")
+        start, end = starts[row] - (width - length), ends[row] - (width - length)
+        first = firsts[row] - (action_width - actions) if any_action[row] else max(0, start - (length - actions))
+        kept.append((start, end, first, max(first, actions - (length - end))))
+    return kept
+
+
+def _cut_item(item: Item, start: int, end: int, first: int, last: int) -> Item:
+    actions = num_actions(item)
+    changes: dict[str, Any] = {}
+    for name in (*TOKEN_FIELDS, *ACTION_FIELDS, *SCORE_FIELDS):
         value = getattr(item, name)
-        if value is not None and value.dim() == 1 and len(value) == num_actions:
-            changes[name] = _cut(value, first, max(first, last))
+        if name in TOKEN_FIELDS:
+            changes[name] = value[start:end]
+        elif value is not None and value.shape == (actions,):
+            changes[name] = value[first:last]
     return dataclasses.replace(item, **changes)
 
 
-def _cut(value: Tensor | None, start: int, end: int) -> Tensor | None:
-    return None if value is None else value[start:end]
-
-
-def _num_actions(item: BufferItem) -> int:
-    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
-        value = getattr(item, name)
-        if value is not None:
-            return len(value)
-    # Without any per-action field the longest score says how many columns there are.
-    scores = [getattr(item, name) for name in SCORE_FIELDS]
-    return max([len(value) for value in scores if value is not None and value.dim() == 1], default=0)
-
-
-def _check_lengths(item: BufferItem, row: int) -> None:
-    for name in (*TOKEN_FIELDS, *ACTION_FIELDS):
-        value = getattr(item, name)
-        if value is not None and value.dim() != 1:
-            raise ShapeError(f"row {row}: {name} of shape {tuple(value.shape)} is not 1-D")
-    length, num_actions = len(item.sequences), _num_actions(item)
-    if length == 0:
-        raise ShapeError(f"row {row}: sequences has no tokens")
-    if num_actions > length:
-        raise ShapeError(f"row {row}: {num_actions} action columns do not fit into sequences of {length} tokens")
-    if item.attention_mask is not None and len(item.attention_mask) != length:
-        raise ShapeError(f"row {row}: attention_mask has {len(item.attention_mask)} columns, sequences has {length}")
-    for name in (*ACTION_FIELDS, *SCORE_FIELDS):
-        value = getattr(item, name)
-        if value is None or (name in SCORE_FIELDS and (value.dim() == 0 or value.shape == (1,))):
-            continue
-        if value.shape != (num_actions,):
-            raise ShapeError(f"row {row}: {name} has shape {tuple(value.shape)}, the row has {num_actions} actions")
-
-
-def _check_one_kind(name: str, items: Sequence[BufferItem]) -> None:
-    """Refuse a field that is one number in some rows and one an action in others; padding would hide the mistake."""
-    counts = {
-        row: _num_actions(item)
-        for row, item in enumerate(items)
-        if (value := getattr(item, name)) is not None and value.dim() == 1 and len(value) != _num_actions(item)
-    }
-    for row, item in enumerate(items):
-        value = getattr(item, name)
-        if counts and value is not None and value.shape != (1,):
-            raise ShapeError(
-                f"{name} has shape {tuple(value.shape)} in row {row}, (1,) in row {min(counts)} "
-                f"of {counts[min(counts)]} actions"
-            )
-
-
-def _rows_of(name: str, value: Tensor | list[Any] | None, batch_size: int) -> Sequence[Any]:
+def _rows_of(name: str, value: Any, batch_size: int) -> Sequence[Any]:
     if value is None:
         return [None] * batch_size
+    if not isinstance(value, Tensor | list):
+        raise FieldError(f"{name} is a {type(value).__name__}, not one element for each of {batch_size} rows")
     if isinstance(value, Tensor) and value.dim() == 0:
         raise ShapeError(f"{name} is 0-dim, the batch has {batch_size} rows")
     if len(value) != batch_size:
@@ -249,60 +324,46 @@ def _split_info(info: dict[str, Tensor] | None, batch_size: int) -> list[dict[st
     return [{key: rows[row] for key, rows in columns.items()} for row in range(batch_size)]
 
 
-def _present(name: str, values: Sequence[Any]) -> bool:
-    """Tell whether the rows have this field; refuse rows that disagree."""
-    missing = [row for row, value in enumerate(values) if value is None]
-    if missing and len(missing) != len(values):
-        raise FieldError(f"{name} is None in row {missing[0]} and in {len(missing)} of {len(values)} rows, not in all")
-    return not missing
-
-
 def _batch_field(name: str, values: list[Tensor | None], packing: bool) -> Tensor | list[Tensor] | None:
-    if not _present(name, values):
+    if not check_present(name, values):
         return None
-    tensors = [value for value in values if value is not None]
-    first = tensors[0]
-    for row, tensor in enumerate(tensors):
-        if tensor.dtype != first.dtype:
-            raise FieldError(f"{name} is {tensor.dtype} in row {row}, {first.dtype} in row 0")
-        if tensor.dim() != first.dim():
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)} in row {row}, {tuple(first.shape)} in row 0")
-    if first.dim() == 0:
+    tensors = cast("list[Tensor]", values)
+    check_alike(name, tensors)
+    if tensors[0].dim() == 0:
         return torch.stack(tensors)
     return tensors if packing else zero_pad_sequences(tensors, "left")
 
 
-def _batch_objects(name: str, values: list[Any], packing: bool) -> Tensor | list[Any] | None:
-    if not _present(name, values):
+def _batch_objects(name: str, values: list[Any]) -> Tensor | list[Any] | None:
+    if not check_present(name, values):
         return None
-    if all(isinstance(value, Tensor) and value.dim() <= 1 for value in values):
-        return _batch_field(name, values, packing)
+    if all(isinstance(value, Tensor) for value in values) and len({(v.shape, v.dtype) for v in values}) == 1:
+        return torch.stack(values)
     return values
 
 
 def _batch_info(rows: list[dict[str, Any] | None]) -> dict[str, Tensor] | None:
-    if not _present("info", rows):
+    if not check_present("info", rows):
         return None
-    infos = [row for row in rows if row is not None]
-    keys = list(infos[0])
+    infos = cast("list[dict[str, Any]]", rows)
     for row, info in enumerate(infos):
-        if info.keys() != infos[0].keys():
-            differing = sorted(info.keys() ^ infos[0].keys())
-            raise FieldError(f"info[{differing[0]!r}] is in row 0 or in row {row}, not in both")
-    return {key: _stack_info(f"info[{key!r}]", [info[key] for info in infos]) for key in keys}
+        for key in sorted(info.keys() ^ infos[0].keys()):
+            there, missing = (row, 0) if key in info else (0, row)
+            raise FieldError(f"info[{key!r}] is in row {there}, not in row {missing}")
+    return {key: _stack_info(f"info[{key!r}]", [info[key] for info in infos]) for key in infos[0]}
 
 
 def _stack_info(name: str, values: list[Any]) -> Tensor:
+    for row, value in enumerate(values):
+        if not isinstance(value, Tensor | bool | int | float):
+            raise FieldError(f"{name} is a {type(value).__name__} in row {row}, not a number or a tensor")
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor(values)
     tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
+    check_alike(name, tensors)
     if tensors[0].dim() == 1:
-        batched = _batch_field(name, list(tensors), packing=False)
-        assert isinstance(batched, Tensor)
-        return batched
+        return zero_pad_sequences(tensors)
     for row, tensor in enumerate(tensors):
-        if tensor.dtype != tensors[0].dtype:
-            raise FieldError(f"{name} is {tensor.dtype} in row {row}, {tensors[0].dtype} in row 0")
         if tensor.shape != tensors[0].shape:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)} in row {row}, {tuple(tensors[0].shape)} in row 0")
     return torch.stack(tensors)

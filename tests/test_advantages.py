@@ -39,21 +39,36 @@ def slow_gae(values: list[float], rewards: list[float], gamma: float, lam: float
 numbers = st.floats(-3, 3, width=32)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=200)
 @given(data=st.data(), gamma=st.floats(0.5, 1.0), lam=st.floats(0.0, 1.0))
 def test_gae_equals_its_definition(data: st.DataObject, gamma: float, lam: float) -> None:
-    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    row = st.lists(numbers, min_size=6, max_size=6)
-    values = data.draw(st.lists(row, min_size=len(lengths), max_size=len(lengths)))
-    rewards = data.draw(st.lists(row, min_size=len(lengths), max_size=len(lengths)))
+    """Over the actions of the mask alone: holes in it, and what lies outside, count as no time."""
+    rows = data.draw(st.integers(1, 4))
+    values, rewards = (
+        data.draw(st.lists(st.lists(numbers, min_size=6, max_size=6), min_size=rows, max_size=rows)) for _ in range(2)
+    )
+    mask = data.draw(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=rows, max_size=rows))
 
     advantages = generalized_advantages(
-        torch.tensor(values), torch.tensor(rewards), mask_of(lengths, 6), gamma=gamma, lam=lam
+        torch.tensor(values), torch.tensor(rewards), torch.tensor(mask), gamma=gamma, lam=lam
     )
 
-    for i, n in enumerate(lengths):
-        expected = slow_gae(values[i][:n], rewards[i][:n], gamma, lam) + [0.0] * (6 - n)
+    for i in range(rows):
+        actions = [column for column in range(6) if mask[i][column]]
+        expected = [0.0] * 6
+        by_action = slow_gae([values[i][t] for t in actions], [rewards[i][t] for t in actions], gamma, lam)
+        for column, advantage in zip(actions, by_action, strict=True):
+            expected[column] = advantage
         assert advantages[i].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_tool_output_between_two_actions_takes_no_time() -> None:
+    """With and without a hole the two actions have the advantages 0.5 * 4 + 0.25 * 1 - 2 + 1 = 1.25 and 5 - 4 = 1."""
+    values, rewards = torch.tensor([[2.0, 9.0, 4.0]]), torch.tensor([[1.0, 9.0, 5.0]])
+
+    holed = generalized_advantages(values, rewards, torch.tensor([[True, False, True]]), gamma=0.5, lam=0.5)
+
+    assert holed.tolist() == [[1.25, 0.0, 1.0]]
 
 
 def test_gae_worked_by_hand() -> None:

@@ -120,13 +120,15 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
 
     Raises:
         ShapeError: If the shapes differ, or a prompt has no real token.
-        FieldError: If a prompt has padding after a real token.
+        FieldError: If a prompt has padding after a real token, or ids are no integers.
     """
     if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape or not len(input_ids):
         raise ShapeError(
             f"input_ids of shape {tuple(input_ids.shape)}, attention_mask {tuple(attention_mask.shape)}: "
             "both must be (prompts, P), with at least one prompt"
         )
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise FieldError(f"input_ids is {input_ids.dtype}; token ids are integers")
     real = attention_mask != 0
     empty = ~real.any(dim=1)
     if bool(empty.any()):
