@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.errors import FieldError
-from pipeline.metrics_writer import MetricWriter
+from pipeline.metrics_slab import SlotWriter
 
 OTHER = "other"
 
 
 class ActivityClock:
-    """Books a process's wall time to rlhfd_process_time_seconds_total.
+    """Books a process's wall time to rlhfd_process_time_seconds_total, at each change of activity.
 
-    Invariant: after each booking the activities add up to the time since the start, in whole nanoseconds.
-
-    `enter` and `during` belong to the process's main thread. `tick` may come from another one, such as the heartbeat's:
-    without it a long activity would show only at its end.
+    Invariant: after each booking the activities add up to the time since the start, in whole nanoseconds. In between,
+    readers of the slab add what the present activity has lasted (`pipeline.metrics_slab`), so that one that never ends
+    shows too. It belongs to the process's main thread.
 
     Args:
         writer: The process's metrics.
@@ -30,19 +28,20 @@ class ActivityClock:
 
     def __init__(
         self,
-        writer: MetricWriter,
+        writer: SlotWriter,
         activities: Sequence[str],
         *,
         since_ns: int | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         names = dict.fromkeys([*activities, OTHER])
+        self._writer = writer
         self._counters = {name: writer.counter("rlhfd_process_time_seconds_total", activity=name) for name in names}
         self._spent_ns = dict.fromkeys(names, 0)
         self._clock_ns = clock_ns
         self._booked_ns = clock_ns() if since_ns is None else since_ns
         self._activity = OTHER
-        self._lock = threading.Lock()
+        writer.enter(OTHER, self._booked_ns, 0)
 
     @property
     def activity(self) -> str:
@@ -57,9 +56,12 @@ class ActivityClock:
         """
         if activity not in self._counters:
             raise FieldError(f"activity {activity} is none of {', '.join(self._counters)}")
-        with self._lock:
-            self._book()
-            ended, self._activity = self._activity, activity
+        now_ns, ended = self._clock_ns(), self._activity
+        self._spent_ns[ended] += now_ns - self._booked_ns
+        # Readers look at this word again once the activity has changed, hence first.
+        self._counters[ended].set_total(self._spent_ns[ended] / 1e9)
+        self._activity, self._booked_ns = activity, now_ns
+        self._writer.enter(activity, now_ns, self._spent_ns[activity])
         return ended
 
     @contextlib.contextmanager
@@ -70,14 +72,3 @@ class ActivityClock:
             yield
         finally:
             self.enter(interrupted)
-
-    def tick(self) -> None:
-        """Book the present activity up to now."""
-        with self._lock:
-            self._book()
-
-    def _book(self) -> None:
-        now_ns = self._clock_ns()
-        self._spent_ns[self._activity] += now_ns - self._booked_ns
-        self._booked_ns = now_ns
-        self._counters[self._activity].set_total(self._spent_ns[self._activity] / 1e9)

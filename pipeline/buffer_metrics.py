@@ -94,4 +94,4 @@ class BufferMetrics:
         if limits.limit_batches:
             self._capacity_items.set(limits.limit_batches * limits.sample_batch_size)
         self._capacity_bytes.set(capacity_bytes)
-        self._writer.beat(time.time())
+        self._writer.beat()

@@ -14,7 +14,7 @@ from pipeline.leases import Send
 from pipeline.ledger import Ledger
 from pipeline.messages import Message
 from pipeline.observer import Observer
-from pipeline.role import Report, RoleContext, monotonic_s
+from pipeline.role import RoleContext, monotonic_s
 from pipeline.transport import BUFFER, Mailbox, Outbox
 from pipeline.workspace import ledger_layout, limits_of
 
@@ -53,7 +53,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     if ledger.totals.tickets:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
     metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
-    context.report(Report(state="ready"))
+    context.ready()
     try:
         while not context.stopping:
             with clock.during("wait_data"):

@@ -91,6 +91,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             by more, which is why the default takes them anew, with the function that the trainer uses.
         seed: Seed of the calls of `make_experience` that are given none; None for one from the operating system.
         stage: Entered around each stage of the work: "generate", "reward", "logprob", "ref_logprob", "value".
+        on_progress: Called once a token or once a mini-batch: calls that cease tell of a hang.
 
     Raises:
         FieldError: If an argument is impossible, or one that the algorithm needs is missing.
@@ -117,6 +118,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         reuse_sampling_log_probs: bool = False,
         seed: int | None = None,
         stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(actor, critic, reward_model, initial_model)
         if use_grpo and num_generation < 2:
@@ -143,6 +145,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.generator = generator
         self.reuse_sampling_log_probs = reuse_sampling_log_probs
         self._stage = stage
+        self._on_progress = on_progress
         self._seeds = torch.Generator()
         if seed is None:
             self._seeds.seed()
@@ -256,8 +259,8 @@ class NaiveExperienceMaker(ExperienceMaker):
                 raise FieldError(f"unknown generation keyword {others[0]}: the generator has no use for it")
             return self.generator
         if not others and fits_lean_loop(self.actor):
-            return LeanGenerator(self.actor)
-        return ActorGenerator(self.actor, extra)
+            return LeanGenerator(self.actor, self._on_progress)
+        return ActorGenerator(self.actor, extra, self._on_progress)
 
     def _sample(
         self, input_ids: Tensor, attention_mask: Tensor, group_size: int, sampling: Sampling, extra: dict[str, Any]
@@ -278,6 +281,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             sequences, mask, columns = rows.padded(order[part], trim=trim)
             log_probs = action_log_probs(model, sequences.to(device), mask.to(device), columns, temperature=temperature)
             result[order[part], :columns] = log_probs.cpu()
+            self._on_progress()
         result.masked_fill_(~rows.action_mask, 0.0)
         _check_finite(name, "log-prob", result)
         return result
@@ -299,6 +303,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 gt_answer=answers[part],
             )
             scores.append(checked_scores(part_scores, len(ids), name).cpu())
+            self._on_progress()
         return torch.cat(scores)
 
     def _values(self, rows: Rows) -> Tensor:
@@ -310,6 +315,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         for part in self._forward_slices(len(rows.sequences)):
             ids, mask = rows.right_padded(part, trim=trim)
             values = all_values(self.critic, ids.to(device), mask.to(device)).cpu()
+            self._on_progress()
             if coati:
                 parts.append(values[:, -rows.num_actions :])
             else:

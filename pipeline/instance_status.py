@@ -70,7 +70,7 @@ class InstanceStatus:
         if self.state == "starting" and self._fleet.all_ready():
             self.state = "ready"
         self._writer.gauge("rlhfd_ready").set(float(self._fleet.all_ready()))
-        self._writer.beat(time.time())
+        self._writer.beat()
         self._sample_processes()
         self._sample_memory()
         self._reading = self._reader.read()
@@ -99,7 +99,10 @@ class InstanceStatus:
 
     def metrics(self, openmetrics: bool) -> bytes:
         """Return the exposition text."""
-        return self._reader.openmetrics() if openmetrics else self._reader.text()
+        text = self._reader.openmetrics() if openmetrics else self._reader.text()
+        # After the reading: what was shown is never more than the next supervisor takes over.
+        self._writer.beat()
+        return text
 
     def health(self) -> dict[str, Any]:
         """Return what /healthz says: the supervisor's loop runs, or nobody would answer."""

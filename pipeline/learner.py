@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -178,13 +178,15 @@ class _Observed:
 
 
 class _Stopwatch:
-    """Seconds by phase."""
+    """Seconds by phase, and who is told that one begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self._on_phase = on_phase
         self.seconds = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "optimizer": 0.0}
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
+        self._on_phase(phase)
         started_s = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - started_s
@@ -210,6 +212,7 @@ class Learner:
         kl_coef: float = 0.0,
         step: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """Take over the models; on several ranks, the weights of the group's first.
 
@@ -222,6 +225,7 @@ class Learner:
             kl_coef: Weight of the k3 KL to the reference in the loss.
             step: Updates done before, where training goes on without `load_state_dict`.
             process_group: The ranks that take each step together; None for this process alone.
+            on_phase: Called as each "forward", "backward", "reduce" and "optimizer" begins, micro-batch by micro-batch.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -236,6 +240,7 @@ class Learner:
         self._temperature = temperature
         self._kl_coef = kl_coef
         self._group = process_group
+        self._on_phase = on_phase
         self._device = next(actor.parameters()).device
         self._micro_batch_rows = trainer.micro_batch_size or (
             _CPU_MICRO_BATCH_ROWS if self._device.type == "cpu" else None
@@ -270,7 +275,7 @@ class Learner:
             FieldError: If a field that the algorithm needs is missing, or actions are marked in the padding.
             ShapeError: If fields disagree in shape.
         """
-        watch = _Stopwatch()
+        watch = _Stopwatch(self._on_phase)
         batches = [
             TrainingBatch.of(experience, self._algorithm, self._device, needs_reference=self._kl_coef > 0)
             for experience in experiences

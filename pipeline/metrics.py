@@ -31,6 +31,10 @@ EVERY_ROLE: Final = "supervisor buffer trainer rollout"
 CONSERVATION: Final = "@conservation"
 INFO: Final = "@info"
 
+ACTIVITIES: Final = (
+    "generate", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
+    "wait_ticket_full", "wait_ticket_staleness", "wait_data", "other",
+)  # fmt: skip
 DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared")
 PARTITION: Final = "0"
 UNITS: Final = ("seconds", "bytes", "versions", "nats", "ratio", "tokens")
@@ -143,7 +147,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_process_backoff_seconds", SUPERVISOR, "Wait before the next restart of this slot, 0 when none is due.",
           role=EACH, worker=EACH),
     gauge("rlhfd_process_last_heartbeat_timestamp_seconds", EVERY_ROLE,
-          "Unix time of the last heartbeat of the worker in this slot.", role=OWN, worker=OWN),
+          "Unix time of the last progress of the worker in this slot.", role=OWN, worker=OWN),
     gauge("rlhfd_process_resident_memory_bytes", SUPERVISOR, "Resident memory of the worker in this slot.",
           role=EACH, worker=EACH),
     counter("rlhfd_process_cpu_seconds_total", SUPERVISOR, "CPU time used by child processes, dead ones included.",
@@ -152,9 +156,7 @@ METRICS: Final[tuple[Metric, ...]] = (
             "Wall time by what the process was doing (generate, logprob, ref_logprob, value, reward, seal, train, "
             "publish, fetch_weights, wait_ticket_full, wait_ticket_staleness, wait_data, other); the activities of a "
             "process add up to its wall time.",
-            role=OWN, worker=OWN,
-            activity="generate logprob ref_logprob value reward seal train publish fetch_weights wait_ticket_full "
-                     "wait_ticket_staleness wait_data other"),
+            role=OWN, worker=OWN, activity=" ".join(ACTIVITIES)),
     counter("rlhfd_log_messages_total", EVERY_ROLE, "Log records at warning or above.",
             role=OWN, level="warning error critical"),
 
@@ -271,6 +273,27 @@ METRICS: Final[tuple[Metric, ...]] = (
 # fmt: on
 
 BY_NAME: Final[Mapping[str, Metric]] = {metric.name: metric for metric in METRICS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a process is at, as its own main loop and the work inside it tell; no thread of its own keeps it fresh.
+
+    Attributes:
+        beat_s: Monotonic time of its last progress, 0 before the first.
+        activity: One of `ACTIVITIES`; empty before the first.
+        since_s: Monotonic time at which that began.
+        working_on: The ticket or lease it is at, -1 for none.
+        deadline_s: When that ticket is due; 0 for never.
+        meets: Whether it waits for the other ranks in a collective: its silence is theirs.
+    """
+
+    beat_s: float
+    activity: str
+    since_s: float
+    working_on: int
+    deadline_s: float
+    meets: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -148,9 +149,9 @@ class MetricsReader:
             if value == value:
                 families[metric.name][labels] = value
         role, worker = self._slab.layout.slots[index]
-        beat_s = self._slab.heartbeat_s(role, worker)
-        if beat_s is not None:
-            families[_HEARTBEAT][role, str(worker)] = beat_s
+        if self._slab.is_live(role, worker) and (beat_s := self._slab.progress(role, worker).beat_s):
+            # In whole milliseconds: the two clocks are not read at the same moment.
+            families[_HEARTBEAT][role, str(worker)] = round(time.time() - time.monotonic() + beat_s, 3)
 
     def _lines(self, metric: Metric, labels: tuple[str, ...], value: float | HistogramReading) -> list[str]:
         key = (metric.name, labels)

@@ -1,7 +1,8 @@
 """The slab: the metrics of every process of an instance in one shared-memory file, one writer a slot, no lock.
 
     offset 0     header: magic, layout, size, then the slots' names as JSON; padded to a page
-    per slot     control      incarnation u64 | folded u64 | pid u64 | heartbeat f64 (Unix seconds)
+    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, meets f64 (`Progress`)
+                 activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; see below
                  live         float64 words: counters, histograms and gauges of the process that runs now
                  base 0, 1    the same words, for the processes of this slot that died
     at the end   conservation: sequence u64, then two halves; the last bit of `sequence` tells the one that counts
@@ -14,11 +15,17 @@ A word is NaN until a process binds it: such a series is absent, which is not 0.
     write               the child                              one word; a histogram's bucket, then its sum
     fold                supervisor, after it reaped the child  base + live into the other base, then `folded`
     publish_group       the buffer                             the other half, then `sequence` + 1
+    enter               the child                              counter of the activity that ends, other half, `turn` + 1
 
 `folded` is one aligned 8-byte store that does two things at once: it turns to the new base and declares the live words
 dead. A supervisor killed before it has folded nothing, killed after it has folded all; whoever folds again counts
 nothing twice. So a counter neither falls nor repeats, whoever is killed. A child killed between the two stores of an
 observation has counted it without adding to the sum.
+
+Times are CLOCK_MONOTONIC's. What a process does now counts up while it lasts though nobody writes: the half that the
+last bit of `turn` tells stands for ``spent + (now - since)`` seconds of its activity, whatever that counter's own word
+says. So no reader sees a torn change; for a dead process `fold` counts up to the moment it is called, and the next
+supervisor up to the last beat of the one before, which beats after each reading that it shows.
 
 Each process relies on another's stores being seen in the order they were made, as x86-64 has it.
 """
@@ -33,18 +40,21 @@ import math
 import mmap
 import os
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import ConfigError, DeadlineError, FieldError, LedgerError
-from pipeline.metrics import BUFFER, CONSERVATION_WORDS, Conservation, SlotName
+from pipeline.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, Conservation, Progress, SlotName
 from pipeline.metrics_writer import LINE_WORDS, WORD_BYTES, MetricWriter, SlotLayout
 
 PAGE_BYTES = 4096
-_MAGIC = b"rlhfd-metrics\x00\x00\x01"
+_MAGIC = b"rlhfd-metrics\x00\x00\x02"
 _HEADER = struct.Struct("<16s8sQQ")
-_CONTROL_WORDS = LINE_WORDS
-_INCARNATION, _FOLDED, _PID, _HEARTBEAT = range(4)
+_CONTROL_WORDS = 2 * LINE_WORDS
+_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _MEETS = range(7)
+_TURN = LINE_WORDS
+_HALF_WORDS = 3
 _GROUP_HALF_WORDS = -(-CONSERVATION_WORDS // LINE_WORDS) * LINE_WORDS
 _READ_ATTEMPTS = 1000
 
@@ -125,11 +135,32 @@ class SlotWriter(MetricWriter):
         name = layout.slots[index]
         super().__init__(name, layout.of_role[name.role], slab.floats, layout.live(index).start)
         self._slab = slab
-        self._heartbeat_at = layout.control_at[index] + _HEARTBEAT
+        self._control_at = layout.control_at[index]
+        self._beat_at = self._control_at + _BEAT
 
-    def beat(self, unix_s: float) -> None:
-        """Note that the process is alive."""
-        self._slab.floats[self._heartbeat_at] = unix_s
+    def beat(self) -> None:
+        """Note that the work goes on: from the main loop, and from within whatever takes long."""
+        self._slab.floats[self._beat_at] = time.monotonic()
+
+    def work_on(self, number: int = -1, deadline_s: float = 0.0) -> None:
+        """Show the ticket or lease that the process is at, -1 for none, and when it is due."""
+        self._slab.floats[self._control_at + _DEADLINE] = deadline_s
+        self._slab.floats[self._control_at + _WORKING_ON] = float(number)
+        self.beat()
+
+    def meet(self, others: bool) -> None:
+        """Show whether the process waits in a collective for the other ranks."""
+        self._slab.floats[self._control_at + _MEETS] = float(others)
+        self.beat()
+
+    def enter(self, activity: str, since_ns: int, spent_ns: int) -> None:
+        """Show what the process does from `since_ns` on, and how long it had done that before in all."""
+        words, at = self._slab.words, self._control_at + _TURN
+        turn = words[at] + 1
+        half = at + 1 + _HALF_WORDS * (turn & 1)
+        words[half], words[half + 1], words[half + 2] = 1 + ACTIVITIES.index(activity), since_ns, spent_ns
+        words[at] = turn
+        self._slab.floats[self._beat_at] = since_ns / 1e9
 
     def publish_group(self, block: Conservation) -> None:
         """Replace the conservation block as a whole. The buffer alone may; its last block stays when it dies."""
@@ -225,8 +256,10 @@ class MetricsSlab:
         if slab.layout.slots != tuple(slots):
             slab.close()
             return cls.create(path, slots)
+        # They ended with their supervisor, whose last beat is the last moment anybody was shown.
+        ended_ns = int(slab.progress(*slots[0]).beat_s * 1e9)
         for slot in slab.layout.slots:
-            slab.fold(*slot)
+            slab.fold(*slot, until_ns=ended_ns)
         return slab
 
     def begin(self, role: str, worker: int = 0) -> int:
@@ -237,7 +270,7 @@ class MetricsSlab:
         live = self.layout.live(index)
         self.floats[live] = _doubles([math.nan] * (live.stop - live.start))
         self.words[control + _PID] = 0
-        self.floats[control + _HEARTBEAT] = 0.0
+        self.floats[control + _BEAT : control + _CONTROL_WORDS] = _doubles([0.0, -1.0, *[0.0] * (_CONTROL_WORDS - 5)])
         self.words[control + _INCARNATION] += 1
         return self.words[control + _INCARNATION]
 
@@ -253,8 +286,14 @@ class MetricsSlab:
         self.words[self.layout.control_at[index] + _PID] = os.getpid()
         return SlotWriter(self, index)
 
-    def fold(self, role: str, worker: int = 0) -> None:
-        """Keep what a dead process has counted; its gauges go. Only after it was reaped; to do it again is harmless."""
+    def fold(self, role: str, worker: int = 0, *, until_ns: int | None = None) -> None:
+        """Keep what a dead process has counted; its gauges go. Only after it was reaped; to do it again is harmless.
+
+        Args:
+            role: The slot's role.
+            worker: The slot's number.
+            until_ns: Monotonic time up to which it was at its last activity, None for now.
+        """
         index = self._index(role, worker)
         control = self.layout.control_at[index]
         incarnation, folded = self.words[control + _INCARNATION], self.words[control + _FOLDED]
@@ -262,7 +301,7 @@ class MetricsSlab:
             return
         other = 1 - (folded & 1)
         layout = self.layout.of_role[role]
-        kept = layout.merge(layout.merge(self._base(index, folded), self._live(index)), None)
+        kept = layout.merge(layout.merge(self._base(index, folded), self._live(index, until_ns)), None)
         self.floats[self.layout.base(index, other)] = _doubles(kept)
         self.words[control + _FOLDED] = incarnation << 1 | other
 
@@ -275,10 +314,14 @@ class MetricsSlab:
         """Return the pid that writes, 0 before it has attached."""
         return self.words[self.layout.control_at[self._index(role, worker)] + _PID]
 
-    def heartbeat_s(self, role: str, worker: int = 0) -> float | None:
-        """Return the Unix time of the live process's last heartbeat, None before the first."""
-        beat = self.floats[self.layout.control_at[self._index(role, worker)] + _HEARTBEAT]
-        return beat if beat and self.is_live(role, worker) else None
+    def progress(self, role: str, worker: int = 0) -> Progress:
+        """Return what the slot's process is at, or was at when it died, until the slot begins anew."""
+        index = self._index(role, worker)
+        control = self.layout.control_at[index]
+        activity, since_ns, _ = self._activity(control)
+        beat_s, working_on, deadline_s, meets = self.floats[control + _BEAT : control + _MEETS + 1]
+        name = ACTIVITIES[activity - 1] if activity else ""
+        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(meets))
 
     def read(self, index: int) -> Sequence[float]:
         """Return what the slot with this index amounts to, dead processes included; a fold meanwhile does not show."""
@@ -286,7 +329,7 @@ class MetricsSlab:
         layout = self.layout.of_role[self.layout.slots[index].role]
         for _ in range(_READ_ATTEMPTS):
             incarnation, folded = self.words[control + _INCARNATION], self.words[control + _FOLDED]
-            live = self._live(index) if incarnation > folded >> 1 else None
+            live = self._live(index, None) if incarnation > folded >> 1 else None
             base = self._base(index, folded)
             if (incarnation, folded) == (self.words[control + _INCARNATION], self.words[control + _FOLDED]):
                 # Most slots never died; at 64 workers this saves a fifth of a scrape.
@@ -316,8 +359,34 @@ class MetricsSlab:
             raise FieldError(f"the metrics slab has no slot for {role} {worker}")
         return index
 
-    def _live(self, index: int) -> Sequence[float]:
-        return self.floats[self.layout.live(index)].tolist()
+    def _live(self, index: int, until_ns: int | None) -> list[float]:
+        """Return the live words, the activity under way counted up to a time, or to now."""
+        # The clock first: what the process does after this look at it must not count twice.
+        until_ns = time.monotonic_ns() if until_ns is None else until_ns
+        control = self.layout.control_at[index]
+        for _ in range(_READ_ATTEMPTS):
+            turn = self.words[control + _TURN]
+            activity, since_ns, spent_ns = self._activity(control)
+            live: list[float] = [*self.floats[self.layout.live(index)].tolist()]
+            if self.words[control + _TURN] == turn:
+                break
+        else:
+            raise DeadlineError(f"metrics slot {index} changed its activity during {_READ_ATTEMPTS:,} reads")
+        if activity:
+            at = self.layout.of_role[self.layout.slots[index].role].activities[activity - 1]
+            # As the process itself will book it, so that the total never falls by a bit.
+            live[at] = (spent_ns + max(0, until_ns - since_ns)) / 1e9
+        return live
+
+    def _activity(self, control: int) -> tuple[int, int, int]:
+        for _ in range(_READ_ATTEMPTS):
+            turn = self.words[control + _TURN]
+            half = control + _TURN + 1 + _HALF_WORDS * (turn & 1)
+            activity, since_ns, spent_ns = self.words[half : half + _HALF_WORDS].tolist()
+            # The half that was read is written again only after the next flip.
+            if self.words[control + _TURN] == turn:
+                return activity, since_ns, spent_ns
+        raise DeadlineError(f"a metrics slot changed its activity during {_READ_ATTEMPTS:,} reads")
 
     def _base(self, index: int, folded: int) -> Sequence[float]:
         return self.floats[self.layout.base(index, folded & 1)].tolist()

@@ -33,6 +33,7 @@ class SlotLayout:
     Attributes:
         cells: Every series the role may write.
         words: float64 words in all, a whole number of cache lines.
+        activities: Word of the seconds spent on each of `pipeline.metrics.ACTIVITIES`.
     """
 
     def __init__(self, role: str, slots: tuple[SlotName, ...]) -> None:
@@ -48,6 +49,7 @@ class SlotLayout:
         self._summed, self._newest, _ = bounds
         self.words = -(-start // LINE_WORDS) * LINE_WORDS
         self.by_series = {(cell.metric.name, cell.labels): cell for cell in self.cells}
+        self.activities = [cell.start for cell in self.cells if cell.metric.name == "rlhfd_process_time_seconds_total"]
 
     def merge(self, base: Sequence[float], live: Sequence[float] | None) -> list[float]:
         """Return what a slot amounts to: `base` of its dead processes and `live` of the one that runs, if one does.

@@ -26,16 +26,20 @@ class FunctionReward:
         functions: At least one; each is called once a row with right-padded ids and the columns of the response
             (`response_end` exclusive, the stop included), and returns a number or a tensor with one element.
         tokenizer: Handed to every function.
+        on_progress: Called after each row: a function that never returns ends these calls.
 
     Raises:
         ConfigError: If there are no functions.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], tokenizer: Any) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunction], tokenizer: Any, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
         if not functions:
             raise ConfigError("no reward functions: give at least one")
         self._functions = list(functions)
         self._tokenizer = tokenizer
+        self._on_progress = on_progress
 
     def __call__(
         self,
@@ -71,6 +75,7 @@ class FunctionReward:
                 "tokenizer": self._tokenizer,
             }
             scores.append(sum(_score(function, row, ids, mask, keywords) for function in self._functions))
+            self._on_progress()
         return torch.tensor(scores, dtype=torch.float32)
 
 

@@ -55,6 +55,11 @@ class RoleContext:
         """The peer name, as in `pipeline.transport`."""
         return self.role if self.role in ("buffer", "setup") else f"{self.role}-{self.index}"
 
+    def ready(self) -> None:
+        """Tell the supervisor that the start is over; from the beat before it on, silence is a hang."""
+        self.metrics.beat()
+        self.report(Report(state="ready"))
+
     def stop_on_sigterm(self) -> None:
         """Let SIGTERM set `stopping`; SIGINT is the supervisor's to handle."""
 

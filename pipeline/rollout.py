@@ -206,7 +206,9 @@ class RolloutWorker:
         """Work on the oldest ticket in hand."""
         ticket = self._tickets[0]
         self._metrics.in_flight(len(self._tickets))
+        self._metrics.work_on(ticket.ticket, ticket.deadline_s)
         outcome = self._work(ticket)
+        self._metrics.work_on()
         self._tickets.pop(0)
         self._unsettled[ticket.ticket] = outcome
         self._sender.send(outcome)

@@ -130,4 +130,7 @@ class RolloutMetrics:
     def in_flight(self, rollouts: int) -> None:
         """Show how many tickets are in hand."""
         self._in_flight.set(rollouts)
-        self._writer.beat(time.time())
+
+    def work_on(self, ticket: int = -1, deadline_s: float = 0.0) -> None:
+        """Show the ticket being worked on, -1 for none."""
+        self._writer.work_on(ticket, deadline_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.models import Critic, load_actor, load_critic, load_reward_model, load_tokenizer
 from pipeline.prompts import PromptSource
 from pipeline.rewards import FunctionReward, load_reward_function
-from pipeline.role import Report, RoleContext, monotonic_s, reward_source
+from pipeline.role import RoleContext, monotonic_s, reward_source
 from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, worker_name
@@ -34,10 +35,11 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     mailbox = Mailbox(context.folder, worker_name(context.index))
     outbox = Outbox(context.folder, BUFFER)
     worker = new_worker(config, context, arena, outbox, metrics)
-    context.report(Report(state="ready"))
+    context.ready()
     waiting_since_s = monotonic_s()
     try:
         while not worker.finished:
+            context.metrics.beat()
             worker.draining |= context.stopping
             for message in mailbox.receive(0.0):
                 worker.handle(message)
@@ -68,7 +70,7 @@ def new_worker(
     device = process_device()
     tokenizer = load_tokenizer(config.model.actor)
     # Before the models: a reward that does not load should not take as long as they do to say so.
-    reward = load_reward(config, tokenizer, device)
+    reward = load_reward(config, tokenizer, device, context.metrics.beat)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
     targets = {f"actor.{name}": tensor for name, tensor in actor.state_dict().items()}
@@ -97,6 +99,7 @@ def new_worker(
         # In float32 the sampler's own log-probs are the trainer's to 1e-5; below that they are taken anew.
         reuse_sampling_log_probs=config.model.dtype == "float32",
         stage=metrics.activity,
+        on_progress=context.metrics.beat,
     )
     source = PromptSource(config.prompts.path, config.daemon.seed)
     roller = Roller(
@@ -133,13 +136,13 @@ def new_worker(
     )
 
 
-def load_reward(config: Config, tokenizer: Any, device: torch.device) -> Any:
-    """Return the configured reward model, or functions, or both added up."""
+def load_reward(config: Config, tokenizer: Any, device: torch.device, on_progress: Callable[[], None]) -> Any:
+    """Return the configured reward model, or functions, or both added up; `on_progress` is called once a row."""
     functions = [load_reward_function(name) for name in config.rollout.reward_functions]
     if config.model.reward is None:
-        return FunctionReward(functions, tokenizer)
+        return FunctionReward(functions, tokenizer, on_progress)
     model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
     if not functions:
         return model
-    scores = FunctionReward(functions, tokenizer)
+    scores = FunctionReward(functions, tokenizer, on_progress)
     return lambda **row: model(**row) + scores(**row)

@@ -132,6 +132,7 @@ class Trainer:
         )
 
     def _use(self, batch: Batch) -> None:
+        self._metrics.work_on(batch.lease)
         self._digest(batch.experience)
         self._batches.append(batch.experience)
         if len(self._batches) < self._config.gradient_accumulation_steps:

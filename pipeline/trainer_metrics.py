@@ -66,11 +66,27 @@ class TrainerMetrics:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Wait for a batch."""
-        self._writer.beat(time.time())
+        self._writer.work_on()
         started_s = time.monotonic()
         with self.clock.during("wait_data"):
             yield
         self._waited_s += time.monotonic() - started_s
+
+    def work_on(self, lease: int) -> None:
+        """Show which batch is in hand."""
+        self._writer.work_on(lease)
+
+    def phase(self, name: str) -> None:
+        """Show that a step goes on; in "reduce" it waits for the other ranks."""
+        self._writer.meet(name == "reduce")
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Wait for the other ranks to come to a step, which is to wait for their data."""
+        self._writer.meet(True)
+        with self.clock.during("wait_data"):
+            yield
+        self._writer.meet(False)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -102,7 +118,7 @@ class TrainerMetrics:
         self._kl.observe_many(stats.row_kl_nats)
         for phase, histogram in self._phases.items():
             histogram.observe(getattr(stats, f"{phase}_s"))
-        self._writer.beat(time.time())
+        self._writer.beat()
         if self._leads:
             self._lead(stats)
 

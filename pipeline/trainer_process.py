@@ -38,9 +38,10 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     )
     join_ranks(config, context)
     trainer = new_trainer(config, context, connection)
-    context.report(Report(state="ready"))
+    context.ready()
     try:
         while not trainer.finished:
+            context.metrics.beat()
             if context.stopping:
                 trainer.stop()
             elif not trainer.poll():
@@ -97,6 +98,12 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     if newest is not None:
         connection.restore(**{name: model.state_dict() for name, model in models.items()})
         log.info("took over from a dead trainer: version=%d", newest.version)
+    metrics = TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config))
+
+    def agree(ready: bool) -> bool:
+        with metrics.meeting():
+            return all_ranks_agree(ready)
+
     step = 0 if newest is None else newest.version * config.trainer.publish_every
     learner = Learner(
         config.trainer,
@@ -107,6 +114,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         kl_coef=config.trainer_kl_coef,
         step=step,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
+        on_phase=metrics.phase,
     )
     save = functools.partial(
         save_checkpoint,
@@ -120,9 +128,9 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         learner,
         connection,
         models,
-        TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config)),
+        metrics,
         device=device,
-        agree=all_ranks_agree if config.trainer.world_size > 1 else lambda ready: ready,
+        agree=agree if config.trainer.world_size > 1 else lambda ready: ready,
         save=save if context.index == 0 else None,
         step=step,
     )

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.activity import ActivityClock
 from pipeline.errors import FieldError
-from pipeline.metrics import SlotName
-from pipeline.metrics_writer import MetricWriter, SlotLayout
-from tests.slabs import SLOTS
+from pipeline.metrics import ACTIVITIES
+from pipeline.metrics_slab import MetricsSlab, SlabLayout
+from tests.slabs import SLOTS, begun
+from tests.test_metrics_kills import DyingWords, KilledError
 
 SECOND_NS = 1_000_000_000
 
@@ -27,17 +31,29 @@ class FakeClock:
 
 
 class FakeSlot:
-    """A slot in plain memory."""
+    """A slot of a slab in plain memory, read at a moment of the test's own."""
 
     def __init__(self) -> None:
-        self._layout = SlotLayout("rollout", SLOTS)
-        self._words = memoryview(bytearray(8 * self._layout.words)).cast("d")
-        self.writer = MetricWriter(SlotName("rollout"), self._layout, self._words, 0)
+        layout = SlabLayout(SLOTS)
+        self.slab = MetricsSlab(layout, mmap.mmap(-1, layout.nbytes))
+        self.writer = begun(self.slab, "rollout")
 
     def spent_s(self) -> dict[str, float]:
         """What was booked to each activity that took time."""
-        times = [cell for cell in self._layout.cells if cell.metric.name == "rlhfd_process_time_seconds_total"]
-        return {cell.labels[2]: self._words[cell.start] for cell in times if self._words[cell.start]}
+        return {name: spent for name, spent in self._words(self.slab.layout.live(3)).items() if spent > 0}
+
+    def shown_s(self, now: FakeClock) -> dict[str, float]:
+        """What readers are shown at a moment, the activity under way included."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic_ns", now)
+            row = self.slab.read(3)
+        return {name: row[at] for name, at in self._cells() if row[at] > 0}
+
+    def _cells(self) -> list[tuple[str, int]]:
+        return [*zip(ACTIVITIES, self.slab.layout.of_role["rollout"].activities, strict=True)]
+
+    def _words(self, live: slice) -> dict[str, float]:
+        return {name: self.slab.floats[live.start + at] for name, at in self._cells()}
 
 
 @pytest.fixture
@@ -56,9 +72,8 @@ def test_time_belongs_to_the_activity_it_was_spent_on(slot: FakeSlot) -> None:
             now.advance(100)
         now.advance(20)
     now.advance(2)
-    clock.tick()
 
-    assert slot.spent_s() == {"generate": 30, "reward": 100, "other": 3}
+    assert slot.shown_s(now) == {"generate": 30, "reward": 100, "other": 3}
 
 
 def test_block_that_raises_still_ends_its_activity(slot: FakeSlot) -> None:
@@ -77,21 +92,39 @@ def test_block_that_raises_still_ends_its_activity(slot: FakeSlot) -> None:
     assert slot.spent_s() == {"reward": 3}
 
 
-def test_long_activity_shows_before_its_end(slot: FakeSlot) -> None:
+def test_activity_that_never_ends_shows_while_it_lasts(slot: FakeSlot) -> None:
     now = FakeClock()
-    clock = ActivityClock(slot.writer, ["generate"], clock_ns=now)
+    clock = ActivityClock(slot.writer, ["generate", "reward"], clock_ns=now)
 
+    with clock.during("reward"):
+        now.advance(2)
     with clock.during("generate"):
+        now.advance(1)
+    clock.enter("generate")
+    for _ in range(3):
         now.advance(4)
-        clock.tick()
 
-        assert slot.spent_s() == {"generate": 4}
+    assert slot.spent_s() == {"reward": 2, "generate": 1}
+    assert slot.shown_s(now) == {"reward": 2, "generate": 13}
+    progress = slot.slab.progress("rollout")
+    assert (progress.activity, progress.since_s, progress.beat_s) == ("generate", 8, 8)
+
+
+def test_dead_process_was_at_its_last_activity_until_it_was_reaped_or_its_supervisor_last_seen(slot: FakeSlot) -> None:
+    now = FakeClock()
+    ActivityClock(slot.writer, ["generate"], clock_ns=now).enter("generate")
+
+    slot.slab.fold("rollout", until_ns=now() + 7 * SECOND_NS)
+    slot.slab.fold("rollout", until_ns=now() + 70 * SECOND_NS)
+
+    now.advance(100)
+    assert slot.shown_s(now) == {"generate": 7}
 
 
 def test_time_before_the_clock_began_counts_as_other(slot: FakeSlot) -> None:
     now = FakeClock()
 
-    ActivityClock(slot.writer, ["generate"], since_ns=now() - 3 * SECOND_NS, clock_ns=now).tick()
+    ActivityClock(slot.writer, ["generate"], since_ns=now() - 3 * SECOND_NS, clock_ns=now).enter("generate")
 
     assert slot.spent_s() == {"other": 3}
 
@@ -103,18 +136,43 @@ def test_activity_nobody_declared_is_refused(slot: FakeSlot) -> None:
         ActivityClock(slot.writer, ["generate"]).enter("train")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["generate", "reward", "other", "tick"]), st.integers(0, 10**15))))
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(["generate", "reward", "other", "look"]), st.integers(0, 10**15))))
 def test_activities_add_up_to_the_wall_time(steps: list[tuple[str, int]]) -> None:
     now, slot = FakeClock(), FakeSlot()
     clock = ActivityClock(slot.writer, ["generate", "reward"], clock_ns=now)
+    seen: dict[str, float] = {}
 
     for activity, duration_ns in steps:
         now.now_ns += duration_ns
-        if activity == "tick":
-            clock.tick()
-        else:
+        if activity != "look":
             clock.enter(activity)
+        shown = slot.shown_s(now)
+        assert all(shown[name] >= before for name, before in seen.items())
+        seen = shown
 
     wall_ns = sum(duration_ns for _, duration_ns in steps)
-    booked_ns = math.fsum(slot.spent_s().values()) * SECOND_NS
-    assert booked_ns == pytest.approx(wall_ns, rel=1e-15)
+    assert math.fsum(seen.values()) * SECOND_NS == pytest.approx(wall_ns, rel=1e-12, abs=1)
+
+
+def test_a_writer_stopped_at_any_store_shows_each_second_once(slot: FakeSlot) -> None:
+    now = FakeClock()
+    clock = ActivityClock(slot.writer, ["generate", "reward"], clock_ns=now)
+    clock.enter("generate")
+    floats, words = slot.slab.floats, slot.slab.words
+
+    for stores in range(8):
+        now.advance(1)
+        before = slot.shown_s(now)
+        left = [stores]
+        slot.slab.floats = DyingWords(floats, left)  # type: ignore[assignment]
+        slot.slab.words = DyingWords(words, left)  # type: ignore[assignment]
+        clock._counters["generate"]._words = slot.slab.floats
+        with contextlib.suppress(KilledError):
+            clock.enter("reward")
+        slot.slab.floats, slot.slab.words = floats, words
+
+        assert slot.shown_s(now) == before
+        clock._counters["generate"]._words = floats
+        clock = ActivityClock(begun(slot.slab, "rollout"), ["generate", "reward"], clock_ns=now)
+        clock.enter("generate")

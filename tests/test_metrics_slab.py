@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import ConfigError, FieldError, LedgerError
+from pipeline.metrics import Progress
 from pipeline.metrics_reader import HistogramReading, MetricsReader
 from pipeline.metrics_slab import MetricsSlab
 from tests.slabs import BLOCK, PROMPTS, SLOTS, STEPS, begun, value
@@ -180,14 +183,24 @@ def test_slot_cannot_be_written_before_it_has_begun(slab: MetricsSlab) -> None:
         slab.writer("rollout", 2)
 
 
-def test_slot_tells_its_pid_incarnation_and_heartbeat(slab: MetricsSlab) -> None:
+def test_slot_tells_its_pid_incarnation_and_progress(slab: MetricsSlab) -> None:
     assert (slab.begin("rollout"), slab.begin("rollout")) == (1, 2)
-    assert (slab.pid("rollout"), slab.heartbeat_s("rollout")) == (0, None)
+    assert (slab.pid("rollout"), slab.progress("rollout")) == (0, Progress(0.0, "", 0.0, -1, 0.0, False))
+    before_s = time.monotonic()
 
-    slab.writer("rollout").beat(1_000_000_000.25)
+    writer = slab.writer("rollout")
+    writer.work_on(17, deadline_s=600.0)
+    writer.enter("generate", 12_500_000_000, 0)
+    writer.meet(True)
 
-    assert (slab.pid("rollout"), slab.heartbeat_s("rollout")) == (os.getpid(), 1_000_000_000.25)
-    assert value(slab, "rlhfd_process_last_heartbeat_timestamp_seconds", role="rollout", worker="0") == 1_000_000_000.25
+    progress = slab.progress("rollout")
+    assert slab.pid("rollout") == os.getpid()
+    assert before_s <= progress.beat_s <= time.monotonic()
+    assert dataclasses.replace(progress, beat_s=0.0) == Progress(0.0, "generate", 12.5, 17, 600.0, True)
+    shown = value(slab, "rlhfd_process_last_heartbeat_timestamp_seconds", role="rollout", worker="0")
+    assert shown == pytest.approx(time.time(), abs=5.0)
+    writer.work_on()
+    assert slab.progress("rollout").working_on == -1
 
 
 def test_dead_slot_keeps_its_counts_and_loses_its_gauges(slab: MetricsSlab) -> None:
@@ -195,7 +208,7 @@ def test_dead_slot_keeps_its_counts_and_loses_its_gauges(slab: MetricsSlab) -> N
     writer.counter(STEPS).inc(3)
     writer.histogram("rlhfd_kl_nats").observe(0.5)
     writer.gauge("rlhfd_entropy_nats").set(1.5)
-    writer.beat(1_000_000_000)
+    writer.beat()
 
     slab.fold("trainer")
 

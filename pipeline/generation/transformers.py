@@ -64,10 +64,12 @@ class LeanGenerator:
 
     Args:
         model: Called with `input_ids`, `attention_mask`, `position_ids` and a cache; its current weights are used.
+        on_progress: Called once a token.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, on_progress: Callable[[], None] = lambda: None) -> None:
         self._model = model
+        self._on_progress = on_progress
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
 
     @torch.no_grad()
@@ -134,6 +136,7 @@ class LeanGenerator:
         mask = functional.pad(mask, (0, state.tokens.shape[1]), value=1).repeat_interleave(repeats, dim=0)
         alive = torch.ones_like(rows, dtype=torch.bool)
         for step in range(state.tokens.shape[1]):
+            self._on_progress()
             tokens = state.sample(logits, rows, alive, step, sampling)
             alive = alive & ~state.ended(rows, step, sampling)
             living = int(alive.sum())
@@ -243,10 +246,17 @@ class ActorGenerator:
             pad_token_id=, eos_token_id=, ...)``; what its signature does not take is left out. Stop sequences arrive
             as `stopping_criteria`.
         extra_keywords: Passed on as they are.
+        on_progress: Called once a mini-batch.
     """
 
-    def __init__(self, actor: Any, extra_keywords: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        extra_keywords: dict[str, Any] | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self._actor = actor
+        self._on_progress = on_progress
         self._extra_keywords = extra_keywords or {}
 
     @torch.no_grad()
@@ -270,6 +280,7 @@ class ActorGenerator:
             for ids, mask in zip(rows.split(size), masks.split(size), strict=True):
                 generated = self._call(ids.to(device), mask.to(device), sampling).to(input_ids.device)
                 sequences.append(_checked(generated, ids, sampling))
+                self._on_progress()
         joined = torch.cat(sequences)
         responses = joined[:, input_ids.shape[1] :]
         lengths = response_lengths(responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.pad_token_id)
