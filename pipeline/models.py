@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pipeline.errors import ConfigError, ShapeError
+from pipeline.token_log_probs import head_log_probs, logits_log_probs, plain_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-_CHUNK_ELEMENTS = 2**26
-"""Logits taken to float32 at once when the caller names no `chunk_tokens`: 256 MiB."""
 
 _VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -98,17 +95,18 @@ def action_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs of the last `num_actions` tokens of each row, log softmax(logits / temperature).
 
-    Differentiable where gradients are enabled. Logits are asked for at the action positions only, and go to float32 a
-    chunk at a time, in the backward pass too.
+    Differentiable where gradients are enabled. Logits are made at the action positions only: of a transformers model a
+    chunk at a time, in the backward pass too (`pipeline.token_log_probs`); of any other, ``(B, A + 1, V)`` or more.
 
     Args:
         model: Called with `input_ids`, `attention_mask`, and `position_ids`, `use_cache` and `logits_to_keep` where it
-            takes them; returns an object with ``.logits``, ``(B, S, V)`` or its last A + 1 columns.
+            takes them; returns an object with ``.logits``, ``(B, S, V)`` or its last A + 1 columns. Of a model with a
+            `plain_head` the backbone is called instead, and then the head.
         sequences: ``(B, S)`` int64.
         attention_mask: ``(B, S)``, 1 where the token is real, on whichever side the padding is.
         num_actions: Action columns (A), less than S.
         temperature: The sampling temperature, above 0.
-        chunk_tokens: Positions whose logits are in float32 at once; None for about 256 MiB.
+        chunk_tokens: Positions whose logits are in float32 at once, or exist at all; None for about 256 MiB.
         with_entropy: Also return the entropy of each position's distribution.
 
     Returns:
@@ -122,29 +120,25 @@ def action_log_probs(
     _check_columns(sequences, attention_mask, num_actions)
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
-    optional = {
-        "position_ids": position_ids_from_mask(attention_mask),
-        "use_cache": False,
-        "logits_to_keep": num_actions + 1,
-    }
-    output = model(input_ids=sequences, attention_mask=attention_mask, **accepted_keywords(model, optional))
-    if len(output.logits) != len(sequences) or output.logits.shape[1] not in (num_actions + 1, sequences.shape[1]):
-        raise ShapeError(f"logits of shape {tuple(output.logits.shape)} for sequences {tuple(sequences.shape)}")
-    # The distribution of a token stands one column before it; a model without logits_to_keep returned all S.
-    logits = output.logits[:, -(num_actions + 1) : -1]
-    vocabulary = logits.shape[-1]
-    labels = sequences[:, -num_actions:].to(logits.device)
-    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, vocabulary),
-        labels.reshape(-1),
-        temperature,
-        chunk_tokens or max(1, _CHUNK_ELEMENTS // vocabulary),
-        with_entropy,
-    )
-    if with_entropy:
-        return log_probs.view(labels.shape), entropy.view(labels.shape)
-    result: Tensor = log_probs.view(labels.shape)
-    return result
+    labels = sequences[:, -num_actions:]
+    # The distribution of a token stands one column before it.
+    before = slice(-(num_actions + 1), -1)
+    inputs = {"input_ids": sequences, "attention_mask": attention_mask}
+    optional = {"position_ids": position_ids_from_mask(attention_mask), "use_cache": False}
+    settings: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
+    head = plain_head(model, sequences[:1, -1:])
+    if head is not None:
+        backbone: Any = getattr(model, "base_model", None)
+        states = backbone(**inputs, **accepted_keywords(backbone, optional)).last_hidden_state[:, before]
+        log_probs, entropy = head_log_probs(head, states.flatten(0, 1), labels.flatten(), **settings)
+    else:
+        optional["logits_to_keep"] = num_actions + 1
+        logits = model(**inputs, **accepted_keywords(model, optional)).logits
+        # A model without logits_to_keep returned all S.
+        if len(logits) != len(sequences) or logits.shape[1] not in (num_actions + 1, sequences.shape[1]):
+            raise ShapeError(f"logits of shape {tuple(logits.shape)} for sequences {tuple(sequences.shape)}")
+        log_probs, entropy = logits_log_probs(logits[:, before].flatten(0, 1), labels.flatten(), **settings)
+    return (log_probs.view(labels.shape), entropy.view(labels.shape)) if with_entropy else log_probs.view(labels.shape)
 
 
 def action_values(critic: Callable[..., Any], sequences: Tensor, attention_mask: Tensor, num_actions: int) -> Tensor:
@@ -346,47 +340,6 @@ def load_reward_model(
     if model.config.num_labels != 1:
         raise ConfigError(f"{field}: the model in {path} has {model.config.num_labels} labels, a reward model has 1")
     return SequenceReward(model)
-
-
-class _ChunkedLogProbs(torch.autograd.Function):
-    """Log-probs and entropies of rows of logits; only one chunk is ever in float32, forward and backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        log_probs, normalizers, entropies = [], [], []
-        for chunk, chunk_labels in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            scaled = chunk.float() / temperature
-            normalizer = scaled.logsumexp(dim=-1)
-            log_probs.append(scaled.gather(-1, chunk_labels.unsqueeze(-1)).squeeze(-1) - normalizer)
-            normalizers.append(normalizer)
-            if with_entropy:
-                probs = (scaled - normalizer.unsqueeze(-1)).exp()
-                entropies.append(torch.special.entr(probs).sum(dim=-1))
-        empty = logits.new_empty(0, dtype=torch.float32)
-        entropy = torch.cat(entropies) if entropies else empty
-        ctx.save_for_backward(logits, labels, torch.cat(normalizers) if normalizers else empty, entropy)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        return torch.cat(log_probs) if log_probs else empty, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, normalizers, entropies = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for start in range(0, len(logits), ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            probs = (logits[rows].float() / ctx.temperature - normalizers[rows].unsqueeze(-1)).exp_()
-            upstream = grad_log_probs[rows].unsqueeze(-1)
-            chunk = probs * -upstream
-            chunk.scatter_add_(-1, labels[rows].unsqueeze(-1), upstream)
-            if len(entropies):
-                # dH/dx = -p (log p + H); xlogy keeps 0 log 0 at 0.
-                slope = torch.special.xlogy(probs, probs) + probs * entropies[rows].unsqueeze(-1)
-                chunk -= slope * grad_entropy[rows].unsqueeze(-1)
-            gradient[rows] = chunk / ctx.temperature
-        return gradient, None, None, None, None
 
 
 def _check_columns(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> None:

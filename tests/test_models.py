@@ -122,7 +122,7 @@ def test_chunks_change_neither_numbers_nor_gradients() -> None:
 
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
-            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, 100])

@@ -1,0 +1,148 @@
+"""Log-probs of tokens, with no more logits at once than a bound, however many rows, positions and words there are.
+
+A model's logits are its head over the last hidden states of its backbone, (N, V) of (N, H), and V may be 150,000. Where
+that is all there is to them the head is run over a chunk of positions at a time, and again in the backward pass, which
+costs one more product with the head there: 2**26 logits exist at once, not rows x positions x V. A model that does more
+(caps or scales its logits), or is known by its ``.logits`` alone, gives all of them; then the caller's rows bound them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+_CHUNK_ELEMENTS = 2**26
+"""Logits at once when the caller names no `chunk_tokens`: 256 MiB in float32, and as much again for their exp."""
+
+_plain_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""What `plain_head` found out about a model: a forward pass over one token tells, and once is enough."""
+
+
+def plain_head(model: object, token: Tensor) -> nn.Linear | None:
+    """Find the linear layer that makes a model's logits of its backbone's last hidden states, and nothing but it.
+
+    Args:
+        model: Any object; one with ``base_model`` and ``get_output_embeddings``, as in transformers, may have one.
+        token: ``(1, 1)`` int64, any token of the model's, on its device; tried once a model.
+
+    Returns:
+        The layer; None where the model has no such layer, or its own logits are not exactly those of the layer.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    backbone, find_head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    if not isinstance(backbone, nn.Module) or backbone is model or not isinstance(head, nn.Linear):
+        return None
+    if model not in _plain_heads:
+        _plain_heads[model] = _makes_the_logits(head, model, backbone, token)
+    return head if _plain_heads[model] else None
+
+
+def head_log_probs(
+    head: nn.Linear,
+    states: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int | None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens from hidden states, log softmax(head(states) / temperature), a chunk at a time.
+
+    Args:
+        head: From `plain_head`.
+        states: ``(N, H)``, the last hidden states at the positions before the tokens.
+        labels: ``(N,)`` int64, the tokens.
+        temperature: The sampling temperature, above 0.
+        chunk_tokens: Positions whose logits exist at once; None for 2**26 logits.
+        with_entropy: Also return the entropy of each position's distribution.
+
+    Returns:
+        ``(N,)`` float32 both; the entropies are empty if not asked for.
+    """
+    most = chunk_tokens or max(1, _CHUNK_ELEMENTS // head.out_features)
+
+    def of_chunk(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return logits_log_probs(
+            head(states), labels, temperature=temperature, chunk_tokens=most, with_entropy=with_entropy
+        )
+
+    if len(states) <= most:
+        return of_chunk(states, labels)
+    # Without a checkpoint, autograd keeps the logits of every chunk for the backward pass.
+    again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+    run: Any = again if torch.is_grad_enabled() else of_chunk
+    parts = [run(*chunk) for chunk in zip(states.split(most), labels.split(most), strict=True)]
+    log_probs, entropies = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def logits_log_probs(
+    logits: Tensor, labels: Tensor, *, temperature: float, chunk_tokens: int | None, with_entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens from logits, ``(N, V)``, a chunk of them in float32 at a time; else as `head_log_probs`."""
+    chunk_tokens = chunk_tokens or max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
+        logits, labels.to(logits.device), temperature, chunk_tokens, with_entropy
+    )
+    return result
+
+
+@torch.no_grad()
+def _makes_the_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, token: Tensor) -> bool:
+    outputs: list[Any] = []
+    hook = backbone.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        logits = model(input_ids=token).logits
+    finally:
+        hook.remove()
+    states = getattr(outputs[0], "last_hidden_state", None) if outputs else None
+    return states is not None and torch.equal(head(states).float(), logits.float())
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Log-probs and entropies of rows of logits; only one chunk is ever in float32, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        log_probs, normalizers, entropies = [], [], []
+        for chunk, chunk_labels in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            scaled = chunk.float() if temperature == 1 else chunk.float() / temperature
+            normalizer = scaled.logsumexp(dim=-1)
+            log_probs.append(scaled.gather(-1, chunk_labels.unsqueeze(-1)).squeeze(-1) - normalizer)
+            normalizers.append(normalizer)
+            if with_entropy:
+                probs = (scaled - normalizer.unsqueeze(-1)).exp()
+                entropies.append(torch.special.entr(probs).sum(dim=-1))
+        empty = logits.new_empty(0, dtype=torch.float32)
+        entropy = torch.cat(entropies) if entropies else empty
+        ctx.save_for_backward(logits, labels, torch.cat(normalizers) if normalizers else empty, entropy)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        return torch.cat(log_probs) if log_probs else empty, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, labels, normalizers, entropies = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for start in range(0, len(logits), ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            probs = (logits[rows].float() / ctx.temperature - normalizers[rows].unsqueeze(-1)).exp_()
+            upstream = grad_log_probs[rows].unsqueeze(-1)
+            chunk = probs * -upstream
+            chunk.scatter_add_(-1, labels[rows].unsqueeze(-1), upstream)
+            if len(entropies):
+                # dH/dx = -p (log p + H); xlogy keeps 0 log 0 at 0.
+                slope = torch.special.xlogy(probs, probs) + probs * entropies[rows].unsqueeze(-1)
+                chunk -= slope * grad_entropy[rows].unsqueeze(-1)
+            gradient[rows] = chunk / ctx.temperature
+        return gradient, None, None, None, None
