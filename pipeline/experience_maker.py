@@ -27,13 +27,15 @@ from pipeline.advantages import (
     kl_rewards,
 )
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import Experience
+from pipeline.experience import Experience, ExperienceVL
 from pipeline.generation import ResponseGenerator, Sampling
 from pipeline.generation.rows import Rows, check_prompts
 from pipeline.generation.stops import parse_stop_token_ids
 from pipeline.generation.transformers import ActorGenerator, LeanGenerator, fits_lean_loop, is_transformers_model
 from pipeline.models import Critic, SequenceReward, action_log_probs, all_values
-from pipeline.rewards import FunctionReward, checked_scores
+from pipeline.rewards import FunctionReward, checked_scores, vision_keywords
+from pipeline.vision_inputs import vision_backbone
+from pipeline.vision_rows import VisionRows, take_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +72,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO only; may be
             None with GRPO.
         reward_model: ``reward_model(input_ids=, attention_mask=, response_start=, response_end=, gt_answer=)`` ->
-            ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included.
+            ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included. Pixels only go
+            to one whose signature names them (`pipeline.rewards.vision_keywords`).
         initial_model: The reference, called as the actor for ``.logits``; None only where `kl_coef` is 0.
         tokenizer: Its pad and eos token ids are used; eos stands in for a missing pad.
         kl_coef: Weight of the KL term in the reward.
@@ -182,25 +185,33 @@ class NaiveExperienceMaker(ExperienceMaker):
             **generate_kwargs: `max_length` (required; columns of prompt and response together), `stop_token_ids` (an
                 int is one stop token, a list of ints ONE stop sequence, a list of lists are alternatives; None or []
                 ends at eos), `temperature`, `top_p`, `top_k`, `do_sample`, `seed` (sampling depends on it alone),
-                `use_cache`, `eos_token_id`, `pad_token_id`. Others go to ``actor.generate`` as they are.
+                `use_cache`, `eos_token_id`, `pad_token_id`; and of a vision-language prompt, whose image tokens stand
+                in `input_ids` already, `pixel_values`, `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`,
+                `image_num`, `video_num` ((prompts,); left out, each prompt has one or none has any) and `raw_images`,
+                as in `ExperienceVL`; grids may be named as in transformers. Others go to ``actor.generate``.
 
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience`, with B = prompts (x G with GRPO). `info`
-            has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool.
+            has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL`
+            where pixels are given or the actor is a vision-language model, whether or not a row has an image.
 
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
-            FieldError: If a prompt is not padded on the left, or a model returns what is no finite number.
+            FieldError: If a prompt is not padded on the left, a model returns what is no finite number, or pixels,
+                grids, counts and image tokens do not account for each other.
             RewardError: If a score is no finite number.
         """
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         check_prompts(input_ids, attention_mask)
         group_size = self.num_generation if self.use_grpo else 1
         answers = _repeat_answers(gt_answer, len(input_ids), group_size)
+        vision = take_vision(generate_kwargs, input_ids)
+        if vision is None and vision_backbone(self.actor) is not None:
+            vision = VisionRows.none(len(input_ids))
         sampling, extra = self._read(generate_kwargs, input_ids.shape[1])
         with _eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
             with self._stage("generate"):
-                rows, sampled_log_probs = self._sample(input_ids, attention_mask, group_size, sampling, extra)
+                rows, sampled_log_probs = self._sample(input_ids, attention_mask, group_size, sampling, extra, vision)
             with self._stage("reward"):
                 scores = self._score(rows, answers)
             if self.reuse_sampling_log_probs and sampled_log_probs is not None:
@@ -214,14 +225,18 @@ class NaiveExperienceMaker(ExperienceMaker):
                     base_log_probs = self._log_probs("initial_model", self.initial_model, rows, sampling.temperature)
             log_ratios = torch.zeros_like(log_probs) if base_log_probs is None else log_probs - base_log_probs
             learned = (self._group_fields if self.use_grpo else self._critic_fields)(rows, scores, log_ratios)
-        return Experience(
-            sequences=rows.sequences,
-            action_log_probs=log_probs,
-            attention_mask=rows.attention_mask,
-            action_mask=rows.action_mask,
-            base_action_log_probs=base_log_probs,
+        fields = {
+            "sequences": rows.sequences,
+            "action_log_probs": log_probs,
+            "attention_mask": rows.attention_mask,
+            "action_mask": rows.action_mask,
+            "base_action_log_probs": base_log_probs,
             **learned,
-        )
+        }
+        if rows.vision is None:
+            return Experience(**fields)
+        fields["info"] |= rows.vision.counts()
+        return ExperienceVL(**fields, **rows.vision.fields())
 
     def _read(self, generate_kwargs: dict[str, Any], prompt_width: int) -> tuple[Sampling, dict[str, Any]]:
         """Sampling, and the keywords that are only the actor's own."""
@@ -263,12 +278,25 @@ class NaiveExperienceMaker(ExperienceMaker):
         return ActorGenerator(self.actor, extra, self._on_progress)
 
     def _sample(
-        self, input_ids: Tensor, attention_mask: Tensor, group_size: int, sampling: Sampling, extra: dict[str, Any]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        group_size: int,
+        sampling: Sampling,
+        extra: dict[str, Any],
+        vision: VisionRows | None,
     ) -> tuple[Rows, Tensor | None]:
+        # An engine for text alone need not know of images: it is told of them only if there are some.
+        seen = {"vision": vision} if vision is not None and vision.tensors_exist else {}
         responses = self._engine(extra).generate(
-            input_ids, attention_mask, sampling, group_size=group_size, batch_rows=self.inference_batch_size
+            input_ids, attention_mask, sampling, group_size=group_size, batch_rows=self.inference_batch_size, **seen
         )
-        rows = Rows.of(attention_mask.repeat_interleave(group_size, dim=0), responses, sampling)
+        rows = Rows.of(
+            attention_mask.repeat_interleave(group_size, dim=0),
+            responses,
+            sampling,
+            vision=None if vision is None else vision.repeated(group_size),
+        )
         return rows, responses.log_probs
 
     def _log_probs(self, name: str, model: Callable[..., Any], rows: Rows, temperature: float) -> Tensor:
@@ -279,7 +307,14 @@ class NaiveExperienceMaker(ExperienceMaker):
         order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
         for part in self._forward_slices(len(result)):
             sequences, mask, columns = rows.padded(order[part], trim=trim)
-            log_probs = action_log_probs(model, sequences.to(device), mask.to(device), columns, temperature=temperature)
+            log_probs = action_log_probs(
+                model,
+                sequences.to(device),
+                mask.to(device),
+                columns,
+                temperature=temperature,
+                vision=rows.vision_of(order[part]),
+            )
             result[order[part], :columns] = log_probs.cpu()
             self._on_progress()
         result.masked_fill_(~rows.action_mask, 0.0)
@@ -301,6 +336,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 response_start=starts.to(device),
                 response_end=(starts + rows.lengths[part]).to(device),
                 gt_answer=answers[part],
+                **vision_keywords(self.reward_model, rows.vision_of(part), device),
             )
             scores.append(checked_scores(part_scores, len(ids), name).cpu())
             self._on_progress()
@@ -314,7 +350,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         parts = []
         for part in self._forward_slices(len(rows.sequences)):
             ids, mask = rows.right_padded(part, trim=trim)
-            values = all_values(self.critic, ids.to(device), mask.to(device)).cpu()
+            values = all_values(self.critic, ids.to(device), mask.to(device), vision=rows.vision_of(part)).cpu()
             self._on_progress()
             if coati:
                 parts.append(values[:, -rows.num_actions :])

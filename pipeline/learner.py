@@ -379,7 +379,12 @@ class Learner:
         trains = self._learning_rate_ratios()[0] > 0
         with watch.during("forward"), torch.set_grad_enabled(trains):
             log_probs = action_log_probs(
-                self._actor, part.sequences, part.attention_mask, mask.shape[1], temperature=self._temperature
+                self._actor,
+                part.sequences,
+                part.attention_mask,
+                mask.shape[1],
+                temperature=self._temperature,
+                vision=part.vision,
             )
             policy = policy_loss(
                 log_probs, part.log_probs, part.advantages, mask, self._trainer.clip_range, denominator=actions
@@ -400,7 +405,7 @@ class Learner:
         assert self._critic is not None and part.values is not None and part.returns is not None
         mask = part.action_mask
         with watch.during("forward"), torch.enable_grad():
-            values = action_values(self._critic, part.sequences, part.attention_mask, mask.shape[1])
+            values = action_values(self._critic, part.sequences, part.attention_mask, mask.shape[1], vision=part.vision)
             loss = value_loss(
                 values, part.values, part.returns, mask, self._trainer.value_clip_range, denominator=actions
             )

@@ -1,7 +1,7 @@
 """Models at their seams: log-probs and values of action tokens, the critic, and loading from local directories.
 
 The maker and the trainer take log-probs and values with the same two functions, so that the importance ratio of an
-unchanged policy is 1 however the rows are padded: position ids always come from the attention mask.
+unchanged policy is 1 however the rows are padded: position ids always come from the rows themselves.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError, ShapeError
+from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.token_log_probs import head_log_probs, logits_log_probs, plain_head
+from pipeline.vision_inputs import is_vision_directory, vision_backbone, vision_inputs
+from pipeline.vision_rows import VisionRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,6 +59,35 @@ def accepted_keywords(function: Callable[..., Any], keywords: dict[str, Any]) ->
     return {name: value for name, value in keywords.items() if name in parameters}
 
 
+def model_inputs(
+    model: Callable[..., Any], input_ids: Tensor, attention_mask: Tensor, vision: VisionRows | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Keywords for a forward pass over whole rows: those that every model takes, and those for who takes them.
+
+    Args:
+        model: Whatever is called.
+        input_ids: ``(B, S)`` int64.
+        attention_mask: ``(B, S)``, 1 where the token is real.
+        vision: Images and videos of the rows, if any.
+
+    Returns:
+        `input_ids` and `attention_mask`; `position_ids`, and pixels and grids by the names that transformers has.
+
+    Raises:
+        FieldError: If rows have images and the model would not see them.
+    """
+    backbone = vision_backbone(model)
+    if backbone is None:
+        if vision is not None and vision.tensors_exist and not _takes_pixels(model):
+            raise FieldError(f"images for a {type(model).__name__}: not a vision-language model of the Qwen2-VL kind")
+        given = {} if vision is None else vision.model_keywords(input_ids.device)
+        given |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        given["position_ids"] = position_ids_from_mask(attention_mask)
+    else:
+        given = vision_inputs(backbone, input_ids, attention_mask, vision)
+    return {name: given.pop(name) for name in ("input_ids", "attention_mask")}, given
+
+
 @overload
 def action_log_probs(
     model: Callable[..., Any],
@@ -67,6 +98,7 @@ def action_log_probs(
     temperature: float = ...,
     chunk_tokens: int | None = ...,
     with_entropy: Literal[False] = ...,
+    vision: VisionRows | None = ...,
 ) -> Tensor: ...
 
 
@@ -80,6 +112,7 @@ def action_log_probs(
     temperature: float = ...,
     chunk_tokens: int | None = ...,
     with_entropy: Literal[True],
+    vision: VisionRows | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -92,6 +125,7 @@ def action_log_probs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
+    vision: VisionRows | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs of the last `num_actions` tokens of each row, log softmax(logits / temperature).
 
@@ -108,6 +142,7 @@ def action_log_probs(
         temperature: The sampling temperature, above 0.
         chunk_tokens: Positions whose logits are in float32 at once, or exist at all; None for about 256 MiB.
         with_entropy: Also return the entropy of each position's distribution.
+        vision: Images and videos of the rows, if any.
 
     Returns:
         ``(B, A)`` float32, with the entropies ``(B, A)`` float32 as a second tensor if asked for. Columns of padding
@@ -123,8 +158,8 @@ def action_log_probs(
     labels = sequences[:, -num_actions:]
     # The distribution of a token stands one column before it.
     before = slice(-(num_actions + 1), -1)
-    inputs = {"input_ids": sequences, "attention_mask": attention_mask}
-    optional = {"position_ids": position_ids_from_mask(attention_mask), "use_cache": False}
+    inputs, optional = model_inputs(model, sequences, attention_mask, vision)
+    optional["use_cache"] = False
     settings: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
     head = plain_head(model, sequences[:1, -1:])
     if head is not None:
@@ -141,7 +176,14 @@ def action_log_probs(
     return (log_probs.view(labels.shape), entropy.view(labels.shape)) if with_entropy else log_probs.view(labels.shape)
 
 
-def action_values(critic: Callable[..., Any], sequences: Tensor, attention_mask: Tensor, num_actions: int) -> Tensor:
+def action_values(
+    critic: Callable[..., Any],
+    sequences: Tensor,
+    attention_mask: Tensor,
+    num_actions: int,
+    *,
+    vision: VisionRows | None = None,
+) -> Tensor:
     """Value of the state BEFORE each of the last `num_actions` tokens: column S - A + j - 1 for action j.
 
     Args:
@@ -149,6 +191,7 @@ def action_values(critic: Callable[..., Any], sequences: Tensor, attention_mask:
         sequences: ``(B, S)`` int64.
         attention_mask: ``(B, S)``, 1 where the token is real, on whichever side the padding is.
         num_actions: Action columns (A), less than S.
+        vision: Images and videos of the rows, if any.
 
     Returns:
         ``(B, A)`` float32, differentiable where gradients are enabled.
@@ -158,13 +201,15 @@ def action_values(critic: Callable[..., Any], sequences: Tensor, attention_mask:
     """
     _check_columns(sequences, attention_mask, num_actions)
     start = sequences.shape[1] - num_actions - 1
-    return all_values(critic, sequences, attention_mask)[:, start:-1]
+    return all_values(critic, sequences, attention_mask, vision=vision)[:, start:-1]
 
 
-def all_values(critic: Callable[..., Any], sequences: Tensor, attention_mask: Tensor) -> Tensor:
+def all_values(
+    critic: Callable[..., Any], sequences: Tensor, attention_mask: Tensor, *, vision: VisionRows | None = None
+) -> Tensor:
     """Value of the state after each token, ``(B, S)`` float32; arguments and errors as in `action_values`."""
-    optional = accepted_keywords(critic, {"position_ids": position_ids_from_mask(attention_mask)})
-    values: Tensor = critic(input_ids=sequences, attention_mask=attention_mask, **optional)
+    inputs, optional = model_inputs(critic, sequences, attention_mask, vision)
+    values: Tensor = critic(**inputs, **accepted_keywords(critic, optional))
     if values.shape != sequences.shape:
         raise ShapeError(f"critic returned values of shape {tuple(values.shape)} for {tuple(sequences.shape)} tokens")
     return values.float()
@@ -193,13 +238,16 @@ class Critic(nn.Module):
         backbone.requires_grad_(True)
         return cls(backbone)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **pixels: Tensor
+    ) -> Tensor:
         """Value of the state after each token.
 
         Args:
             input_ids: ``(B, S)`` int64.
             attention_mask: ``(B, S)``, 1 where the token is real.
-            position_ids: ``(B, S)`` int64; None takes them from the mask.
+            position_ids: ``(B, S)`` int64; None takes them from the mask. ``(3, B, S)`` of a vision-language backbone.
+            **pixels: Pixels and grids, of a vision-language backbone.
 
         Returns:
             ``(B, S)`` float32.
@@ -207,7 +255,7 @@ class Critic(nn.Module):
         if position_ids is None:
             position_ids = position_ids_from_mask(attention_mask)
         output = self.backbone(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **pixels
         )
         values: Tensor = self.value_head(output.last_hidden_state.float())
         return values.squeeze(-1)
@@ -261,7 +309,7 @@ class SequenceReward:
 def load_actor(
     path: str | Path, *, dtype: str | torch.dtype, device: torch.device | str, field: str = "model.actor"
 ) -> PreTrainedModel:
-    """Load a causal language model from a local directory, in eval mode.
+    """Load a causal language model, or a vision-language one, from a local directory, in eval mode.
 
     Args:
         path: A directory that ``save_pretrained`` wrote.
@@ -276,9 +324,25 @@ def load_actor(
         ConfigError: If the directory is missing or does not load.
     """
     _go_offline()
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return _load(AutoModelForCausalLM, path, field, device, dtype=_torch_dtype(dtype))
+    resolved = _torch_dtype(dtype)
+    auto_class = AutoModelForImageTextToText if sees_images(path, field=field) else AutoModelForCausalLM
+    return _load(auto_class, path, field, device, dtype=resolved)
+
+
+def sees_images(path: str | Path, *, field: str = "model.actor") -> bool:
+    """Tell whether a local directory holds a vision-language model that rollouts and trainer can speak to.
+
+    Raises:
+        ConfigError: If the directory is missing or holds no configuration of a model.
+    """
+    _go_offline()
+    _check_directory(path, field)
+    try:
+        return is_vision_directory(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}: cannot load a model from {path}: {error}") from error
 
 
 def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTrainedTokenizerBase:
@@ -349,6 +413,13 @@ def _check_columns(sequences: Tensor, attention_mask: Tensor, num_actions: int) 
         )
     if not 0 < num_actions < sequences.shape[1]:
         raise ShapeError(f"num_actions is {num_actions}; it must be from 1 to {sequences.shape[1] - 1} (S - 1)")
+
+
+def _takes_pixels(model: Callable[..., Any]) -> bool:
+    from transformers import PreTrainedModel
+
+    # Models of transformers take any keyword, and forget those that they do not know.
+    return not isinstance(model, Critic | PreTrainedModel) and bool(accepted_keywords(model, {"pixel_values": None}))
 
 
 def _go_offline() -> None:

@@ -6,6 +6,7 @@ A reward that is no finite number ends the experience with `RewardError`; it nev
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +15,15 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, RewardError
+from pipeline.vision_rows import MODEL_KEYWORDS, VisionRows
 
 RewardFunction = Callable[..., Any]
-"""``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number."""
+"""``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
+
+One that names `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` or `raw_images` among its
+parameters gets those of the row too, None where the row has none."""
+
+_VISION_PARAMETERS = (*MODEL_KEYWORDS.values(), "raw_images")
 
 
 class FunctionReward:
@@ -37,7 +44,7 @@ class FunctionReward:
     ) -> None:
         if not functions:
             raise ConfigError("no reward functions: give at least one")
-        self._functions = list(functions)
+        self._functions = [(function, _named(function, _VISION_PARAMETERS)) for function in functions]
         self._tokenizer = tokenizer
         self._on_progress = on_progress
 
@@ -48,6 +55,7 @@ class FunctionReward:
         response_start: Tensor,
         response_end: Tensor,
         gt_answer: Sequence[Any],
+        vision: VisionRows | None = None,
     ) -> Tensor:
         """Score rows.
 
@@ -57,6 +65,7 @@ class FunctionReward:
             response_start: ``(B,)`` int64, column of the first response token.
             response_end: ``(B,)`` int64, column after the last response token.
             gt_answer: One element a row.
+            vision: Images and videos of the rows.
 
         Returns:
             ``(B,)`` float32.
@@ -74,9 +83,38 @@ class FunctionReward:
                 "response_end": end,
                 "tokenizer": self._tokenizer,
             }
-            scores.append(sum(_score(function, row, ids, mask, keywords) for function in self._functions))
+            seen = _seen(None if vision is None else vision.rows([row]))
+            scores.append(
+                sum(
+                    _score(function, row, ids, mask, keywords | {name: seen[name] for name in names})
+                    for function, names in self._functions
+                )
+            )
             self._on_progress()
         return torch.tensor(scores, dtype=torch.float32)
+
+
+def vision_keywords(
+    reward_model: Callable[..., Any], vision: VisionRows | None, device: torch.device
+) -> dict[str, Any]:
+    """What a reward model is told of its rows' images: what its signature names, and nothing else.
+
+    Args:
+        reward_model: Its ``__call__``, or ``forward``, may name `pixel_values`, `image_grid_thw`,
+            `pixel_values_videos`, `video_grid_thw` (of all rows end to end; None where there is none), `image_num`,
+            `video_num` (``(B,)`` float32), `raw_images` (one element a row) or `vision` (`VisionRows`).
+        vision: Images and videos of the rows; None where there are none.
+        device: Where tensors go.
+
+    Returns:
+        Keywords.
+    """
+    names = _named(reward_model, (*_VISION_PARAMETERS, "image_num", "video_num", "vision"))
+    if vision is None or not names:
+        return dict.fromkeys(names)
+    pixels = vision.model_keywords(device) if set(names) & set(MODEL_KEYWORDS.values()) else {}
+    known = {**pixels, **vision.counts(), "raw_images": vision.raw_images, "vision": vision}
+    return {name: known.get(name) for name in names}
 
 
 def load_reward_function(name: str, *, field: str = "rollout.reward_functions") -> RewardFunction:
@@ -131,6 +169,25 @@ def checked_scores(scores: Any, batch_size: int, source: str) -> Tensor:
         row = int((~finite).nonzero()[0])
         raise RewardError(f"{source} returned {tensor[row].item()} for row {row}; a reward is a finite number")
     return tensor
+
+
+def _named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Which of the names a function has for parameters of its own."""
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        parameters = inspect.signature(target).parameters
+    # Some of what is written in C has no signature; then it names nothing.
+    except (TypeError, ValueError):
+        return []
+    return [name for name in names if name in parameters]
+
+
+def _seen(vision: VisionRows | None) -> dict[str, Any]:
+    """What is known of the images of one row."""
+    if vision is None:
+        return dict.fromkeys(_VISION_PARAMETERS)
+    seen = {model_name: getattr(vision, name)[0] for name, model_name in MODEL_KEYWORDS.items()}
+    return {**seen, "raw_images": vision.raw_images[0]}
 
 
 def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywords: dict[str, Any]) -> float:

@@ -20,6 +20,7 @@ from pipeline.role import RoleContext, monotonic_s, reward_source
 from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, worker_name
+from pipeline.vision_rows import VisionRows
 
 _IDLE_S = 0.25
 
@@ -145,4 +146,8 @@ def load_reward(config: Config, tokenizer: Any, device: torch.device, on_progres
     if not functions:
         return model
     scores = FunctionReward(functions, tokenizer, on_progress)
-    return lambda **row: model(**row) + scores(**row)
+
+    def both(*, vision: VisionRows | None = None, **row: Any) -> torch.Tensor:
+        return model(**row) + scores(**row, vision=vision)
+
+    return both

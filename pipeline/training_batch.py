@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import TOKEN_FIELDS, Experience, is_vl_experience
+from pipeline.experience import TOKEN_FIELDS, Experience, ExperienceVL
+from pipeline.vision_rows import VisionRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class TrainingBatch:
         base_log_probs: ``(B, A)`` float32, of the reference.
         values: ``(B, A)`` float32, of the critic at the rollout.
         returns: ``(B, A)`` float32, what the critic shall learn.
+        vision: Images and videos of the rows, left where they are until a micro-batch needs them.
     """
 
     sequences: Tensor
@@ -36,6 +38,7 @@ class TrainingBatch:
     base_log_probs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    vision: VisionRows | None = None
 
     @classmethod
     def of(
@@ -49,11 +52,10 @@ class TrainingBatch:
         """Take what a loss needs of an experience; with GRPO, of groups whose scores differ only.
 
         Raises:
-            FieldError: If a field is missing, is a list (a packed batch), or marks actions in the padding.
+            FieldError: If a field is missing, is a list (a packed batch), marks actions in the padding, or if pixels
+                and grids do not account for each other.
             ShapeError: If fields disagree in shape.
         """
-        if is_vl_experience(experience):
-            raise FieldError("a vision-language experience: the built-in trainer trains on text alone")
         sequences = _tensor(experience, "sequences", device)
         attention_mask = _tensor(experience, "attention_mask", device, like=sequences)
         action_mask = _tensor(experience, "action_mask", device).bool()
@@ -80,6 +82,7 @@ class TrainingBatch:
             base_log_probs=base_log_probs,
             values=values,
             returns=returns,
+            vision=VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None,
         )
         mixed = (experience.info or {}).get("group_mixed") if algorithm == "grpo" else None
         return batch if mixed is None else batch._rows(mixed.to(device).bool().nonzero().squeeze(1))
@@ -99,7 +102,8 @@ class TrainingBatch:
                 yield part._trimmed()
 
     def _rows(self, index: Tensor) -> Self:
-        return self._mapped(lambda column: column[index], lambda column: column[index])
+        rows = self._mapped(lambda column: column[index], lambda column: column[index])
+        return rows if self.vision is None else replace(rows, vision=self.vision.rows(index))
 
     def _trimmed(self) -> Self:
         actions = self.action_mask.any(dim=0).nonzero()
@@ -113,6 +117,8 @@ class TrainingBatch:
     def _mapped(self, by_token: Callable[[Tensor], Tensor], by_action: Callable[[Tensor], Tensor]) -> Self:
         def mapped(name: str) -> Any:
             column = getattr(self, name)
+            if name == "vision":
+                return column
             return None if column is None else (by_token if name in TOKEN_FIELDS else by_action)(column)
 
         return type(self)(**{field.name: mapped(field.name) for field in fields(self)})

@@ -476,8 +476,9 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
         learner.update([replace(good, base_action_log_probs=None)])
     with pytest.raises(FieldError, match="sequences is a list, a packed batch"):
         learner.update([changed(good, sequences=list(good.sequences))])
-    with pytest.raises(FieldError, match="vision-language"):
-        learner.update([ExperienceVL(**vars(good))])
+    pixels = {"pixel_values": torch.ones(32, 2), "image_grid_thws": torch.tensor([[1, 2, 2]] * 8)}
+    with pytest.raises(FieldError, match="images for a LlamaForCausalLM: not a vision-language model"):
+        learner.update([ExperienceVL(**vars(good), **pixels)])
     with pytest.raises(FieldError, match="action_mask marks columns that attention_mask says are padding"):
         learner.update([replace(good, attention_mask=torch.zeros_like(good.attention_mask))])
     with pytest.raises(ShapeError, match=r"advantages \(8, 3\) for actions \(8, 6\)"):

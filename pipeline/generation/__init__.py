@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeline.errors import FieldError
+from pipeline.vision_rows import VisionRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ class ResponseGenerator(Protocol):
         *,
         group_size: int = 1,
         batch_rows: int | None = None,
+        vision: VisionRows | None = None,
     ) -> Responses:
         """Sample `group_size` responses of each prompt.
 
@@ -89,6 +91,7 @@ class ResponseGenerator(Protocol):
             sampling: How; P is below its `max_length`.
             group_size: Responses of each prompt (G), contiguous in the result.
             batch_rows: At most this many rows at a time; None for all at once. It bounds memory and changes no token.
+            vision: Images and videos of the prompts; not given where no prompt has any.
 
         Returns:
             ``prompts * group_size`` responses, on the device of `input_ids`.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.generation import Responses, Sampling
+from pipeline.vision_rows import VisionRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Rows:
         prompt_lengths: ``(B,)`` int64, real tokens of each prompt.
         lengths: ``(B,)`` int64, tokens of each response, from 1 to A.
         pad_token_id: What stands in the padding.
+        vision: Images and videos of the rows; None where rows are text alone.
     """
 
     sequences: Tensor
@@ -30,15 +32,19 @@ class Rows:
     prompt_lengths: Tensor
     lengths: Tensor
     pad_token_id: int
+    vision: VisionRows | None = None
 
     @classmethod
-    def of(cls, prompt_mask: Tensor, responses: Responses, sampling: Sampling) -> Rows:
+    def of(
+        cls, prompt_mask: Tensor, responses: Responses, sampling: Sampling, *, vision: VisionRows | None = None
+    ) -> Rows:
         """Put prompts' masks and an engine's responses together.
 
         Args:
             prompt_mask: ``(B, P)``, 1 where the token of the prompt is real.
             responses: What the engine returned for these B rows.
             sampling: What it was asked for.
+            vision: Images and videos of these B rows.
 
         Returns:
             The rows.
@@ -67,12 +73,17 @@ class Rows:
             prompt_lengths=prompt_mask.sum(dim=1),
             lengths=lengths,
             pad_token_id=sampling.pad_token_id,
+            vision=vision,
         )
 
     @property
     def num_actions(self) -> int:
         """Action columns, A."""
         return self.action_mask.shape[1]
+
+    def vision_of(self, index: Tensor | slice) -> VisionRows | None:
+        """Images and videos of some rows."""
+        return None if self.vision is None else self.vision.rows(index)
 
     def padded(self, index: Tensor, *, trim: bool) -> tuple[Tensor, Tensor, int]:
         """Ids and mask of some rows as they stand, and how many of their columns are actions.

@@ -1,7 +1,8 @@
 """Sampling with transformers models: a lean loop over the key-value cache, and the adapter for foreign actors.
 
 The loop encodes each prompt once however many responses it gets, drops finished rows from the batch, and draws each
-row's random numbers before the first step, one a step, so that a row's tokens do not depend on its neighbours.
+row's random numbers before the first step, one a step, so that a row's tokens do not depend on its neighbours. Pixels
+go with the prompts; from there on the cache knows the images, and positions are counted on from the prompt's own.
 Measured against coati's own loop on a CPU it is about 50 times faster, and twice as fast as ``generate``.
 """
 
@@ -18,7 +19,9 @@ from torch.nn import functional
 from pipeline.errors import ShapeError
 from pipeline.generation import Responses, Sampling
 from pipeline.generation.stops import response_lengths
-from pipeline.models import accepted_keywords, position_ids_from_mask
+from pipeline.models import accepted_keywords, model_inputs
+from pipeline.vision_inputs import plain_tokens, token_kinds, vision_backbone
+from pipeline.vision_rows import VisionRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +63,7 @@ def fits_lean_loop(actor: object) -> bool:
 
 
 class LeanGenerator:
-    """An engine over a transformers causal language model.
+    """An engine over a transformers causal language model, or a vision-language one of the Qwen2-VL kind.
 
     Args:
         model: Called with `input_ids`, `attention_mask`, `position_ids` and a cache; its current weights are used.
@@ -71,6 +74,7 @@ class LeanGenerator:
         self._model = model
         self._on_progress = on_progress
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
+        self._vision_backbone = vision_backbone(model)
 
     @torch.no_grad()
     def generate(
@@ -81,6 +85,7 @@ class LeanGenerator:
         *,
         group_size: int = 1,
         batch_rows: int | None = None,
+        vision: VisionRows | None = None,
     ) -> Responses:
         """Sample responses; see `pipeline.generation.ResponseGenerator`."""
         prompts, width = input_ids.shape
@@ -100,6 +105,7 @@ class LeanGenerator:
             self._run(
                 input_ids[first_prompt:last_prompt].to(device),
                 attention_mask[first_prompt:last_prompt].to(device),
+                None if vision is None else vision.rows(slice(first_prompt, last_prompt)),
                 torch.arange(first_row, first_row + (last_prompt - first_prompt) * repeats, device=device),
                 repeats,
                 sampling,
@@ -116,6 +122,7 @@ class LeanGenerator:
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
+        vision: VisionRows | None,
         rows: Tensor,
         repeats: int,
         sampling: Sampling,
@@ -127,12 +134,18 @@ class LeanGenerator:
         first_real = int((attention_mask != 0).any(dim=0).nonzero()[0])
         input_ids, mask = input_ids[:, first_real:], (attention_mask[:, first_real:] != 0).long()
         width = input_ids.shape[1]
-        positions = position_ids_from_mask(mask)
+        # One column more than the prompt: there stands the position of the first token to come.
+        inputs, others = model_inputs(
+            self._model, functional.pad(input_ids, (0, 1)), functional.pad(mask, (0, 1), value=1), vision
+        )
+        positions, pixels = others.pop("position_ids"), others
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        logits = self._forward(input_ids, mask, positions, cache).repeat_interleave(repeats, dim=0)
+        logits = self._forward(inputs["input_ids"][:, :-1], mask, positions[..., :-1], cache, **pixels)
+        logits = logits.repeat_interleave(repeats, dim=0)
         if repeats > 1:
             cache.batch_repeat_interleave(repeats)
-        next_position = (positions[:, -1:] + 1).repeat_interleave(repeats, dim=0)
+        # (rows, 1), or (3, rows, 1) where positions have three axes.
+        next_position = positions[..., -1:].repeat_interleave(repeats, dim=-2)
         mask = functional.pad(mask, (0, state.tokens.shape[1]), value=1).repeat_interleave(repeats, dim=0)
         alive = torch.ones_like(rows, dtype=torch.bool)
         for step in range(state.tokens.shape[1]):
@@ -145,11 +158,13 @@ class LeanGenerator:
             if (len(rows) - living) * _DROP_SHARE >= len(rows):
                 kept = alive.nonzero().squeeze(1)
                 cache.batch_select_indices(kept)
-                rows, tokens, mask, next_position = rows[kept], tokens[kept], mask[kept], next_position[kept]
+                rows, tokens, mask, next_position = rows[kept], tokens[kept], mask[kept], next_position[..., kept, :]
                 alive = alive[kept]
+            if self._vision_backbone is not None:
+                tokens = plain_tokens(self._vision_backbone, tokens)
             logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
 
-    def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, **pixels: Tensor) -> Tensor:
         """``(rows, V)`` float32 logits after the last token."""
         optional = {"position_ids": positions, "logits_to_keep": 1}
         output = self._model(
@@ -158,6 +173,7 @@ class LeanGenerator:
             past_key_values=cache,
             use_cache=True,
             **{name: optional[name] for name in self._takes},
+            **pixels,
         )
         logits: Tensor = output.logits[:, -1].float()
         return logits
@@ -244,7 +260,7 @@ class ActorGenerator:
     Args:
         actor: ``generate(input_ids=, attention_mask=, max_length=, do_sample=, temperature=, top_k=, top_p=,
             pad_token_id=, eos_token_id=, ...)``; what its signature does not take is left out. Stop sequences arrive
-            as `stopping_criteria`.
+            as `stopping_criteria`, pixels and grids by the names that transformers has for them.
         extra_keywords: Passed on as they are.
         on_progress: Called once a mini-batch.
     """
@@ -268,18 +284,23 @@ class ActorGenerator:
         *,
         group_size: int = 1,
         batch_rows: int | None = None,
+        vision: VisionRows | None = None,
     ) -> Responses:
         """Sample responses; see `pipeline.generation.ResponseGenerator`."""
         device = getattr(self._actor, "device", input_ids.device)
         rows = input_ids.repeat_interleave(group_size, dim=0)
         masks = attention_mask.repeat_interleave(group_size, dim=0)
+        row_vision = None if vision is None else vision.repeated(group_size)
         size = batch_rows or len(rows)
         sequences = []
         with torch.random.fork_rng(devices=_cuda_devices(device)):
             torch.manual_seed(sampling.seed)
-            for ids, mask in zip(rows.split(size), masks.split(size), strict=True):
-                generated = self._call(ids.to(device), mask.to(device), sampling).to(input_ids.device)
-                sequences.append(_checked(generated, ids, sampling))
+            for first in range(0, len(rows), size):
+                part = slice(first, first + size)
+                ids, mask = rows[part].to(device), masks[part].to(device)
+                pixels = {} if row_vision is None else self._pixels(ids, mask, row_vision.rows(part))
+                generated = self._call(ids, mask, sampling, pixels).to(input_ids.device)
+                sequences.append(_checked(generated, rows[part], sampling))
                 self._on_progress()
         joined = torch.cat(sequences)
         responses = joined[:, input_ids.shape[1] :]
@@ -288,7 +309,15 @@ class ActorGenerator:
         responses.masked_fill_(beyond, sampling.pad_token_id)
         return Responses(sequences=joined, lengths=lengths)
 
-    def _call(self, ids: Tensor, mask: Tensor, sampling: Sampling) -> Tensor:
+    def _pixels(self, ids: Tensor, mask: Tensor, vision: VisionRows) -> dict[str, Tensor]:
+        pixels = vision.model_keywords(ids.device)
+        backbone = vision_backbone(self._actor)
+        if backbone is not None:
+            # Its own `generate` counts positions by itself, from the kinds of the tokens.
+            pixels["mm_token_type_ids"] = token_kinds(backbone, ids, mask, vision)
+        return pixels
+
+    def _call(self, ids: Tensor, mask: Tensor, sampling: Sampling, pixels: dict[str, Tensor]) -> Tensor:
         # Without top_k=0 transformers takes the 50 most probable tokens only; the log-probs would not be the sampler's.
         keywords: dict[str, Any] = {
             "max_length": sampling.max_length,
@@ -298,6 +327,7 @@ class ActorGenerator:
             "top_p": sampling.top_p,
             "pad_token_id": sampling.pad_token_id,
             "eos_token_id": list(sampling.eos_token_ids) or None,
+            **pixels,
             **self._extra_keywords,
         }
         if not sampling.do_sample:
