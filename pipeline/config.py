@@ -159,7 +159,7 @@ class PromptsConfig(_Section):
 
     path: Source = Field(
         default="builtin:sort-digits",
-        description='JSON lines file of {"prompt": ..., "answer": ...}, the answer optional.',
+        description='JSON lines file of {"prompt": ..., "answer": ..., "images": [...]}, answer and images optional.',
     )
     template: Literal["auto", "none", "chat"] = Field(
         default="auto",

@@ -55,6 +55,10 @@ class FieldError(RlhfdError, ValueError):
     """A field that is missing, mixed or holds a value it must not hold; the message names field and row."""
 
 
+class PromptError(RlhfdError):
+    """A prompt that cannot be rolled out, for one of its images cannot be read: set that prompt aside."""
+
+
 class RewardError(RlhfdError):
     """A reward that is no finite number: the experience is errored, which is not reward 0."""
 

@@ -1,7 +1,8 @@
 """Prompts from a JSON lines file, as an endless sequence in which a position alone is the state.
 
 Each line of the file is an object ``{"prompt": ..., "answer": ...}``: the prompt a string or a list of chat messages,
-the answer any JSON value, or left out. Further keys are ignored, blank lines are skipped.
+the answer any JSON value, or left out. ``"images": ["a.png", ...]`` are paths from the file's own folder: one for each
+``{"type": "image"}`` in the messages, or all in front of the text. Further keys are ignored, blank lines are skipped.
 
 Position p of the sequence lies in epoch p // n at slot p % n, and each epoch is a permutation of all n prompts that
 follows from (seed, epoch) by integer arithmetic alone. So any process can look up any position, a restart needs the
@@ -40,6 +41,7 @@ class Prompt:
         index: Place of the prompt in the file, from 0, blank lines not counted.
         prompt: The text, or the chat messages.
         answer: What the reward functions get as ``gt_answer``; None where the file has none.
+        images: Paths of its images, in the order in which the prompt has them.
     """
 
     position: int
@@ -47,6 +49,7 @@ class Prompt:
     index: int
     prompt: str | list[Message]
     answer: JsonValue
+    images: tuple[str, ...] = ()
 
 
 class Tokenizer(Protocol):
@@ -140,11 +143,12 @@ class PromptSource:
         self._file.seek(self._offsets[index])
         line = self._file.readline()
         try:
-            prompt, answer = _parse(line, str(self._path))
+            prompt, answer, images = _parse(line, str(self._path))
         except ConfigError:
             # Counting lines is slow, so only where a message needs the number.
-            prompt, answer = _parse(line, f"{self._path}:{self._line_number(index)}")
-        return Prompt(position, epoch, index, prompt, answer)
+            prompt, answer, images = _parse(line, f"{self._path}:{self._line_number(index)}")
+        paths = tuple(str(self._path.parent / image) for image in images)
+        return Prompt(position, epoch, index, prompt, answer, paths)
 
     def close(self) -> None:
         """Close the file; `at` fails from then on."""
@@ -222,9 +226,14 @@ def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
             'give texts and prompts.template = "none", or a tokenizer with a chat template'
         )
     text_or_messages = prompt.prompt
-    messages: list[Message] = (
-        [{"role": "user", "content": text_or_messages}] if isinstance(text_or_messages, str) else text_or_messages
-    )
+    messages: list[Message]
+    if not isinstance(text_or_messages, str):
+        messages = text_or_messages
+    elif not prompt.images:
+        messages = [{"role": "user", "content": text_or_messages}]
+    else:
+        images: list[JsonValue] = [{"type": "image"} for _ in prompt.images]
+        messages = [{"role": "user", "content": [*images, {"type": "text", "text": text_or_messages}]}]
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
 
@@ -242,8 +251,8 @@ def _prompt_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
         raise ConfigError(f"prompts.path: cannot read {path}: {error.strerror}") from error
 
 
-def _parse(line: bytes, where: str) -> tuple[str | list[Message], JsonValue]:
-    """Prompt and answer of one line; `where` is the file and line that an error names."""
+def _parse(line: bytes, where: str) -> tuple[str | list[Message], JsonValue, list[str]]:
+    """Prompt, answer and images of one line; `where` is the file and line that an error names."""
     try:
         record = json.loads(
             line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode("utf-8"), parse_constant=_refuse_constant
@@ -258,10 +267,11 @@ def _parse(line: bytes, where: str) -> tuple[str | list[Message], JsonValue]:
         raise ConfigError(f'{where}:1: {_kind(record)}, but a line is an object like {{"prompt": "..."}}')
     if "prompt" not in record:
         raise ConfigError(f'{where}:1: no key "prompt" among {", ".join(sorted(record)) or "no keys"}')
-    problem = _problem_of_prompt(record["prompt"]) or _problem_of_text(record)
+    problem = _problem_of_prompt(record["prompt"]) or _problem_of_images(record) or _problem_of_text(record)
     if problem:
         raise ConfigError(f"{where}:1: {problem}")
-    return cast("str | list[Message]", record["prompt"]), cast(JsonValue, record.get("answer"))
+    prompt = cast("str | list[Message]", record["prompt"])
+    return prompt, cast(JsonValue, record.get("answer")), cast("list[str]", record.get("images") or [])
 
 
 def _refuse_constant(name: str) -> None:
@@ -285,6 +295,28 @@ def _problem_of_prompt(prompt: object) -> str | None:
     return None
 
 
+def _problem_of_images(record: Mapping[str, object]) -> str | None:
+    images, prompt = record.get("images") or [], record["prompt"]
+    if record.get("videos"):
+        return '"videos" are not read from a prompt file, only "images" are'
+    if not isinstance(images, list):
+        return f"images is {_kind(images)}, not a list of paths"
+    for number, image in enumerate(images, start=1):
+        if not isinstance(image, str) or not image or "\0" in image:
+            return f"image {number} is {_kind(image) if image else 'empty'}, not a path"
+    if isinstance(prompt, list):
+        parts = sum(_image_parts(message) for message in prompt)
+        if parts != len(images):
+            return f'{len(images)} images for {parts} parts of "type": "image" in the messages'
+    return None
+
+
+def _image_parts(message: Message) -> int:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+
+
 def _kind(value: object) -> str:
     kinds = {str: "a text", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
@@ -293,9 +325,10 @@ def _kind(value: object) -> str:
 def _problem_of_text(record: Mapping[str, object]) -> str | None:
     # A lone surrogate is valid in JSON, but no tokenizer takes it.
     try:
-        json.dumps([record["prompt"], record.get("answer")], ensure_ascii=False).encode("utf-8")
+        told = [record["prompt"], record.get("answer"), record.get("images")]
+        json.dumps(told, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        return f"prompt or answer holds half of a surrogate pair: {error.object[error.start]!r}"
+        return f"prompt, answer or image holds half of a surrogate pair: {error.object[error.start]!r}"
     return None
 
 

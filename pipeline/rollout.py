@@ -14,12 +14,13 @@ import xxhash
 
 from pipeline import codec
 from pipeline.arena import Arena
-from pipeline.errors import ArenaFullError, ConfigError, FieldError, RewardError, ShapeError
+from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError, ShapeError
 from pipeline.experience import Experience
 from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.prompts import Prompt, PromptSource, render
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.transport import Sender, worker_name
+from pipeline.vision_prompts import RenderedPrompt, VisionPrompts
 from pipeline.weights import WeightsReader, WeightsVersion
 
 TICKETS_AHEAD = 2
@@ -63,7 +64,9 @@ class Roller:
         template: str,
         generate_kwargs: Mapping[str, Any],
         device: torch.device,
+        vision: VisionPrompts | None = None,
     ) -> None:
+        self._vision = vision
         self._maker = maker
         self._source = source
         self._tokenizer = tokenizer
@@ -76,23 +79,28 @@ class Roller:
     def roll(self, position: int, prompts: int) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
 
-        A prompt that leaves no room for a response is set aside and logged.
+        A prompt that leaves no room for a response, or has an image that cannot be read, is set aside and logged.
 
         Raises:
             RewardError: If a reward is no finite number, or the reward function raised.
+            ConfigError: If a prompt has images and the model takes text alone.
         """
-        kept: list[tuple[Prompt, list[int]]] = []
+        kept: list[tuple[Prompt, RenderedPrompt]] = []
         for place in range(position, position + prompts):
             prompt = self._source.at(place)
-            ids = render(prompt, self._tokenizer, self._template)  # type: ignore[arg-type]
-            if len(ids) >= self._max_length:
+            try:
+                rendered = self._render(prompt)
+            except PromptError as error:
+                log.warning("prompt set aside: position=%d line=%d reason=%s", place, prompt.index + 1, error)
+                continue
+            if len(rendered.ids) >= self._max_length:
                 log.warning("prompt set aside: position=%d line=%d tokens=%d max_length=%d",
-                            place, prompt.index + 1, len(ids), self._max_length)  # fmt: skip
+                            place, prompt.index + 1, len(rendered.ids), self._max_length)  # fmt: skip
             else:
-                kept.append((prompt, ids))
+                kept.append((prompt, rendered))
         if not kept:
             return Rolled(None, prompts)
-        input_ids, mask = self._pad([ids for _, ids in kept])
+        input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
         experience = self._maker.make_experience(
             input_ids,
             mask,
@@ -100,8 +108,17 @@ class Roller:
             max_length=self._max_length,
             seed=seed_of(self._seed, position),
             **self._generate_kwargs,
+            **(_vision_keywords(kept) if self._vision else {}),
         )
         return Rolled(experience, prompts - len(kept), self._stopped(experience))
+
+    def _render(self, prompt: Prompt) -> RenderedPrompt:
+        template: Any = self._template
+        if self._vision is not None:
+            return self._vision.render(prompt, template)
+        if prompt.images:
+            raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
+        return RenderedPrompt(render(prompt, self._tokenizer, template))
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
         """A response that leaves room stopped by itself; one that fills it did if it ends with eos."""
@@ -118,6 +135,20 @@ class Roller:
             input_ids[row, width - len(ids) :] = torch.tensor(ids)
             mask[row, width - len(ids) :] = 1
         return input_ids.to(self._device), mask.to(self._device)
+
+
+def _vision_keywords(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
+    """Pixels of all prompts end to end, how many images each has, and their paths: pixels travel, files do not."""
+    keywords: dict[str, Any] = {
+        name: torch.cat(parts)
+        for name in ("pixel_values", "image_grid_thws")
+        if (parts := [rendered.vision[name] for _, rendered in kept if rendered.vision])
+    }
+    return {
+        **keywords,
+        "image_num": torch.tensor([len(prompt.images) for prompt, _ in kept], dtype=torch.float32),
+        "raw_images": [list(prompt.images) or None for prompt, _ in kept],
+    }
 
 
 def seed_of(run_seed: int, position: int) -> int:
@@ -235,7 +266,7 @@ class RolloutWorker:
         try:
             rolled = self._roller.roll(ticket.position, ticket.prompts)
             if rolled.experience is None:
-                return self._failed(ticket, "prompts fill max_length", retry=False)
+                return self._failed(ticket, "all its prompts were set aside", retry=False)
             if self._clock() > ticket.deadline_s:
                 return self._failed(ticket, "deadline passed", retry=True)
             return self._seal(ticket, rolled)
@@ -281,10 +312,12 @@ def refuse_broken_reward(roller: Roller) -> None:
     """Roll one prompt out before the first ticket, so that a broken reward function ends the start and not the night.
 
     Raises:
-        ConfigError: If none of the first prompts leaves room for a response.
+        ConfigError: If none of the first prompts leaves room for a response, or none of those with images has them.
         RlhfdError: Whatever the rollout of the first usable prompt raises.
     """
     for position in range(_TRIED_PROMPTS):
         if roller.roll(position, 1).experience is not None:
             return
-    raise ConfigError(f"rollout.max_length: none of the first {_TRIED_PROMPTS} prompts leaves room for a response")
+    raise ConfigError(
+        f"rollout.max_length: none of the first {_TRIED_PROMPTS} prompts leaves room for a response and has its images"
+    )

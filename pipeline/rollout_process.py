@@ -13,13 +13,14 @@ from pipeline.config import Config
 from pipeline.devices import process_device
 from pipeline.errors import ConfigError, ExitCode, RewardError
 from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.models import Critic, load_actor, load_critic, load_reward_model, load_tokenizer
+from pipeline.models import Critic, load_actor, load_critic, load_reward_model, load_tokenizer, sees_images
 from pipeline.prompts import PromptSource
 from pipeline.rewards import FunctionReward, load_reward_function
 from pipeline.role import RoleContext, monotonic_s, reward_source
 from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, worker_name
+from pipeline.vision_prompts import VisionPrompts
 from pipeline.vision_rows import VisionRows
 
 _IDLE_S = 0.25
@@ -70,6 +71,7 @@ def new_worker(
     """
     device = process_device()
     tokenizer = load_tokenizer(config.model.actor)
+    vision = VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None
     # Before the models: a reward that does not load should not take as long as they do to say so.
     reward = load_reward(config, tokenizer, device, context.metrics.beat)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
@@ -117,6 +119,7 @@ def new_worker(
             "stop_token_ids": rollout.stop_token_ids,
         },
         device=device,
+        vision=vision,
     )
     try:
         refuse_broken_reward(roller)

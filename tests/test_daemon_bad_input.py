@@ -216,7 +216,9 @@ def test_file_of_which_no_prompt_leaves_room_ends_the_start(tmp_path: Path, task
 
     shown = refused(Daemon(tmp_path, *SMALL, f"prompts.path={path}", "trainer.kind=external", task=task))
 
-    assert shown[-1].endswith("rollout.max_length: none of the first 64 prompts leaves room for a response")
+    assert shown[-1].endswith(
+        "rollout.max_length: none of the first 64 prompts leaves room for a response and has its images"
+    )
 
 
 # The runtime directory.

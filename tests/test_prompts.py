@@ -101,7 +101,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped_and_line_numbers_stay(tmp
             '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": 5}]}',
             r':7:1: message 2 has no "content"',
         ),
-        ('{"prompt": "\\ud800"}', r":7:1: prompt or answer holds half of a surrogate pair"),
+        ('{"prompt": "\\ud800"}', r":7:1: prompt, answer or image holds half of a surrogate pair"),
     ],
 )
 def test_a_broken_line_is_named_by_file_line_and_column(tmp_path: Path, line: str | bytes, message: str) -> None:
@@ -109,6 +109,47 @@ def test_a_broken_line_is_named_by_file_line_and_column(tmp_path: Path, line: st
 
     with pytest.raises(ConfigError, match=r"prompts\.jsonl" + message):
         check(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": "a", "images": "a.png"}, "images is a text, not a list of paths"),
+        ({"prompt": "a", "images": ["a.png", 7]}, "image 2 is a number, not a path"),
+        ({"prompt": "a", "images": ["a.png", ""]}, "image 2 is empty, not a path"),
+        ({"prompt": "a", "images": ["\ud800"]}, "prompt, answer or image holds half of a surrogate pair"),
+        ({"prompt": "a", "videos": ["a.mp4"]}, '"videos" are not read from a prompt file, only "images" are'),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]},
+            '0 images for 1 parts of "type": "image" in the messages',
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "images": ["a.png"]},
+            '1 images for 0 parts of "type": "image" in the messages',
+        ),
+    ],
+)
+def test_images_that_do_not_fit_their_line_are_refused(tmp_path: Path, line: dict[str, object], message: str) -> None:
+    path = write_lines(tmp_path / "prompts.jsonl", json.dumps({"prompt": "a", "images": []}), json.dumps(line))
+
+    with pytest.raises(ConfigError) as error:
+        check(path)
+
+    assert str(error.value).startswith(f"{path}:2:1: {message}")
+
+
+def test_images_are_paths_from_the_files_own_folder(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "a", "images": ["below/a.png", "/above/b.png"]},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], "images": ["1", "2"]},
+    ]
+    path = write_lines(tmp_path / "prompts.jsonl", *map(json.dumps, lines))
+
+    assert check(path) == 2
+    with closing(PromptSource(path, seed=0)) as source:
+        images = {source.at(place).index: source.at(place).images for place in range(2)}
+    assert images[0] == (str(tmp_path / "below/a.png"), "/above/b.png")
+    assert images[1] == (str(tmp_path / "1"), str(tmp_path / "2"))
 
 
 def test_check_names_each_of_the_first_twenty_broken_lines_and_counts_the_rest(tmp_path: Path) -> None:
