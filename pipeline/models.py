@@ -161,7 +161,7 @@ def action_log_probs(
     inputs, optional = model_inputs(model, sequences, attention_mask, vision)
     optional["use_cache"] = False
     settings: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
-    head = plain_head(model, sequences[:1, -1:])
+    head = plain_head(model, sequences.device)
     if head is not None:
         backbone: Any = getattr(model, "base_model", None)
         states = backbone(**inputs, **accepted_keywords(backbone, optional)).last_hidden_state[:, before]

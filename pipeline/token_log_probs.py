@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_ELEMENTS = 2**26
+CHUNK_ELEMENTS = 2**26
 """Logits at once when the caller names no `chunk_tokens`: 256 MiB in float32, and as much again for their exp."""
 
 _plain_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """What `plain_head` found out about a model: a forward pass over one token tells, and once is enough."""
 
 
-def plain_head(model: object, token: Tensor) -> nn.Linear | None:
+def plain_head(model: object, device: torch.device) -> nn.Linear | None:
     """Find the linear layer that makes a model's logits of its backbone's last hidden states, and nothing but it.
 
     Args:
         model: Any object; one with ``base_model`` and ``get_output_embeddings``, as in transformers, may have one.
-        token: ``(1, 1)`` int64, any token of the model's, on its device; tried once a model.
+        device: Where it takes its inputs; it is tried once, on one token.
 
     Returns:
         The layer; None where the model has no such layer, or its own logits are not exactly those of the layer.
@@ -41,7 +41,7 @@ def plain_head(model: object, token: Tensor) -> nn.Linear | None:
     if not isinstance(backbone, nn.Module) or backbone is model or not isinstance(head, nn.Linear):
         return None
     if model not in _plain_heads:
-        _plain_heads[model] = _makes_the_logits(head, model, backbone, token)
+        _plain_heads[model] = _makes_the_logits(head, model, backbone, device)
     return head if _plain_heads[model] else None
 
 
@@ -67,7 +67,7 @@ def head_log_probs(
     Returns:
         ``(N,)`` float32 both; the entropies are empty if not asked for.
     """
-    most = chunk_tokens or max(1, _CHUNK_ELEMENTS // head.out_features)
+    most = chunk_tokens or max(1, CHUNK_ELEMENTS // head.out_features)
 
     def of_chunk(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return logits_log_probs(
@@ -88,7 +88,7 @@ def logits_log_probs(
     logits: Tensor, labels: Tensor, *, temperature: float, chunk_tokens: int | None, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of tokens from logits, ``(N, V)``, a chunk of them in float32 at a time; else as `head_log_probs`."""
-    chunk_tokens = chunk_tokens or max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    chunk_tokens = chunk_tokens or max(1, CHUNK_ELEMENTS // logits.shape[-1])
     result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
         logits, labels.to(logits.device), temperature, chunk_tokens, with_entropy
     )
@@ -96,11 +96,11 @@ def logits_log_probs(
 
 
 @torch.no_grad()
-def _makes_the_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, token: Tensor) -> bool:
+def _makes_the_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, device: torch.device) -> bool:
     outputs: list[Any] = []
     hook = backbone.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        logits = model(input_ids=token).logits
+        logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device)).logits
     finally:
         hook.remove()
     states = getattr(outputs[0], "last_hidden_state", None) if outputs else None

@@ -21,7 +21,7 @@ from tests import tiny
 
 V = tiny.VOCABULARY_SIZE
 ROWS, COLUMNS, ACTIONS = 6, 26, 20
-TOKEN = torch.tensor([[5]])
+CPU = torch.device("cpu")
 
 
 class MostPositions(TorchDispatchMode):
@@ -42,7 +42,7 @@ class MostPositions(TorchDispatchMode):
 @contextmanager
 def at_most_logits_of(positions: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The head's weight is V x 16, and transposed it looks like the logits of 16 positions.
-    monkeypatch.setattr(token_log_probs, "_CHUNK_ELEMENTS", positions * V)
+    monkeypatch.setattr(token_log_probs, "CHUNK_ELEMENTS", positions * V)
     with MostPositions() as most:
         yield
     assert 0 < most.seen <= max(positions, 16)
@@ -129,7 +129,7 @@ def test_the_makers_log_probs_are_bounded_whatever_its_mini_batches(
 def test_transformers_models_give_their_head(build: type[GPT2LMHeadModel]) -> None:
     model = build()
 
-    assert plain_head(model, TOKEN) is model.get_output_embeddings()
+    assert plain_head(model, CPU) is model.get_output_embeddings()
     assert not model.base_model._forward_hooks
 
 
@@ -139,7 +139,7 @@ def test_a_model_that_caps_its_logits_keeps_its_own() -> None:
 
     log_probs = action_log_probs(model, sequences, mask, ACTIONS)
 
-    assert plain_head(model, TOKEN) is None
+    assert plain_head(model, CPU) is None
     logits = model(input_ids=sequences[:1]).logits[0, -ACTIONS - 1 : -1]
     assert logits.abs().max() < 3
     expected = logits.log_softmax(-1).gather(-1, sequences[0, -ACTIONS:, None])[:, 0]
@@ -152,6 +152,6 @@ def test_what_only_answers_like_a_model_has_no_head() -> None:
             super().__init__()
             self.model = model
 
-    assert plain_head(lambda **_: None, TOKEN) is None
-    assert plain_head(Wrapped(tiny.llama()), TOKEN) is None
-    assert plain_head(tiny.llama().base_model, TOKEN) is None
+    assert plain_head(lambda **_: None, CPU) is None
+    assert plain_head(Wrapped(tiny.llama()), CPU) is None
+    assert plain_head(tiny.llama().base_model, CPU) is None
