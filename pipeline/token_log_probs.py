@@ -21,7 +21,7 @@ CHUNK_ELEMENTS = 2**26
 """Logits at once when the caller names no `chunk_tokens`: 256 MiB in float32, and as much again for their exp."""
 
 _plain_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""What `plain_head` found out about a model: a forward pass over one token tells, and once is enough."""
+"""What `plain_head` found out about a model: a forward pass over two tokens tells, and once is enough."""
 
 
 def plain_head(model: object, device: torch.device) -> nn.Linear | None:
@@ -29,7 +29,7 @@ def plain_head(model: object, device: torch.device) -> nn.Linear | None:
 
     Args:
         model: Any object; one with ``base_model`` and ``get_output_embeddings``, as in transformers, may have one.
-        device: Where it takes its inputs; it is tried once, on one token.
+        device: Where it takes its inputs; it is tried once, on two tokens.
 
     Returns:
         The layer; None where the model has no such layer, or its own logits are not exactly those of the layer.
@@ -100,11 +100,12 @@ def _makes_the_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, de
     outputs: list[Any] = []
     hook = backbone.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device)).logits
+        # Of two tokens one may be padding, whose states may be zero: a capped zero would be no sign of a cap.
+        logits = model(input_ids=torch.tensor([[0, 1]], device=device)).logits
     finally:
         hook.remove()
     states = getattr(outputs[0], "last_hidden_state", None) if outputs else None
-    return states is not None and torch.equal(head(states).float(), logits.float())
+    return states is not None and bool(logits.any()) and torch.equal(head(states).float(), logits.float())
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
