@@ -34,7 +34,7 @@ from pipeline.generation.stops import parse_stop_token_ids
 from pipeline.generation.transformers import ActorGenerator, LeanGenerator, fits_lean_loop, is_transformers_model
 from pipeline.models import Critic, SequenceReward, action_log_probs, all_values
 from pipeline.rewards import FunctionReward, checked_scores, vision_keywords
-from pipeline.vision_inputs import vision_backbone
+from pipeline.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.vision_rows import VisionRows, take_vision
 
 if TYPE_CHECKING:
@@ -206,8 +206,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         group_size = self.num_generation if self.use_grpo else 1
         answers = _repeat_answers(gt_answer, len(input_ids), group_size)
         vision = take_vision(generate_kwargs, input_ids)
-        if vision is None and vision_backbone(self.actor) is not None:
-            vision = VisionRows.none(len(input_ids))
+        if (backbone := vision_backbone(self.actor)) is not None:
+            vision = vision or VisionRows.none(len(input_ids))
+            check_prompt_images(backbone, input_ids, attention_mask, vision)
         sampling, extra = self._read(generate_kwargs, input_ids.shape[1])
         with _eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
             with self._stage("generate"):

@@ -94,8 +94,9 @@ class ModelOptimizer:
 
     def reduce(self) -> float:
         """Sum the gradients over the ranks; return their norm before clipping, the same on every rank."""
-        if self._group is not None:
-            # Every rank takes part with every weight, also a rank that had no row to train on.
+        if self._group is not None or any(master.grad is not None for master in self._masters):
+            # Every rank takes part with every weight, also a rank that had no row to train on. And a weight that no
+            # row used, as those for images where all rows are text, decays with one rank as it does with several.
             for master in self._masters:
                 master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         gradients = [master.grad for master in self._masters if master.grad is not None]

@@ -54,16 +54,19 @@ def vision_inputs(
         backbone: Of `vision_backbone`.
         input_ids: ``(B, S)`` int64.
         attention_mask: ``(B, S)``, 1 where the token is real, on whichever side the padding is.
-        vision: Of the B rows; None if none of them has an image or a video.
+        vision: Of the B rows; None only if no row has an image token, not even a sampled one.
 
     Returns:
         `input_ids`, `attention_mask`, `position_ids` ``(3, B, S)`` int64, and pixels and grids where there are any.
 
     Raises:
         ShapeError: If a row has fewer image tokens than its grids ask for.
-        FieldError: If two images stand side by side without a token between them.
+        FieldError: If two images stand side by side without a token between them, or `vision` is missing.
     """
-    device, vision = input_ids.device, vision or VisionRows.none(len(input_ids))
+    device = input_ids.device
+    if vision is None:
+        vision = VisionRows.none(len(input_ids))
+        check_prompt_images(backbone, input_ids, attention_mask, vision)
     # On the CPU: whoever computes positions reads the tokens one by one.
     ids, real = input_ids.cpu(), (attention_mask != 0).long().cpu()
     kinds = token_kinds(backbone, ids, real, vision)
@@ -80,6 +83,19 @@ def vision_inputs(
         "position_ids": positions.to(device),
         **keywords,
     }
+
+
+def check_prompt_images(backbone: Any, input_ids: Tensor, attention_mask: Tensor, vision: VisionRows) -> None:
+    """Refuse rows that have more image tokens, or fewer, than their grids ask for; for rows that nobody sampled.
+
+    Arguments, errors: as in `vision_inputs`; a FieldError also where a row has more.
+    """
+    kinds = token_kinds(backbone, input_ids, attention_mask, vision)
+    plain = plain_tokens(backbone, input_ids) != input_ids
+    surplus = (plain & (attention_mask != 0) & (kinds == 0)).sum(dim=1)
+    if bool(surplus.any()):
+        row = int(surplus.nonzero()[0])
+        raise FieldError(f"row {row}: {int(surplus[row])} image or video tokens more than its grids ask for")
 
 
 def token_kinds(backbone: Any, input_ids: Tensor, attention_mask: Tensor, vision: VisionRows) -> Tensor:

@@ -22,7 +22,7 @@ from pipeline.errors import FieldError, ShapeError
 from pipeline.experience import Experience, ExperienceVL
 from pipeline.learner import Learner, StepStats
 from pipeline.models import Critic, action_log_probs, action_values
-from pipeline.optimizer import learning_rate_ratio
+from pipeline.optimizer import ModelOptimizer, learning_rate_ratio
 from pipeline.training_batch import TrainingBatch
 from tests import tiny
 
@@ -429,6 +429,26 @@ def test_the_numbers_of_a_step_by_hand() -> None:
     assert stats.loss == stats.policy_loss
     assert stats.kl_loss is None and stats.value_loss is None and stats.critic_gradient_norm is None
     assert min(stats.forward_s, stats.backward_s, stats.optimizer_s) > 0
+
+
+def test_a_weight_that_no_row_of_a_step_used_has_a_gradient_of_zero() -> None:
+    used, unused = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    settings: dict[str, Any] = {"learning_rate": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1, "clip_norm": 1e9}
+    optimizer = ModelOptimizer(nn.ModuleList([used, unused]), process_group=None, **settings)
+    expected = unused.weight.detach().clone().requires_grad_()
+    reference = torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
+
+    for seen in (True, False):
+        loss = used(torch.ones(2)).sum() + (unused(torch.ones(2)).sum() if seen else 0.0)
+        loss.backward()
+        optimizer.collect()
+        optimizer.reduce()
+        optimizer.step(1.0)
+        optimizer.clear()
+        expected.grad = torch.full_like(expected, float(seen))
+        reference.step()
+
+    torch.testing.assert_close(unused.weight, expected)
 
 
 def test_the_learning_rate_rises_falls_and_stays() -> None:

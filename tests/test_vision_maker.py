@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.config import TrainerConfig
 from pipeline.errors import FieldError
-from pipeline.experience import ExperienceVL
+from pipeline.experience import Experience, ExperienceVL
 from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.learner import Learner
 from pipeline.models import Critic, action_values
@@ -156,6 +156,25 @@ def test_images_that_cannot_be_told_apart_are_refused() -> None:
         made_by(new_maker(), *MIXED[:2], image_num=None)
     with pytest.raises(FieldError, match="image_num has 1 elements, input_ids has 2 rows"):
         made_by(new_maker(), *MIXED[:2], image_num=torch.tensor([3.0]))
+
+
+def test_image_tokens_without_an_image_are_refused() -> None:
+    without = {"image_grid_thws": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, tiny_vision.PATCH_VALUES)}
+
+    with pytest.raises(FieldError, match="row 1: 8 image or video tokens more than its grids ask for"):
+        made_by(new_maker(), *MIXED[:2], image_num=torch.tensor([1.0, 0.0]), **without)
+    nothing = dict.fromkeys(["image_grid_thws", "pixel_values", "image_num", "video_num"])
+    with pytest.raises(FieldError, match="row 0: 6 image or video tokens more than its grids ask for"):
+        made_by(new_maker(), *MIXED[:2], **nothing)
+
+
+def test_a_batch_without_its_images_is_not_trained_on() -> None:
+    maker = new_maker()
+    batch = on_its_way_to_the_trainer(made_by(maker, *MIXED))
+    text = Experience(**{field.name: getattr(batch, field.name) for field in fields(Experience)})
+
+    with pytest.raises(FieldError, match="image or video tokens more than its grids ask for"):
+        new_learner(maker).update([text])
 
 
 def test_an_actor_of_text_alone_is_not_shown_images() -> None:

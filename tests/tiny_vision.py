@@ -1,7 +1,7 @@
 """A Qwen2-VL small enough for a test, with tokenizer and image processor: built from configurations, never loaded.
 
-Two text layers, one vision layer, patches of 4 x 4 pixels merged 2 x 2: an image of 16 x 24 pixels is 4 x 6 patches
-and 6 image tokens.
+Two text layers, one vision layer, patches of 4 x 4 pixels merged 2 x 2: an image 16 pixels wide and 24 high has 6 x 4
+patches and 6 image tokens. With larger patches few of them make megabytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def model(seed: int = 0) -> Qwen2VLForConditionalGeneration:
+def model(seed: int = 0, patch: int = PATCH) -> Qwen2VLForConditionalGeneration:
     """A Qwen2-VL whose answers depend on what it sees, and where it sees it."""
     config = Qwen2VLConfig(
         text_config={
@@ -55,7 +55,7 @@ def model(seed: int = 0) -> Qwen2VLForConditionalGeneration:
             "hidden_size": 64,
             "num_heads": 2,
             "mlp_ratio": 2,
-            "patch_size": PATCH,
+            "patch_size": patch,
             "spatial_merge_size": MERGE,
             "temporal_patch_size": 2,
         },
@@ -92,14 +92,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save(folder: Path, seed: int = 0) -> Path:
+def save(folder: Path, seed: int = 0, patch: int = PATCH) -> Path:
     """Write model, tokenizer and image processor into a directory, as a checkpoint of the hub has them."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    model(seed).save_pretrained(folder)
+    model(seed, patch).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     Qwen2VLImageProcessorPil(
-        patch_size=PATCH,
+        patch_size=patch,
         merge_size=MERGE,
         temporal_patch_size=2,
         size={"shortest_edge": 8 * 8, "longest_edge": 1024 * 1024},
