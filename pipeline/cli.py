@@ -175,6 +175,24 @@ def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(answer, indent=2) if as_json else render_status(answer))
 
 
+@main.command()
+@_finding
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+    r"""Say in a few sentences what holds the running instance back.
+
+    \b
+    Examples:
+      rlhfd why
+      rlhfd why --json | jq .last_minute
+    """
+    from pipeline import instance
+
+    record = instance.find(_runtime_dir(runtime_dir, path))
+    answer = instance.request(record, "why", _REQUEST_TIMEOUT_S)
+    click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
+
+
 @main.group()
 def config() -> None:
     r"""Check and show the configuration.

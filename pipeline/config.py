@@ -125,6 +125,18 @@ class DaemonConfig(_Section):
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.")
     startup_timeout_s: float = Field(default=300.0, gt=0, description="Seconds that the roles get from start to ready.")
+    hang_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="Seconds without progress after which a process is killed and started again; 0: never. More than "
+        "the longest single call of a model's own generate or of a reward takes, and than a checkpoint.",
+    )
+    progress_timeout_s: float = Field(
+        default=1800.0,
+        ge=0,
+        description="Seconds in which no row is sealed, trained or dropped and no step taken, after which the culprit "
+        "is started again, and at the second time the run ends with 70; 0: never.",
+    )
     restart_delay_s: float = Field(
         default=0.5, gt=0, description="Seconds before a dead process is started again; they double with each death."
     )

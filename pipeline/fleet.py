@@ -30,6 +30,9 @@ class Slot:
         finished: Whether the child said that its work is complete.
         last_exit: Exit code of the last child, or minus its signal; None before the first ended.
         due_s: When the next start is due, while in backoff.
+        lines: Lines that the child has printed.
+        ended_by: Who of us ended the child: ``"watchdog"``, ``"group"`` (another rank died), or nobody.
+        working_on: The ticket or lease that the last child was at when it died, -1 for none.
     """
 
     role: str
@@ -46,6 +49,9 @@ class Slot:
     error: str = ""
     last_line: str = ""
     finished: bool = False
+    lines: int = 0
+    ended_by: str = ""
+    working_on: int = -1
 
     @property
     def name(self) -> str:
@@ -108,6 +114,7 @@ class Fleet:
             self._metrics.counter("rlhfd_process_starts_total", role=slot.role).inc()
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
+        slot.ended_by, slot.working_on = "", -1
         slot.generation += 1
         spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus))
         environment = {
@@ -181,6 +188,7 @@ class Fleet:
 
     def _line(self, slot: Slot, line: str) -> None:
         slot.last_line = line
+        slot.lines += 1
         self._on_line(slot, line)
 
     def _ended(self, slot: Slot, code: int) -> None:
@@ -189,8 +197,9 @@ class Fleet:
         booted = slot.state != "starting"
         slot.child, slot.last_exit, slot.state = None, code, "ended"
         if slot.role != "setup":
+            slot.working_on = self._slab.progress(slot.role, slot.index).working_on
             self._slab.fold(slot.role, slot.index)
-            reason = exit_reason(code, booted=booted)
+            reason = "watchdog" if slot.ended_by == "watchdog" else exit_reason(code, booted=booted)
             self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
         self._on_end(slot, code)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.fleet import Fleet, Slot
+from pipeline.guard import Guard
 from pipeline.metrics_reader import MetricsReader, Reading, build_info
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.top import RateWindow, Snapshot
@@ -35,6 +36,7 @@ class InstanceStatus:
         workspace: Workspace,
         slab: MetricsSlab,
         fleet: Fleet,
+        guard: Guard,
         *,
         metrics_url: Callable[[], str],
         path: Path | None = None,
@@ -44,6 +46,7 @@ class InstanceStatus:
         self._workspace = workspace
         self._slab = slab
         self._fleet = fleet
+        self._guard = guard
         self._metrics_url = metrics_url
         self._path = path
         self._writer = slab.writer("supervisor")
@@ -74,6 +77,8 @@ class InstanceStatus:
         self._sample_processes()
         self._sample_memory()
         self._reading = self._reader.read()
+        spent = self._reading.families["rlhfd_process_time_seconds_total"]
+        self._guard.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
         self._tokens.add(now_s, self._value("rlhfd_tokens_total", kind="response") or 0.0)
@@ -95,6 +100,15 @@ class InstanceStatus:
         wait_s = slot.due_s - self._fleet.now_s() if slot.state == "backoff" else 0.0
         self._writer.gauge("rlhfd_process_backoff_seconds", **labels).set(max(0.0, wait_s))
 
+    @property
+    def shown_state(self) -> str:
+        """The state, or stuck."""
+        return "stuck" if self.state == "ready" and self._guard.is_stuck else self.state
+
+    def steps_and_version(self) -> tuple[float, float]:
+        """Return how far training has come."""
+        return self._value("rlhfd_train_steps_total") or 0.0, float(self._policy_version)
+
     # What others ask for.
 
     def metrics(self, openmetrics: bool) -> bytes:
@@ -104,21 +118,22 @@ class InstanceStatus:
         self._writer.beat()
         return text
 
-    def health(self) -> dict[str, Any]:
-        """Return what /healthz says: the supervisor's loop runs, or nobody would answer."""
-        return {"state": self.state, "pid": os.getpid()}
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether supervisor and buffer go on; a supervisor that hangs does not answer, which tells as much."""
+        silent = self._guard.is_buffer_silent()
+        return not silent, {"state": self.shown_state, "pid": os.getpid(), **({"hung": "buffer"} if silent else {})}
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
         """Return whether every required role is ready, and which are not."""
         waiting = [slot.name for slot in self._fleet.slots if slot.role != "setup" and slot.state != "ready"]
-        return self._fleet.all_ready() and self.state == "ready", {"state": self.state, "waiting_for": waiting}
+        return self._fleet.all_ready() and self.state == "ready", {"state": self.shown_state, "waiting_for": waiting}
 
     def snapshot(self) -> Snapshot:
         """Return what the terminal shows."""
         books = self._slab.conservation()
         rollout = list(self._fleet.of("rollout"))
         return Snapshot(
-            state=self.state,
+            state=self.shown_state,
             algorithm=self._config.rollout.algorithm,
             model=self._config.model.actor,
             step=int(self._value("rlhfd_train_steps_total") or 0),
@@ -141,7 +156,7 @@ class InstanceStatus:
         shot = self.snapshot()
         books = self._slab.conservation()
         return {
-            "state": self.state,
+            "state": self.shown_state,
             "run_id": self._workspace.run.run_id,
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),

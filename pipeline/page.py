@@ -32,7 +32,7 @@ _KEEP_ALIVE_S: Final = 75
 log = logging.getLogger(__name__)
 
 Metrics = Callable[[bool], bytes]
-Health = Callable[[], dict[str, Any]]
+Health = Callable[[], tuple[bool, dict[str, Any]]]
 Ready = Callable[[], tuple[bool, dict[str, Any]]]
 
 
@@ -73,7 +73,7 @@ class HttpServer:
 
         Args:
             metrics: Gives the exposition, in OpenMetrics if its argument is true.
-            health: Gives what /healthz says.
+            health: Gives whether the instance goes on (200, else 503) and what /healthz says.
             ready: Gives whether the instance is ready (200, else 503) and what /readyz says.
         """
         config = uvicorn.Config(
@@ -136,7 +136,8 @@ def _application(metrics: Metrics, health: Health, ready: Ready) -> Starlette:
         return Response(metrics(openmetrics), headers={"content-type": OPENMETRICS_TYPE if openmetrics else TEXT_TYPE})
 
     async def show_health(request: Request) -> Response:
-        return JSONResponse(health())
+        is_healthy, state = health()
+        return JSONResponse(state, status_code=200 if is_healthy else 503)
 
     async def show_readiness(request: Request) -> Response:
         is_ready, state = ready()

@@ -16,6 +16,7 @@ from pipeline.config import Config
 from pipeline.config_file import LoadedConfig
 from pipeline.errors import ExitCode, RlhfdError
 from pipeline.fleet import Fleet, Slot
+from pipeline.guard import Guard
 from pipeline.instance import (
     InstanceLock,
     InstanceRecord,
@@ -34,7 +35,7 @@ from pipeline.placement import Place
 from pipeline.restarts import RestartLimits
 from pipeline.role import count_warnings, monotonic_s
 from pipeline.top import LiveView
-from pipeline.transport import BUFFER, Outbox, worker_name
+from pipeline.transport import BUFFER, Outbox, trainer_name, worker_name
 from pipeline.workspace import Workspace
 
 _TICK_S = 0.25
@@ -146,7 +147,16 @@ class Supervisor:
         self._fleet.add("buffer", 0, nowhere)
         for (role, index), place in places.items():
             self._fleet.add(role, index, place)
-        self._status = InstanceStatus(config, self._workspace, self._slab, self._fleet, metrics_url=self._metrics_url)
+        self._guard = Guard(
+            config,
+            self._slab,
+            self._fleet,
+            state=lambda: self._status.state,
+            gave_up=lambda reason: self._abort(ExitCode.GAVE_UP, reason),
+        )
+        self._status = InstanceStatus(
+            config, self._workspace, self._slab, self._fleet, self._guard, metrics_url=self._metrics_url
+        )
         self._view = LiveView()
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
         if self._workspace.taken_over:
@@ -199,6 +209,8 @@ class Supervisor:
             self._restart_due()
             self._check_startup(now_s)
         self._status.sample(now_s)
+        if not self._ending:
+            self._guard.tick(now_s, *self._status.steps_and_version())
         self._view.update(self._status.snapshot())
         if self._ending:
             self._press_on(now_s)
@@ -225,7 +237,7 @@ class Supervisor:
         self._status.changed(slot)
 
     def _child_spoke(self, slot: Slot, line: str) -> None:
-        self._view.log(line)
+        self._view.log(self._guard.shown(slot, line))
 
     def _child_ended(self, slot: Slot, code: int) -> None:
         self._child_changed(slot)
@@ -242,17 +254,21 @@ class Supervisor:
             self._rank_ended(slot, code)
         else:
             if slot.role == "rollout":
-                self._to_buffer.send(PeerDied(worker_name(slot.index)))
+                self._to_buffer.send(PeerDied(worker_name(slot.index), slot.working_on))
             self._retry(slot, code)
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
+        # One that was killed because another rank died is not to blame for what it was at.
+        self._to_buffer.send(PeerDied(trainer_name(slot.index), -1 if slot.ended_by == "group" else slot.working_on))
         if code == 0 and slot.finished:
             self._finished_ranks.add(slot.index)
             if len(self._finished_ranks) == self._config.trainer.world_size:
                 self._drain("training is complete")
             return
         # A rank cannot go on without the others, nor be joined by a new one: all of them start anew.
-        self._fleet.signal(self._fleet.alive("trainer"), signal.SIGKILL)
+        for other in self._fleet.alive("trainer"):
+            other.ended_by = other.ended_by or "group"
+            self._fleet.signal([other], signal.SIGKILL)
         self._retry(slot, code)
 
     def _retry(self, slot: Slot, code: int) -> None:
@@ -335,6 +351,8 @@ class Supervisor:
         match request.get("command"):
             case "status":
                 return self._status.status()
+            case "why":
+                return self._guard.why()
             case "stop":
                 if not self._ending:
                     self._drain("asked to by `rlhfd stop`")

@@ -222,6 +222,10 @@ class Daemon:
         """Ask over the control socket; the command `rlhfd status --json` prints the same (see `ask`)."""
         return instance.request(instance.find(self.runtime_dir), "status", 10.0)
 
+    def why(self) -> dict[str, Any]:
+        """Ask what holds it back; the command `rlhfd why --json` prints the same."""
+        return instance.request(instance.find(self.runtime_dir), "why", 10.0)
+
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command such as ``status --json`` against it."""
         return rlhfd(*words, "--runtime-dir", str(self.runtime_dir), folder=self.folder)

@@ -24,8 +24,8 @@ def exposition(openmetrics: bool) -> bytes:
     return b"# EOF\n" if openmetrics else b"up 1\n"
 
 
-def healthy() -> dict[str, Any]:
-    return {"state": "ready", "pid": 7}
+def healthy() -> tuple[bool, dict[str, Any]]:
+    return True, {"state": "ready", "pid": 7}
 
 
 def is_ready() -> tuple[bool, dict[str, Any]]:

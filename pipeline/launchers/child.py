@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import logging
 import os
@@ -34,6 +35,8 @@ def _die_with_parent() -> None:
 
 def main(reports: int, spec_json: str) -> int:
     """Run a role until it ends; return its exit code."""
+    # The watchdog asks for the stacks of all threads; they are written even where Python itself hangs in a C call.
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     import msgspec
     import setproctitle
 

@@ -1,0 +1,225 @@
+"""The watchdog at work: looks at every process of an instance, names who hangs, has all stacks dumped, and kills."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.diagnosis import ProcessView, RunView, ShareWindow, culprit, duration, explain, waits_outside
+from pipeline.fleet import Fleet, Slot
+from pipeline.metrics_slab import MetricsSlab
+from pipeline.watchdog import HangLimits, PauseWatch, RunWatch, Standing, Verdict, hung
+
+_DUMP_S = 2.0
+"""How long a process gets to write its stacks before it is killed; it is killed as soon as they are there."""
+_BUFFER_SILENT_S = 10.0
+"""The buffer calls nothing that takes long; health does not wait for `daemon.hang_timeout_s` to say that it hangs."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Condemned:
+    """A process that will be killed once its stacks are in the log."""
+
+    slot: Slot
+    pid: int
+    since_s: float
+    lines_before: int
+    lines_seen: int
+
+
+class Guard:
+    """Watches the fleet from the supervisor's loop.
+
+    Attributes:
+        shares: What processes spent the last minute on; the supervisor's readings feed it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        slab: MetricsSlab,
+        fleet: Fleet,
+        *,
+        state: Callable[[], str],
+        gave_up: Callable[[str], None],
+    ) -> None:
+        """Watch a fleet.
+
+        Args:
+            config: The instance's.
+            slab: Where each process shows its progress.
+            fleet: Those processes.
+            state: Gives the instance's state: starting, ready or draining.
+            gave_up: Called with the reason when a restart did not make the run move.
+        """
+        daemon = config.daemon
+        self.shares = ShareWindow()
+        self._config = config
+        self._slab = slab
+        self._fleet = fleet
+        self._state = state
+        self._gave_up = gave_up
+        # Two tickets are in a worker's hands at most: the second may have waited as long as the first took.
+        self._limits = HangLimits(daemon.hang_timeout_s, config.rollout.ticket_timeout_s, daemon.progress_timeout_s)
+        self._pauses = PauseWatch(max(1.0, daemon.hang_timeout_s / 2))
+        self._run = RunWatch(daemon.progress_timeout_s)
+        self._condemned: list[_Condemned] = []
+        self._dumped_s = -_DUMP_S
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a verdict waits to be carried out, or a first one did not make the run move yet."""
+        return bool(self._condemned) or self._run.strikes > 0
+
+    def tick(self, now_s: float, steps: float, version: float) -> None:
+        """Look at every process and at the run, and act.
+
+        Args:
+            now_s: Monotonic time.
+            steps: Optimizer steps so far.
+            version: Newest policy version.
+        """
+        paused = self._pauses.look(now_s)
+        condemned = {one.slot.name for one in self._condemned}
+        standings = [self._standing(slot) for slot in self._slots()]
+        for verdict in hung(standings, now_s, self._limits, watched_since_s=self._pauses.since_s):
+            if verdict.name not in condemned:
+                self._condemn(verdict, now_s)
+        self._look_at_run(now_s, steps, version, paused=paused)
+        self._execute(now_s)
+
+    def shown(self, slot: Slot, line: str) -> str:
+        """Return a child's line as it is to be logged: while stacks are dumped, with its name before it."""
+        dumping = self._condemned or self._fleet.now_s() - self._dumped_s < _DUMP_S
+        return f"{slot.name} | {line}" if dumping else line
+
+    def is_buffer_silent(self) -> bool:
+        """Whether the buffer is ready and has not moved for 10 s."""
+        buffers = [self._standing(slot) for slot in self._fleet.of("buffer") if slot.state == "ready"]
+        return any(self._fleet.now_s() - buffer.progress.beat_s > _BUFFER_SILENT_S for buffer in buffers)
+
+    def why(self) -> dict[str, Any]:
+        """Return what `rlhfd why` shows: sentences, and the numbers behind them."""
+        run = self._view()
+        shares = {role: self.shares.shares(role) for role in ("rollout", "buffer", "trainer")}
+        return {
+            "state": run.state,
+            "sentences": explain(run, {role: shares[role] for role in ("rollout", "trainer")}),
+            "last_minute": {
+                role: {name: round(share, 4) for name, share in found.items()} for role, found in shares.items()
+            },
+            "quiet_s": round(run.quiet_s, 1),
+            "processes": [
+                {
+                    "name": process.standing.name,
+                    "pid": process.standing.pid,
+                    "state": process.state,
+                    "stopped": process.standing.is_stopped,
+                    "activity": process.standing.progress.activity,
+                    "since_s": round(run.now_s - process.standing.progress.since_s, 1),
+                    "silent_s": round(run.now_s - process.standing.progress.beat_s, 1),
+                    "working_on": process.standing.progress.working_on,
+                }
+                for process in run.processes
+                if process.standing.pid
+            ],
+        }
+
+    # Looking.
+
+    def _slots(self) -> list[Slot]:
+        return [slot for slot in self._fleet.slots if slot.role != "setup"]
+
+    def _standing(self, slot: Slot) -> Standing:
+        pid = slot.child.pid if slot.child else 0
+        progress = self._slab.progress(slot.role, slot.index)
+        return Standing(slot.name, slot.role, pid, bool(pid) and slot.state == "ready", progress, is_stopped(pid))
+
+    def _view(self) -> RunView:
+        now_s, books = self._fleet.now_s(), self._slab.conservation()
+        state = self._state()
+        return RunView(
+            now_s=now_s,
+            state="stuck" if self.is_stuck and state == "ready" else state,
+            processes=[
+                ProcessView(
+                    self._standing(slot),
+                    slot.state,
+                    slot.due_s if slot.state == "backoff" else slot.started_s,
+                    self.shares.shares(slot.role, str(slot.index)),
+                    slot.error or slot.last_line,
+                )
+                for slot in self._slots()
+            ],
+            ready_items=books.ready_items if books else 0,
+            leases_active=books.leases_active if books else 0,
+            batch_rows=self._config.sample_batch_size,
+            is_external=self._config.trainer.kind == "external",
+            limits=self._limits,
+            quiet_s=now_s - self._run.quiet_since_s,
+        )
+
+    def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
+        books = self._slab.conservation()
+        marks = (steps, version, *((books.sealed, books.trained, sum(books.dropped)) if books else ()))
+        run = self._view()
+        is_judged = self._fleet.all_ready() and self._state() == "ready" and not (paused or waits_outside(run))
+        if not self._run.look(now_s, marks, is_judged=is_judged):
+            return
+        limit, found = duration(self._limits.progress_timeout_s), culprit(run)
+        reasons = " ".join(explain(run, {}))
+        if found is None or self._run.strikes > 1:
+            self._dump(now_s)
+            self._gave_up(f"no progress for {limit}, and a restart did not help: {reasons}")
+            return
+        log.error("no progress for %s: %s", limit, reasons)
+        self._condemn(Verdict.on(found.standing, "the run stands still", found.standing.progress.since_s), now_s)
+
+    # Acting.
+
+    def _condemn(self, verdict: Verdict, now_s: float) -> None:
+        slot = next(slot for slot in self._slots() if slot.name == verdict.name)
+        log.error(
+            "hung: role=%s pid=%d stage=%s %s=%d since_s=%.1f reason=%s", verdict.name, verdict.pid, verdict.stage,
+            "lease" if slot.role == "trainer" else "ticket", verdict.working_on, now_s - verdict.since_s,
+            verdict.reason,
+        )  # fmt: skip
+        self._condemned.append(_Condemned(slot, verdict.pid, now_s, slot.lines, slot.lines))
+        self._dump(now_s)
+        if verdict.reason == "stopped":
+            # It cannot write before it goes on; what it does in that second, it would have done anyway.
+            self._fleet.signal([slot], signal.SIGCONT)
+
+    def _dump(self, now_s: float) -> None:
+        """Let every child write the stacks of its threads to the log."""
+        if now_s - self._dumped_s >= _DUMP_S:
+            self._dumped_s = now_s
+            ready = [slot for slot in self._fleet.alive() if slot.state != "starting"]
+            self._fleet.signal(ready, signal.SIGUSR1)
+
+    def _execute(self, now_s: float) -> None:
+        for one in [*self._condemned]:
+            slot = one.slot
+            if slot.child is None or slot.child.pid != one.pid:
+                self._condemned.remove(one)
+                continue
+            written = slot.lines > one.lines_before and slot.lines == one.lines_seen
+            one.lines_seen = slot.lines
+            if written or now_s - one.since_s > _DUMP_S:
+                slot.ended_by = "watchdog"
+                self._fleet.signal([slot], signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is in the kernel's state T; a debugger's t is none of our business."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,148 @@
+"""Who hangs: a process that makes no progress, one that holds a ticket beyond its time, a run in which nothing moves.
+
+Pure: processes as they stand and the time come in, verdicts come out. What is done about them is `pipeline.guard`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeline.metrics import Progress
+
+Reason = Literal["no progress", "stopped", "ticket overdue", "the run stands still"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HangLimits:
+    """What is waited for, and for how long; 0 turns a rule off.
+
+    Attributes:
+        hang_timeout_s: Silence of a process that is ready.
+        ticket_grace_s: How long after its deadline a ticket may be worked on.
+        progress_timeout_s: How long no row is sealed, trained or dropped, no step taken and no version published.
+    """
+
+    hang_timeout_s: float
+    ticket_grace_s: float
+    progress_timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A process as it stands; `is_stopped` is the kernel's state T, as after SIGSTOP."""
+
+    name: str
+    role: str
+    pid: int
+    is_ready: bool
+    progress: Progress
+    is_stopped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A process that hangs: at what, and since when (monotonic)."""
+
+    name: str
+    pid: int
+    reason: Reason
+    stage: str
+    working_on: int
+    since_s: float
+
+    @classmethod
+    def on(cls, process: Standing, reason: Reason, since_s: float) -> Verdict:
+        """Return the verdict on a process."""
+        progress = process.progress
+        return cls(process.name, process.pid, reason, progress.activity or "other", progress.working_on, since_s)
+
+
+def hung(
+    processes: Sequence[Standing], now_s: float, limits: HangLimits, *, watched_since_s: float = 0.0
+) -> list[Verdict]:
+    """Return a verdict on each process that hangs.
+
+    A rank that waits in a collective is silent because another one is: that one hangs, or has no data yet. Only where
+    all ranks wait in it, the one that came first is named.
+
+    Args:
+        processes: All of them, those that are still starting too.
+        now_s: Monotonic time.
+        limits: What may last how long.
+        watched_since_s: Silence before this moment does not count: the watcher itself was not running.
+    """
+    verdicts = []
+    for process in processes:
+        deadline_s = process.progress.deadline_s
+        if process.is_ready and deadline_s and now_s > max(deadline_s, watched_since_s) + limits.ticket_grace_s:
+            verdicts.append(Verdict.on(process, "ticket overdue", process.progress.since_s))
+    if not limits.hang_timeout_s:
+        return verdicts
+    judged = {verdict.name for verdict in verdicts}
+    silent = [
+        process
+        for process in processes
+        if process.is_ready and now_s - max(process.progress.beat_s, watched_since_s) > limits.hang_timeout_s
+    ]
+    waiting = [process for process in silent if process.progress.meets and not process.is_stopped]
+    culprits = [process for process in silent if process not in waiting]
+    ranks = [process for process in processes if process.role == "trainer"]
+    if waiting and len(waiting) == len(ranks):
+        culprits.append(min(waiting, key=lambda process: process.progress.beat_s))
+    for process in culprits:
+        if process.name not in judged:
+            reason: Reason = "stopped" if process.is_stopped else "no progress"
+            verdicts.append(Verdict.on(process, reason, process.progress.beat_s))
+    return verdicts
+
+
+class PauseWatch:
+    """When the watcher last began to watch without a pause: its own silence is nobody else's hang."""
+
+    def __init__(self, longest_gap_s: float) -> None:
+        self._longest_gap_s = longest_gap_s
+        self._seen_s: float | None = None
+        self.since_s = 0.0
+
+    def look(self, now_s: float) -> bool:
+        """Note that the watcher runs; return whether it had paused."""
+        paused = self._seen_s is None or now_s - self._seen_s > self._longest_gap_s
+        self._seen_s = now_s
+        if paused:
+            self.since_s = now_s
+        return paused
+
+
+class RunWatch:
+    """Whether a run moves: a first time without progress somebody is restarted, a second time the run gives up.
+
+    Attributes:
+        quiet_since_s: Since when nothing has moved although it could have.
+        strikes: How often that took too long, since something moved last.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._marks: tuple[float, ...] = ()
+        self.quiet_since_s = 0.0
+        self.strikes = 0
+
+    def look(self, now_s: float, marks: tuple[float, ...], *, is_judged: bool) -> bool:
+        """Take note of how far the run has come; return whether it stands still for too long, once each time.
+
+        Args:
+            now_s: Monotonic time.
+            marks: Counts of which any change is progress.
+            is_judged: False while nobody can be blamed: something starts, or somebody outside is waited for.
+        """
+        if marks != self._marks:
+            self._marks, self.strikes, self.quiet_since_s = marks, 0, now_s
+        if not is_judged:
+            self.quiet_since_s = now_s
+        if not self._timeout_s or now_s - self.quiet_since_s <= self._timeout_s:
+            return False
+        self.strikes += 1
+        self.quiet_since_s = now_s
+        return True

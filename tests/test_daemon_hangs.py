@@ -1,0 +1,205 @@
+"""A real daemon whose processes hang without dying: who hangs is named and replaced, and the run goes on."""
+
+import signal
+import time
+
+import pytest
+
+from pipeline.metrics_reader import MetricsReader
+from pipeline.metrics_slab import MetricsSlab
+from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+from tests.test_daemon_kills import balanced, finish
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+HANG_S = 4.0
+SETTINGS = (
+    *SMALL,
+    "trainer.max_steps=0",
+    f"daemon.hang_timeout_s={HANG_S}",
+    "rollout.reward_functions=['hanging:score']",
+)
+REWARD = """
+import pathlib, threading
+
+from pipeline.sort_digits import exact_answer
+
+calls = 0
+
+def score(*row, **named):
+    global calls
+    calls += 1
+    {when}
+    return exact_answer(*row, **named)
+
+def wait_for_what_never_comes():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+"""
+ONCE = """try:
+        pathlib.Path("hang").unlink()
+    except FileNotFoundError:
+        return exact_answer(*row, **named)
+    wait_for_what_never_comes()"""
+AFTER_THE_START = """if calls > 4:  # one prompt is tried before the first ticket
+        wait_for_what_never_comes()"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=ONCE))
+    return tmp_path
+
+
+def hang_and_go_on(daemon, name, hang, *, steps=3):
+    """Let a process hang; wait until it is named and replaced and training goes on; return the metrics then."""
+    before, pid = daemon.status(), daemon.pids()[name]
+    hang()
+    daemon.wait_logged(f"hung: role={name.removesuffix('-0') if name == 'buffer-0' else name} pid={pid} stage=")
+    daemon.wait_until(lambda: daemon.pids().get(name) not in (None, pid), f"{name} is started again")
+    daemon.wait_ready()
+    daemon.wait_step(before["step"] + steps)
+    metrics = daemon.metrics()
+    assert balanced(metrics), metrics
+    assert total(metrics, "rlhfd_process_exits_total", role=name.partition("-")[0], reason="watchdog") == 1
+    assert not is_alive(pid)
+    return metrics
+
+
+@pytest.mark.parametrize(("name", "function"), [("rollout-0", "rollout_process.py"), ("buffer-0", "buffer_process.py"),
+                                                ("trainer-0", "trainer_process.py")])  # fmt: skip
+def test_a_stopped_process_is_named_and_replaced(folder, task, name, function):  # noqa: F811
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        metrics = hang_and_go_on(daemon, name, lambda: daemon.signal(signal.SIGSTOP, name))
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert verdict.endswith("reason=stopped")
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        stacks = [line for line in daemon.errors.splitlines() if " | " in line and "in run" in line]
+        slot = name.replace("buffer-0", "buffer")
+        assert any(line.startswith(f"{slot} | ") and function in line for line in stacks), "it was let go to write them"
+        assert len({line.partition(" | ")[0] for line in stacks}) == 3, "and so did the others"
+        others = pids.keys() - {name}
+        assert {other: daemon.pids()[other] for other in others} == {other: pids[other] for other in others}
+        finish(daemon)
+
+
+def test_a_reward_that_never_returns_is_shown_by_its_name_and_rolled_again(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+
+        metrics = hang_and_go_on(daemon, "rollout-0", (folder / "hang").touch)
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert "stage=reward ticket=" in verdict and "ticket=-1" not in verdict
+        assert verdict.endswith("reason=no progress")
+        assert "in wait_for_what_never_comes" in daemon.errors
+        assert total(metrics, "rlhfd_tickets_total", result="reissued") >= 1
+        finish(daemon)
+
+
+def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        hang_and_go_on(daemon, "trainer-1", lambda: daemon.signal(signal.SIGSTOP, "trainer-1"))
+
+        verdicts = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert len(verdicts) == 1 and f"role=trainer-1 pid={pids['trainer-1']}" in verdicts[0]
+        assert daemon.pids()["trainer-0"] != pids["trainer-0"], "ranks start together"
+        finish(daemon)
+
+
+def test_a_supervisor_that_was_stopped_takes_its_own_pause_for_nobodys_hang(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids, step = daemon.pids(), daemon.status()["step"]
+        slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+        reader = MetricsReader(slab)
+
+        daemon.signal(signal.SIGSTOP)
+        since_s = time.monotonic()
+        wait_until(
+            lambda: (
+                (reader.read().value("rlhfd_train_steps_total") or 0) >= step + 3
+                and time.monotonic() - since_s > 2 * HANG_S
+            ),
+            60.0,
+            "training goes on without it",
+        )
+        daemon.signal(signal.SIGCONT)
+        slab.close()
+        daemon.wait_step(step + 10)
+
+        assert daemon.pids() == pids
+        assert "hung: " not in daemon.errors
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task):  # noqa: F811
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=AFTER_THE_START))
+    limits = ("daemon.hang_timeout_s=0", "daemon.progress_timeout_s=12")
+    with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_until(lambda: "in reward on ticket 0" in daemon.ask("why").stdout, "`rlhfd why` names the reward")
+        family = daemon.family()
+
+        assert daemon.wait(200.0) == 70
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert "role=rollout-0" in verdict and verdict.endswith("reason=the run stands still")
+        last = [line for line in daemon.errors.splitlines() if "a restart did not help" in line]
+        assert len(last) == 1
+        assert "no progress for 12 s" in last[0]
+        assert "in reward on ticket 0" in last[0]
+        assert not any(map(is_alive, family))
+        assert not daemon.shm_dir.exists()
+        assert list(daemon.runtime_dir.iterdir()) == []
+
+
+def test_why_says_what_each_is_waiting_for_within_a_second(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, "daemon.hang_timeout_s=300", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        daemon.signal(signal.SIGSTOP, "rollout-0")
+
+        answer = daemon.wait_until(lambda: "is stopped" in daemon.why()["sentences"][0] and daemon.why(), "it says so")
+
+        pid = daemon.pids()["rollout-0"]
+        assert answer["sentences"][0].startswith(f"rollout-0 (pid {pid}) is stopped (SIGSTOP, or a debugger)")
+        assert answer["sentences"][-1].startswith("The last minute: rollout ")
+        assert 1 <= len(answer["sentences"]) <= 5
+        assert sum(answer["last_minute"]["trainer"].values()) == pytest.approx(1.0, abs=0.01)
+        started_s = time.monotonic()
+        daemon.why()
+        assert time.monotonic() - started_s < 1.0
+        daemon.signal(signal.SIGCONT, "rollout-0")
+        daemon.wait_until(lambda: "is stopped" not in daemon.why()["sentences"][0], "it goes on")
+        finish(daemon)
+
+
+def test_health_says_that_the_buffer_hangs(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, "daemon.hang_timeout_s=300", task=task) as daemon:
+        daemon.wait_ready()
+        assert daemon.get("/healthz")[0] == 200
+        daemon.signal(signal.SIGSTOP, "buffer-0")
+
+        code, text = daemon.wait_until(
+            lambda: (answer := daemon.get("/healthz"))[0] == 503 and answer, "health tells of it"
+        )
+
+        assert (code, '"hung":"buffer"' in text) == (503, True)
+        daemon.signal(signal.SIGCONT, "buffer-0")
+        daemon.wait_until(lambda: daemon.get("/healthz")[0] == 200, "it goes on")
+        daemon.wait_step(3)
+        assert balanced(daemon.metrics())
+        finish(daemon)

@@ -1,0 +1,138 @@
+"""Who hangs, by tables: processes as they stand and a clock in, verdicts out."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.metrics import Progress
+from pipeline.watchdog import HangLimits, PauseWatch, RunWatch, Standing, hung
+
+LIMITS = HangLimits(hang_timeout_s=300, ticket_grace_s=600, progress_timeout_s=1800)
+NOW_S = 10_000.0
+
+
+def process(
+    name: str = "rollout-0",
+    *,
+    silent_s: float = 0.1,
+    activity: str = "generate",
+    since_s: float = 41.0,
+    working_on: int = -1,
+    overdue_s: float | None = None,
+    meets: bool = False,
+    ready: bool = True,
+    stopped: bool = False,
+) -> Standing:
+    deadline_s = 0.0 if overdue_s is None else NOW_S - overdue_s
+    progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, deadline_s, meets)
+    return Standing(name, name.partition("-")[0], 4711, ready, progress, stopped)
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        ([process()], []),
+        ([process(silent_s=300)], []),
+        ([process(silent_s=300.1)], [("rollout-0", "no progress")]),
+        ([process(silent_s=300.1, ready=False)], []),
+        ([process(silent_s=300.1, stopped=True)], [("rollout-0", "stopped")]),
+        ([process(stopped=True)], []),
+        # A ticket's deadline and the grace after it.
+        ([process(working_on=17, overdue_s=600)], []),
+        ([process(working_on=17, overdue_s=600.1)], [("rollout-0", "ticket overdue")]),
+        ([process(working_on=17, overdue_s=-100, since_s=5000)], []),
+        ([process(working_on=17, overdue_s=601, silent_s=301)], [("rollout-0", "ticket overdue")]),
+        # A rank that waits for another one is as silent as that one.
+        ([process("trainer-0", silent_s=301, meets=True), process("trainer-1", silent_s=301)],
+         [("trainer-1", "no progress")]),
+        ([process("trainer-0", silent_s=900, meets=True), process("trainer-1", silent_s=301, stopped=True)],
+         [("trainer-1", "stopped")]),
+        ([process("trainer-0", silent_s=301, meets=True), process("trainer-1", silent_s=400, meets=True, stopped=True)],
+         [("trainer-1", "stopped")]),
+        # The other rank has no data yet, or is still loading: nobody hangs.
+        ([process("trainer-0", silent_s=9000, meets=True), process("trainer-1", activity="wait_data")], []),
+        ([process("trainer-0", silent_s=9000, meets=True), process("trainer-1", silent_s=9000, ready=False)], []),
+        # All ranks wait in it: the collective itself hangs, and the first in it is named.
+        ([process("trainer-0", silent_s=301, meets=True), process("trainer-1", silent_s=302, meets=True)],
+         [("trainer-1", "no progress")]),
+        ([process("rollout-0", silent_s=301), process("buffer", silent_s=301), process("rollout-1")],
+         [("rollout-0", "no progress"), ("buffer", "no progress")]),
+    ],
+)  # fmt: skip
+def test_who_hangs(processes: list[Standing], expected: list[tuple[str, str]]) -> None:
+    verdicts = hung(processes, NOW_S, LIMITS)
+
+    assert [(verdict.name, verdict.reason) for verdict in verdicts] == expected
+
+
+def test_a_verdict_says_at_what_and_since_when() -> None:
+    (verdict,) = hung([process(silent_s=400, activity="reward", working_on=17)], NOW_S, LIMITS)
+
+    assert (verdict.pid, verdict.stage, verdict.working_on, NOW_S - verdict.since_s) == (4711, "reward", 17, 400)
+
+
+def test_zero_turns_silence_off_and_nothing_else() -> None:
+    limits = HangLimits(hang_timeout_s=0, ticket_grace_s=600, progress_timeout_s=0)
+
+    assert hung([process(silent_s=1e6)], NOW_S, limits) == []
+    assert len(hung([process(overdue_s=601)], NOW_S, limits)) == 1
+
+
+def test_silence_while_the_watcher_was_away_is_nobodys_hang() -> None:
+    watch = PauseWatch(longest_gap_s=150)
+    assert watch.look(0.0)
+    assert not watch.look(149.0)
+    assert watch.since_s == 0.0
+
+    assert watch.look(NOW_S), "stopped for hours"
+
+    assert hung([process(silent_s=5000, overdue_s=5000)], NOW_S, LIMITS, watched_since_s=watch.since_s) == []
+    assert not watch.look(NOW_S + 1)
+    later = [process(silent_s=5000)]
+    assert len(hung(later, NOW_S + 301, LIMITS, watched_since_s=watch.since_s)) == 1
+
+
+def test_a_run_that_moves_is_left_alone() -> None:
+    watch = RunWatch(1800)
+
+    assert not any(watch.look(float(now_s), (now_s // 1700,), is_judged=True) for now_s in range(0, 20_000, 100))
+    assert watch.strikes == 0
+
+
+def test_a_run_that_stands_still_strikes_once_each_time_until_something_moves() -> None:
+    watch = RunWatch(1800)
+    watch.look(0.0, (1,), is_judged=True)
+
+    struck = [now_s for now_s in range(0, 6000, 100) if watch.look(float(now_s), (1,), is_judged=True)]
+
+    assert struck == [1900, 3800, 5700]
+    assert watch.strikes == 3
+    assert not watch.look(6000.0, (2,), is_judged=True)
+    assert watch.strikes == 0
+
+
+def test_time_in_which_somebody_outside_is_waited_for_does_not_count() -> None:
+    watch = RunWatch(1800)
+    watch.look(0.0, (1,), is_judged=True)
+
+    assert not watch.look(1700.0, (1,), is_judged=True)
+    assert not watch.look(9000.0, (1,), is_judged=False)
+    assert not watch.look(10_700.0, (1,), is_judged=True)
+    assert watch.look(10_801.0, (1,), is_judged=True)
+
+
+def test_a_restart_in_between_keeps_the_first_strike() -> None:
+    watch = RunWatch(1800)
+    watch.look(0.0, (1,), is_judged=True)
+    assert watch.look(1801.0, (1,), is_judged=True)
+
+    assert not watch.look(1810.0, (1,), is_judged=False)
+
+    assert watch.look(3700.0, (1,), is_judged=True)
+    assert watch.strikes == 2
+
+
+def test_zero_lets_a_run_stand_still() -> None:
+    watch = RunWatch(0)
+
+    assert not any(watch.look(float(now_s), (), is_judged=True) for now_s in range(0, 100_000, 1000))
