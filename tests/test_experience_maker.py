@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline import codec
 from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.config import TrainerConfig
 from pipeline.errors import FieldError, RewardError, ShapeError
 from pipeline.experience import Experience
 from pipeline.experience_maker import ExperienceMaker, NaiveExperienceMaker
 from pipeline.generation import Responses, Sampling
+from pipeline.learner import Learner
 from pipeline.models import Critic, action_log_probs, action_values
 from pipeline.rewards import FunctionReward
 from tests import tiny
@@ -574,6 +578,55 @@ def test_the_importance_ratio_of_an_unchanged_policy_is_one(build: Any, use_grpo
     assert len(set(real(experience.action_mask).sum(1).tolist())) > 1, "rows of one length would show nothing"
     ratio = torch.exp(new - old)[action_mask]
     torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+
+
+def through_an_extent(experience: Experience) -> Experience:
+    """The rows written into an extent and read out of it in another order."""
+    memory = memoryview(bytearray(1 << 20))
+    encoded = codec.encode(experience, memory)
+    reader = codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
+    return codec.gather([(reader, list(range(reader.header.rows))[::-1])])
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
+@pytest.mark.parametrize("use_grpo", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("way", [rebatched, through_an_extent])
+@pytest.mark.parametrize("padding", [0, 4])
+def test_a_step_on_fresh_experience_has_ratio_one_and_no_kl(
+    build: Any, use_grpo: bool, temperature: float, way: Callable[[Experience], Experience], padding: int
+) -> None:
+    """With the policy itself as the reference; at the first step of the trainer, for every action and every value."""
+    maker_ = real_maker(build, use_grpo=use_grpo, num_generation=3, temperature=temperature)
+    maker_.initial_model = maker_.actor
+    # Groups of one score are left out of a step.
+    maker_.reward_model = FunctionReward([lambda ids, mask, **_: float((ids * mask).sum())], Tokenizer())
+    prompts = torch.nn.functional.pad(LONG_PROMPTS, (padding, 0))
+    experience = maker_.make_experience(prompts, torch.nn.functional.pad(LONG_MASK, (padding, 0)), max_length=17)
+    batch = way(experience)
+    mask = real(batch.action_mask)
+    inputs = batch.sequences, real(batch.attention_mask), mask.shape[1]
+    with torch.no_grad():
+        log_probs = action_log_probs(maker_.actor, *inputs, temperature=temperature)
+        values = None if use_grpo else action_values(maker_.critic, *inputs)
+    trainer = TrainerConfig(warmup_steps=0, critic_warmup_steps=0)
+    algorithm: Literal["ppo", "grpo"] = "grpo" if use_grpo else "ppo"
+    critic = None if use_grpo else maker_.critic
+    learner = Learner(trainer, algorithm, maker_.actor, critic, temperature=temperature, kl_coef=0.5)
+
+    stats = learner.update([batch])
+
+    assert len(set(inputs[1].sum(dim=1).tolist())) > 1, "rows of one length would show nothing"
+    assert stats.row_importance_ratios == pytest.approx([1.0] * len(mask), abs=1e-5)
+    assert stats.clipped_ratio == 0
+    assert stats.kl_loss == pytest.approx(0.0, abs=1e-6)
+    assert stats.kl_nats == 0
+    ratios = (log_probs - real(batch.action_log_probs))[mask].exp()
+    torch.testing.assert_close(ratios, torch.ones_like(ratios), atol=1e-5, rtol=0)
+    to_reference = (log_probs - real(batch.base_action_log_probs))[mask]
+    torch.testing.assert_close(to_reference, torch.zeros_like(to_reference), atol=1e-5, rtol=0)
+    if values is not None:
+        torch.testing.assert_close(values[mask], real(batch.values)[mask], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
