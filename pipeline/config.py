@@ -128,8 +128,8 @@ class DaemonConfig(_Section):
     hang_timeout_s: float = Field(
         default=300.0,
         ge=0,
-        description="Seconds without progress after which a process is killed and started again; 0: never. More than "
-        "the longest single call of a model's own generate or of a reward takes, and than a checkpoint.",
+        description="Seconds without progress until a process is killed and started again, above the longest single "
+        "call of a reward, a checkpoint or a model's own generate; 0: never.",
     )
     progress_timeout_s: float = Field(
         default=1800.0,

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
+from pipeline import oom
 from pipeline.errors import ExitCode
 from pipeline.launchers.local import LaunchSpec, LocalChild
 from pipeline.metrics_slab import MetricsSlab
@@ -31,7 +32,7 @@ class Slot:
         last_exit: Exit code of the last child, or minus its signal; None before the first ended.
         due_s: When the next start is due, while in backoff.
         lines: Lines that the child has printed.
-        ended_by: Who of us ended the child: ``"watchdog"``, ``"group"`` (another rank died), or nobody.
+        ended_by: Who killed the child, where that is known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
         working_on: The ticket or lease that the last child was at when it died, -1 for none.
     """
 
@@ -94,6 +95,7 @@ class Fleet:
         self._on_change = on_change
         self._on_line = on_line
         self._limits = limits
+        self._oom_kills = oom.kill_count()
         self._metrics = slab.writer("supervisor")
 
     def add(self, role: str, index: int, place: Place) -> Slot:
@@ -199,13 +201,19 @@ class Fleet:
         if slot.role != "setup":
             slot.working_on = self._slab.progress(slot.role, slot.index).working_on
             self._slab.fold(slot.role, slot.index)
-            reason = "watchdog" if slot.ended_by == "watchdog" else exit_reason(code, booted=booted)
+            kills = oom.kill_count()
+            if code == -signal.SIGKILL and not slot.ended_by and kills > self._oom_kills:
+                slot.ended_by = "oom"
+            self._oom_kills = kills
+            reason = exit_reason(code, booted=booted, ended_by=slot.ended_by)
             self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
         self._on_end(slot, code)
 
 
-def exit_reason(code: int, *, booted: bool) -> str:
+def exit_reason(code: int, *, booted: bool, ended_by: str = "") -> str:
     """Return the label ``reason`` of an exit."""
+    if ended_by in ("watchdog", "oom"):
+        return ended_by
     if code == ExitCode.OK:
         return "clean"
     if code < 0:

@@ -274,6 +274,7 @@ class Supervisor:
     def _retry(self, slot: Slot, code: int) -> None:
         delay_s = self._fleet.retry(slot)
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        how += f", {slot.ended_by}" if slot.ended_by else ""
         words = slot.error or slot.last_line
         if delay_s is not None:
             log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, words)

@@ -28,6 +28,10 @@ def healthy() -> tuple[bool, dict[str, Any]]:
     return True, {"state": "ready", "pid": 7}
 
 
+def hung() -> tuple[bool, dict[str, Any]]:
+    return False, {"state": "stuck", "pid": 7, "hung": "buffer"}
+
+
 def is_ready() -> tuple[bool, dict[str, Any]]:
     return True, {"state": "ready"}
 
@@ -39,10 +43,11 @@ def not_ready() -> tuple[bool, dict[str, Any]]:
 @contextlib.asynccontextmanager
 async def served(
     metrics: Callable[[bool], bytes] = exposition,
+    health: Callable[[], tuple[bool, dict[str, Any]]] = healthy,
     ready: Callable[[], tuple[bool, dict[str, Any]]] = is_ready,
 ) -> AsyncIterator[HttpServer]:
     server = HttpServer.bind("127.0.0.1", 0)
-    await server.start(metrics, healthy, ready)
+    await server.start(metrics, health, ready)
     try:
         yield server
     finally:
@@ -102,8 +107,18 @@ def test_health_answers_while_the_instance_is_not_ready() -> None:
         async with served(ready=not_ready) as server:
             health, readiness = await get(server, "/healthz"), await get(server, "/readyz")
 
-        assert (health.status_code, health.json()) == (200, healthy())
+        assert (health.status_code, health.json()) == (200, healthy()[1])
         assert (readiness.status_code, readiness.json()) == (503, not_ready()[1])
+
+    in_loop(check)
+
+
+def test_health_of_an_instance_that_hangs_is_503() -> None:
+    async def check() -> None:
+        async with served(health=hung) as server:
+            health = await get(server, "/healthz")
+
+        assert (health.status_code, health.json()) == (503, hung()[1])
 
     in_loop(check)
 
