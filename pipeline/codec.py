@@ -1,29 +1,45 @@
 """Experience <-> the bytes of an extent: rows without padding on the way in, batched in one pass on the way out.
 
-    u32 header length, header (msgpack `ExtentHeader`), zeros up to a multiple of 64
-    blocks, each aligned to 64 bytes, in the order in which `_blocks` yields them:
-        for each group of rows of similar length, for each field with a column a token:  (rows, width) values
-        for each other field:                                                            (B, ...) values
-
 A row is stored right-aligned, as long as its group's longest row; so columns of the response end together in group,
 extent and batch, and a group is copied with one slice. Masks without holes are not stored: lengths say all there is.
+`codec_layout` tells what lies where; what a vision-language experience has besides is `codec_vision`'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
+from pipeline.codec_layout import (
+    Array,
+    Block,
+    ExtentHeader,
+    FieldHeader,
+    GroupHeader,
+    align,
+    as_array,
+    blocks_of,
+    dtype_name,
+    header_bytes,
+    index_of,
+    read_header,
+    write_header,
+)
+from pipeline.codec_vision import (
+    VisionPart,
+    VisionReader,
+    gather_vision,
+    vision_part,
+    vision_stop,
+)
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
-from pipeline.experience import Experience
+from pipeline.experience import Experience, ExperienceVL
 
 SEQUENCE_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = (
@@ -31,45 +47,7 @@ ACTION_FIELDS = (
     "action_entropy",
 )  # fmt: skip
 OTHER_FIELDS = ("reward", "labels", "references")
-_BLOCK_ALIGNMENT = 64
 _MAX_GROUPS = 8
-_LENGTH = struct.Struct("<I")
-
-Array = npt.NDArray[Any]
-
-
-class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
-    """One stored field: its name (``info.`` before those of `info`), torch dtype and columns.
-
-    `columns` is ``"S"`` (one a token), ``"A"`` (one an action) or ``""``; `tail` the shape of a row of the latter.
-    """
-
-    name: str
-    dtype: str
-    columns: str
-    tail: list[int]
-
-
-class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Rows stored together: their places in the append, and the widths of their blocks."""
-
-    rows: list[int]
-    sequence_width: int
-    action_width: int
-
-
-class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
-    """All that a reader needs to know of an extent."""
-
-    rows: int
-    fields: list[FieldHeader]
-    groups: list[GroupHeader]
-    sequence_lengths: list[int]
-    action_lengths: list[int]
-    full_masks: list[str]
-
-
-_header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +63,7 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
 
     Args:
         experience: Rows on the CPU, padded on either side or both; `action_mask` ends where the sequences end.
+            An `ExperienceVL` comes back as one, with its pixels, grids and raw images.
         memory: The extent; longer than needed is fine.
         checksum: Whether to take the checksum.
 
@@ -93,23 +72,28 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
 
     Raises:
         ShapeError: If a field's shape does not fit `sequences`, naming the field.
-        FieldError: If a row has no tokens, or `info` holds what is no tensor of B rows.
+        FieldError: If a row has no tokens, `info` holds what is no tensor of B rows, or vision fields do not account
+            for each other.
         ArenaFullError: If the extent is too small.
     """
     fields = dict(_fields(experience))
     spans = _spans(experience)
-    header = _header(fields, spans)
+    vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
+    header = _header(fields, spans, vision)
     packed = msgspec.msgpack.encode(header)
-    data_start = _align(_LENGTH.size + len(packed))
-    blocks = list(_blocks(header, data_start))
-    nbytes = blocks[-1].stop if blocks else data_start
+    blocks = list(blocks_of(header, header_bytes(packed)))
+    text_stop = blocks[-1].stop if blocks else header_bytes(packed)
+    nbytes = text_stop if vision is None else vision_stop(vision.header, align(text_stop))
     if nbytes > len(memory):
-        raise ArenaFullError(f"extent of {nbytes:,} B does not fit: {len(memory):,} B reserved")
-    _LENGTH.pack_into(memory, 0, len(packed))
-    memory[_LENGTH.size : _LENGTH.size + len(packed)] = packed
-    memory[_LENGTH.size + len(packed) : data_start] = bytes(data_start - _LENGTH.size - len(packed))
+        raise ArenaFullError(
+            f"extent of {nbytes:,} B does not fit: {len(memory):,} B reserved for {len(spans.end)} rows; "
+            "raise buffer.row_bytes"
+        )
+    write_header(packed, memory)
     for block in blocks:
         _fill(block, fields[block.field.name], header, spans, memory)
+    if vision is not None:
+        vision.write(memory, align(text_stop))
     return Encoded(nbytes, xxhash.xxh3_64_intdigest(memory[:nbytes]) if checksum else 0)
 
 
@@ -128,17 +112,16 @@ class ExtentReader:
         """
         if checksum and xxhash.xxh3_64_intdigest(memory) != checksum:
             raise DecodeError(f"extent of {len(memory):,} B: its checksum is not the one it was sealed with")
-        try:
-            (length,) = _LENGTH.unpack_from(memory)
-            self.header = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
-        except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
+        self.header, start = read_header(memory)
         self._memory = memory
-        self._blocks = list(_blocks(self.header, _align(_LENGTH.size + length)))
-        if self._blocks and self._blocks[-1].stop > len(memory):
-            raise DecodeError(f"extent of {len(memory):,} B, its header speaks of {self._blocks[-1].stop:,} B")
-        self.sequence_lengths = np.array(self.header.sequence_lengths)
-        self.action_lengths = np.array(self.header.action_lengths)
+        self._blocks = list(blocks_of(self.header, start))
+        text_stop = self._blocks[-1].stop if self._blocks else start
+        if text_stop > len(memory):
+            raise DecodeError(f"extent of {len(memory):,} B, its header speaks of {text_stop:,} B")
+        vision = self.header.vision
+        self.vision = None if vision is None else VisionReader(vision, self.header.rows, memory, align(text_stop))
+        self.sequence_lengths = np.array(self.header.sequence_lengths, np.int64)
+        self.action_lengths = np.array(self.header.action_lengths, np.int64)
 
     def blocks(self) -> Iterator[tuple[FieldHeader, GroupHeader | None, Array]]:
         """Yield each block as an array over the extent's own bytes."""
@@ -154,11 +137,18 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         pin_memory: Whether the batch's tensors are page-locked, for an asynchronous copy to a GPU.
 
     Returns:
-        An `Experience` of all the rows, as wide as its longest; it shares no memory with the extents.
+        An `Experience` of all the rows, as wide as its longest, or an `ExperienceVL`; it shares no memory with the
+        extents.
 
     Raises:
-        FieldError: If a field is there in one extent and missing in another.
+        DecodeError: If an extent has fewer rows than are wanted of it, or its raw images are damaged.
+        FieldError: If a field is there in one extent and missing in another, or some extents only are
+            vision-language ones.
     """
+    _refuse_missing_rows(parts)
+    vision = [(reader.vision, chosen) for reader, chosen in parts if reader.vision is not None]
+    if 0 < len(vision) < len(parts):
+        raise FieldError(f"{len(vision)} of {len(parts)} extents hold an ExperienceVL; a batch is of one kind")
     names = _common_fields(parts)
     rows = sum(len(chosen) for _, chosen in parts)
     sequence_lengths = np.concatenate([reader.sequence_lengths[list(chosen)] for reader, chosen in parts])
@@ -169,13 +159,17 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
     for field in names.values():
         shape = (rows, widths[field.columns]) if field.columns else (rows, *field.tail)
         tensors[field.name] = torch.zeros(shape, dtype=getattr(torch, field.dtype), pin_memory=pin_memory)
-        arrays[field.name] = _as_array(tensors[field.name])
+        arrays[field.name] = as_array(tensors[field.name])
     start = 0
     for reader, chosen in parts:
         _gather_part(reader, list(chosen), arrays, start)
         start += len(chosen)
     _fill_masks(parts, arrays, widths, sequence_lengths, action_lengths)
-    return _experience(tensors)
+    plain, info = _by_field(tensors)
+    if not vision:
+        return Experience(**plain, info=info or None)
+    fields, counts = gather_vision(vision, counted=info.keys(), pin_memory=pin_memory)
+    return ExperienceVL(**plain, **fields, info={**info, **counts} or None)
 
 
 # Reading an Experience.
@@ -212,7 +206,7 @@ def _checked(name: str, value: object, rows: int) -> torch.Tensor:
 def _spans(experience: Experience) -> _Spans:
     rows, width = experience.sequences.shape
     mask = experience.attention_mask
-    present = np.ones((rows, width), bool) if mask is None else _as_array(mask) != 0
+    present = np.ones((rows, width), bool) if mask is None else as_array(mask) != 0
     if not present.any(axis=1).all():
         row = int(np.flatnonzero(~present.any(axis=1))[0])
         raise FieldError(f"attention_mask: row {row} has no token")
@@ -222,7 +216,7 @@ def _spans(experience: Experience) -> _Spans:
     action_columns = experience.action_log_probs.shape[1]
     first = np.zeros(rows, np.int64)
     if experience.action_mask is not None:
-        taken = _as_array(experience.action_mask) != 0
+        taken = as_array(experience.action_mask) != 0
         first = np.where(taken.any(axis=1), taken.argmax(axis=1), action_columns)
         last = np.where(taken.any(axis=1), action_columns - taken[:, ::-1].argmax(axis=1), 0)
         beyond = np.flatnonzero(last > end - (width - action_columns))
@@ -232,37 +226,36 @@ def _spans(experience: Experience) -> _Spans:
     return _Spans(start, end, actions, width, action_columns)
 
 
-def _header(fields: dict[str, torch.Tensor], spans: _Spans) -> ExtentHeader:
+def _header(fields: dict[str, torch.Tensor], spans: _Spans, vision: VisionPart | None) -> ExtentHeader:
     stored, full_masks = [], []
     for name, value in fields.items():
         columns = _columns_of(name, value, spans)
-        dtype = str(value.dtype).removeprefix("torch.")
         if name in ("attention_mask", "action_mask") and _is_full(name, value, spans):
             full_masks.append(name)
-        stored.append(FieldHeader(name, dtype, columns, [] if columns else list(value.shape[1:])))
+        stored.append(FieldHeader(name, dtype_name(name, value), columns, [] if columns else list(value.shape[1:])))
     lengths = spans.end - spans.start
     groups = [
         GroupHeader(rows.tolist(), int(lengths[rows].max()), int(spans.actions[rows].max()))
         for rows in _similar(lengths)
     ]
-    return ExtentHeader(len(lengths), stored, groups, lengths.tolist(), spans.actions.tolist(), full_masks)
+    return ExtentHeader(
+        len(lengths), stored, groups, lengths.tolist(), spans.actions.tolist(), full_masks,
+        None if vision is None else vision.header,
+    )  # fmt: skip
 
 
-def _columns_of(name: str, value: torch.Tensor, spans: _Spans) -> str:
-    if name in SEQUENCE_FIELDS:
-        columns, expected = "S", spans.width
-    elif name in ACTION_FIELDS and value.ndim == 2:
-        columns, expected = "A", spans.action_columns
-    else:
+def _columns_of(name: str, value: torch.Tensor, spans: _Spans) -> Literal["S", "A", ""]:
+    expected = spans.width if name in SEQUENCE_FIELDS else spans.action_columns
+    if name not in SEQUENCE_FIELDS and not (name in ACTION_FIELDS and value.ndim == 2):
         return ""
     if value.ndim != 2 or value.shape[1] != expected:
         raise ShapeError(f"{name}: {tuple(value.shape)}, expected ({len(value)}, {expected})")
-    return columns
+    return "S" if name in SEQUENCE_FIELDS else "A"
 
 
 def _is_full(name: str, value: torch.Tensor, spans: _Spans) -> bool:
     """Whether the mask is one on exactly the row's span, so that its lengths say everything."""
-    counts = _as_array(value).astype(np.int64)
+    counts = as_array(value).astype(np.int64)
     if counts.min(initial=0) < 0 or counts.max(initial=0) > 1:
         return False
     expected = spans.end - spans.start if name == "attention_mask" else spans.actions
@@ -292,37 +285,8 @@ def _similar(lengths: Array) -> list[Array]:
 # Blocks.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    field: FieldHeader
-    group: GroupHeader | None
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    start: int
-    stop: int
-
-    def array(self, memory: memoryview) -> Array:
-        return np.frombuffer(memory[self.start : self.stop], self.dtype).reshape(self.shape)
-
-
-def _blocks(header: ExtentHeader, start: int) -> Iterator[_Block]:
-    places: list[tuple[FieldHeader, GroupHeader | None]] = []
-    tokens = [field for field in header.fields if field.columns and field.name not in header.full_masks]
-    places += [(field, group) for group in header.groups for field in tokens]
-    places += [(field, None) for field in header.fields if not field.columns]
-    for field, group in places:
-        if group is None:
-            shape: tuple[int, ...] = (header.rows, *field.tail)
-        else:
-            shape = (len(group.rows), group.sequence_width if field.columns == "S" else group.action_width)
-        dtype = _array_dtype(field.dtype)
-        stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        yield _Block(field, group, shape, dtype, start, stop)
-        start = _align(stop)
-
-
-def _fill(block: _Block, value: torch.Tensor, header: ExtentHeader, spans: _Spans, memory: memoryview) -> None:
-    out, source = block.array(memory), _as_array(value)
+def _fill(block: Block, value: torch.Tensor, header: ExtentHeader, spans: _Spans, memory: memoryview) -> None:
+    out, source = block.array(memory), as_array(value)
     if block.group is None:
         out[...] = source
         return
@@ -337,18 +301,27 @@ def _fill(block: _Block, value: torch.Tensor, header: ExtentHeader, spans: _Span
 
 
 def _gather_part(reader: ExtentReader, chosen: list[int], arrays: dict[str, Array], start: int) -> None:
+    rows = index_of(chosen)
+    group_now: GroupHeader | None = None
     for field, group, block in reader.blocks():
         out = arrays[field.name]
         if group is None:
-            out[start : start + len(chosen)] = block[_index(chosen)]
+            out[start : start + len(chosen)] = block[rows]
             continue
-        place_of = {row: place for place, row in enumerate(group.rows)}
-        targets = [start + place for place, row in enumerate(chosen) if row in place_of]
+        if group is not group_now:
+            # A group's blocks lie together: which of its rows are wanted is found out once.
+            group_now, (sources, targets) = group, _places_of(group, chosen, start)
         if targets:
-            sources = [place_of[row] for row in chosen if row in place_of]
             # A group may be wider than this batch: columns beyond the batch's width are its padding.
             width = min(block.shape[1], out.shape[1])
-            out[_index(targets), out.shape[1] - width :] = block[_index(sources), block.shape[1] - width :]
+            out[index_of(targets), out.shape[1] - width :] = block[index_of(sources), block.shape[1] - width :]
+
+
+def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[list[int], list[int]]:
+    """Return where the chosen rows lie in their group, and where they go in the batch."""
+    place_of = {row: place for place, row in enumerate(group.rows)}
+    found = [(place_of[row], start + place) for place, row in enumerate(chosen) if row in place_of]
+    return [source for source, _ in found], [target for _, target in found]
 
 
 def _fill_masks(
@@ -371,6 +344,13 @@ def _fill_masks(
             start = stop
 
 
+def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> None:
+    for reader, chosen in parts:
+        for row in chosen:
+            if not 0 <= row < reader.header.rows:
+                raise DecodeError(f"row {row} is wanted of an extent of {reader.header.rows} rows")
+
+
 def _common_fields(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> dict[str, FieldHeader]:
     first = {field.name: field for field in parts[0][0].header.fields}
     for reader, _ in parts[1:]:
@@ -381,27 +361,7 @@ def _common_fields(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> dict[
     return first
 
 
-def _experience(tensors: dict[str, torch.Tensor]) -> Experience:
+def _by_field(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     plain = {name: tensors.get(name) for name in SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS}
     info = {name.removeprefix("info."): value for name, value in tensors.items() if name.startswith("info.")}
-    return Experience(**plain, info=info or None)  # type: ignore[arg-type]
-
-
-def _index(places: list[int]) -> slice | list[int]:
-    """Return a slice where one serves, because slices copy several times faster than index lists."""
-    if places[-1] - places[0] + 1 == len(places):
-        return slice(places[0], places[-1] + 1)
-    return places
-
-
-def _as_array(tensor: torch.Tensor) -> Array:
-    # numpy knows no bfloat16; its bits travel as int16.
-    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-
-
-def _array_dtype(name: str) -> np.dtype[Any]:
-    return np.dtype({"bfloat16": "int16", "bool": "bool"}.get(name, name))
-
-
-def _align(nbytes: int) -> int:
-    return (nbytes + _BLOCK_ALIGNMENT - 1) // _BLOCK_ALIGNMENT * _BLOCK_ALIGNMENT
+    return plain, info

@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from pipeline.codec_bounds import row_bytes_bound
+
 BUILTIN_PREFIX = "builtin:"
 BUILTINS = ("builtin:sort-digits",)
 
@@ -232,6 +234,15 @@ class BufferConfig(_Section):
     arena_bytes: Bytes = Field(
         default=64 << 20, gt=0, lt=2**62, description='Shared memory for experience, in bytes or as "64MiB", "2GiB".'
     )
+    row_bytes: Bytes | None = Field(
+        default=None,
+        gt=0,
+        lt=2**40,
+        description=(
+            'Room kept for one row, in bytes or as "4MiB": text, pixels and raw images; left out: text of '
+            "rollout.max_length."
+        ),
+    )
     max_staleness: int = Field(
         default=1, ge=0, le=1024, description="Versions that a row may be old when it is trained; 0: in step."
     )
@@ -323,6 +334,11 @@ class Config(_Section):
     def prompts_per_ticket(self) -> int:
         """Prompts of one ticket."""
         return self.rollout.batch_size or max(1, self.sample_batch_size // (2 * self.group_size))
+
+    @property
+    def row_bytes(self) -> int:
+        """Most bytes that one row may take in the arena."""
+        return self.buffer.row_bytes or row_bytes_bound(self.rollout.max_length)
 
     @property
     def rollout_kl_coef(self) -> float:

@@ -152,6 +152,7 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
     config = loaded.config
     in_force = {
         "buffer.sample_batch_size": config.sample_batch_size,
+        "buffer.row_bytes": config.row_bytes,
         "rollout.batch_size": config.prompts_per_ticket,
         "rollout.kl_coef": config.rollout_kl_coef,
         "trainer.kl_coef": config.trainer_kl_coef,

@@ -20,7 +20,7 @@ import msgspec
 
 from pipeline.admission import Limits
 from pipeline.arena import Arena
-from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES, row_bytes_bound
+from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LedgerError
 from pipeline.ledger_records import LedgerLayout
@@ -148,7 +148,7 @@ def limits_of(config: Config) -> Limits:
         max_staleness=config.buffer.max_staleness,
         limit_batches=config.buffer.limit,
         world_size=config.trainer.world_size,
-        row_bytes=row_bytes_bound(config.rollout.max_length),
+        row_bytes=config.row_bytes,
         drop_stale=config.buffer.stale_policy == "drop",
     )
 
@@ -160,7 +160,11 @@ def capacity_items(config: Config) -> int:
 
 
 def ledger_layout(config: Config) -> LedgerLayout:
-    """Return a ledger with a record for as many extents as the arena could hold of short rows."""
+    """Return a ledger with a record for as many extents as the arena could hold of short rows.
+
+    `buffer.row_bytes` has no say: rows without images are short whatever the room, and a run that goes on with more
+    room must find the ledger it left.
+    """
     rows = config.prompts_per_ticket * config.group_size
     extents = config.buffer.arena_bytes // (rows * _TYPICAL_ROW_BYTES)
     return LedgerLayout(extents=min(max(extents, _LEAST_EXTENTS), _MOST_EXTENTS), rows_per_extent=rows)
@@ -171,9 +175,11 @@ def refuse_small_arena(config: Config, limits: Limits) -> None:
     rows = limits.sample_batch_size * limits.world_size + limits.prompts_per_ticket * limits.group_size
     needed_bytes = rows * limits.row_bytes + 2 * EXTENT_OVERHEAD_BYTES
     if config.buffer.arena_bytes < needed_bytes:
+        given = config.buffer.row_bytes
+        kind = f"of {config.rollout.max_length} tokens" if given is None else f"of buffer.row_bytes = {given:,} B"
         raise ConfigError(
             f"buffer.arena_bytes: {config.buffer.arena_bytes:,} B cannot hold a batch a rank and a ticket: "
-            f"{rows} rows of {config.rollout.max_length} tokens take up to {needed_bytes:,} B"
+            f"{rows} rows {kind} take up to {needed_bytes:,} B"
         )
 
 

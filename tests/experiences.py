@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.experience import Experience
+from pipeline.experience import Experience, ExperienceVL
 
 
 def made_up(rows=4, prompt=5, actions=6, *, seed=0, ppo=True, holes=False, dtype=torch.float32):
@@ -33,3 +33,23 @@ def made_up(rows=4, prompt=5, actions=6, *, seed=0, ppo=True, holes=False, dtype
         action_mask=action_mask,
         info={"score": torch.randn(rows, generator=rng), "group_mixed": torch.rand(rows, generator=rng) < 0.5},
     )
+
+
+def made_up_vl(rows=4, *, seed=0, dtype=torch.float32, width=6, counted=True, raw=False, **text):
+    """Return a batch as a vision-language maker gives it: none to three images a row, now and then a video."""
+    rng = torch.Generator().manual_seed(seed + 1)
+    plain = made_up(rows, seed=seed, **text)
+    vision = {}
+    for kind, most in (("image", 3), ("video", 1)):
+        counts = torch.randint(0, most + 1, (rows,), generator=rng) if counted else torch.ones(rows, dtype=torch.int64)
+        grids = torch.randint(1, 4, (int(counts.sum()), 3), generator=rng)
+        pixels = torch.randint(0, 256, (int(grids.prod(dim=1).sum()), width), generator=rng).to(dtype)
+        if counted:
+            plain.info[f"{kind}_num"] = counts.float()
+        if len(grids):
+            vision[f"{kind}_grid_thws"] = grids
+            vision["pixel_values" if kind == "image" else "pixel_values_videos"] = pixels
+    images = len(vision.get("image_grid_thws", ()))
+    if raw:
+        vision["raw_images"] = [f"images/{i}.png" if i % 2 else bytes([i, 255, 0]) for i in range(images)]
+    return ExperienceVL(**vars(plain), **vision)

@@ -125,6 +125,17 @@ def test_chosen_rows_come_in_the_order_asked_for():
     assert torch.equal(batch.reward, experience.reward[[4, 1]])
 
 
+@pytest.mark.parametrize("rows", [[0, 2, 1, 3], [3, 3], [0, 0, 2], [4, 3, 2, 1, 0]])
+def test_rows_may_come_in_any_order_and_twice(rows):
+    experience = made_up(rows=5, seed=3)
+
+    batch = codec.gather([(stored(experience), rows)])
+
+    assert torch.equal(batch.reward, experience.reward[rows])
+    for place, row in enumerate(rows):
+        assert torch.equal(tokens_of(batch, "sequences", place), tokens_of(experience, "sequences", row))
+
+
 def test_reserved_room_is_always_enough():
     for ppo in (True, False):
         for prompt, actions in ((1, 1), (1, 63), (60, 4), (300, 700)):

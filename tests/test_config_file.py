@@ -197,7 +197,14 @@ class TestRender:
         again = config_file.load(Path("c.toml"), [], {})
 
         assert again.config.daemon == loaded.config.daemon
-        for name in ("group_size", "sample_batch_size", "prompts_per_ticket", "rollout_kl_coef", "trainer_kl_coef"):
+        for name in (
+            "group_size",
+            "sample_batch_size",
+            "prompts_per_ticket",
+            "row_bytes",
+            "rollout_kl_coef",
+            "trainer_kl_coef",
+        ):
             assert getattr(again.config, name) == getattr(loaded.config, name)
         assert config_file.render(again, effective=True, origin=False) == config_file.render(
             loaded, effective=True, origin=False

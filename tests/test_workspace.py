@@ -5,6 +5,7 @@ import stat
 
 import pytest
 
+from pipeline.codec_bounds import row_bytes_bound
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.workspace import Workspace, limits_of
@@ -87,3 +88,23 @@ def test_limits_follow_from_the_configuration():
 
     assert (limits.sample_batch_size, limits.rows_per_version, limits.group_size) == (256, 256, 8)
     assert (limits.max_staleness, limits.limit_batches, limits.prompts_per_ticket) == (2, 3, 16)
+
+
+def test_room_for_a_row_is_text_unless_it_is_configured():
+    assert limits_of(config()).row_bytes == row_bytes_bound(24)
+    assert limits_of(config(row_bytes="2KiB")).row_bytes == 2048
+
+
+def test_an_arena_too_small_for_configured_rows_is_refused_with_the_room_they_ask_for(folder):
+    # A batch of 256 rows and a ticket of 128, and the headers of two extents.
+    with pytest.raises(ConfigError, match=r"384 rows of buffer.row_bytes = 1,048,576 B take up to 402,669,568 B"):
+        Workspace.prepare(folder, config(row_bytes="1MiB"))
+
+
+def test_more_room_for_rows_goes_on_with_the_arena_that_was_left(folder):
+    first = Workspace.prepare(folder, config())
+
+    second = Workspace.prepare(folder, config(row_bytes="8KiB"))
+
+    assert second.taken_over
+    assert second.run.run_id == first.run.run_id

@@ -1,0 +1,221 @@
+"""What the bytes of an extent mean: its header, and the place of each block.
+
+    u32 header length, header (msgpack `ExtentHeader`), zeros up to a multiple of 64
+    blocks, each aligned to 64 bytes, in the order in which `blocks_of` yields them:
+        for each group of rows of similar length, for each field with a column a token:  (rows, width) values
+        for each other field:                                                            (B, ...) values
+    what `codec_vision` adds, if the experience is a vision-language one
+
+A header that was read is one that the rest may rely on: whatever bytes lie there, `read_header` returns one whose parts
+account for each other, or raises DecodeError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeline.errors import DecodeError, FieldError
+
+_BLOCK_ALIGNMENT = 64
+# numpy takes no array of more dimensions than 64, one of which is the rows'.
+_MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 1 << 32
+_LENGTH = struct.Struct("<I")
+
+Array = npt.NDArray[Any]
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+# numpy knows no bfloat16; its bits travel as int16.
+_ARRAY_DTYPES = {
+    name: np.dtype("int16" if name == "bfloat16" else name)
+    for name in (
+        "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+    )
+}  # fmt: skip
+
+
+class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
+    """One stored field: its name (``info.`` before those of `info`), torch dtype and columns.
+
+    `columns` is ``"S"`` (one a token), ``"A"`` (one an action) or ``""``; `tail` the shape of a row of the latter.
+    """
+
+    name: str
+    dtype: str
+    columns: Literal["S", "A", ""]
+    tail: list[Size]
+
+
+class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Rows stored together: their places in the append, and the widths of their blocks."""
+
+    rows: list[Size]
+    sequence_width: Size
+    action_width: Size
+
+
+class MediumHeader(msgspec.Struct, frozen=True, array_like=True):
+    """The images, or the videos, of all rows: `counts` grids a row, `patches` rows of pixels in all."""
+
+    pixels: FieldHeader
+    grids: FieldHeader
+    patches: Size
+    counts: list[Size]
+
+
+class VisionHeader(msgspec.Struct, frozen=True, array_like=True):
+    """The vision fields; `raw_bytes` is the size of each row's raw images, None where no row has any."""
+
+    media: list[MediumHeader]
+    raw_bytes: list[Size] | None
+
+
+class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
+    """All that a reader needs to know of an extent; `vision` is None in one of plain text."""
+
+    rows: Size
+    fields: list[FieldHeader]
+    groups: list[GroupHeader]
+    sequence_lengths: list[Size]
+    action_lengths: list[Size]
+    full_masks: list[str]
+    vision: VisionHeader | None = None
+
+
+_header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """Values that lie end to end: those of a field, or of the rows of one group."""
+
+    field: FieldHeader
+    group: GroupHeader | None
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def array(self, memory: memoryview) -> Array:
+        """Return the block as an array over the extent's own bytes."""
+        return np.frombuffer(memory[self.start : self.stop], _ARRAY_DTYPES[self.field.dtype]).reshape(self.shape)
+
+
+def block_at(start: int, field: FieldHeader, group: GroupHeader | None, shape: tuple[int, ...]) -> Block:
+    """Place a block; the next one starts at `align` of its stop."""
+    return Block(field, group, shape, start, start + math.prod(shape) * _ARRAY_DTYPES[field.dtype].itemsize)
+
+
+def blocks_of(header: ExtentHeader, start: int) -> Iterator[Block]:
+    """Yield the blocks of the text fields in the order in which they lie."""
+    tokens = [field for field in header.fields if field.columns and field.name not in header.full_masks]
+    for group in header.groups:
+        for field in tokens:
+            width = group.sequence_width if field.columns == "S" else group.action_width
+            block = block_at(start, field, group, (len(group.rows), width))
+            yield block
+            start = align(block.stop)
+    for field in header.fields:
+        if not field.columns:
+            block = block_at(start, field, None, (header.rows, *field.tail))
+            yield block
+            start = align(block.stop)
+
+
+def write_header(packed: bytes, memory: memoryview) -> None:
+    """Write an encoded header, and the zeros behind it."""
+    start, stop = _LENGTH.size + len(packed), header_bytes(packed)
+    _LENGTH.pack_into(memory, 0, len(packed))
+    memory[_LENGTH.size : start] = packed
+    memory[start:stop] = bytes(stop - start)
+
+
+def header_bytes(packed: bytes) -> int:
+    """Return where the blocks behind an encoded header start."""
+    return align(_LENGTH.size + len(packed))
+
+
+def read_header(memory: memoryview) -> tuple[ExtentHeader, int]:
+    """Return an extent's header, and where its blocks start.
+
+    Raises:
+        DecodeError: If there is no header, or its parts do not account for each other.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(memory)
+        header = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
+    except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
+    if wrong := next(_wrongs(header), ""):
+        raise DecodeError(f"extent of {len(memory):,} B: its header {wrong}")
+    return header, align(_LENGTH.size + length)
+
+
+def _wrongs(header: ExtentHeader) -> Iterator[str]:
+    """Say what in a header would make a reader fail, or reserve without bound."""
+    columns = {field.name: field.columns for field in header.fields}
+    if len(columns) < len(header.fields):
+        yield "names a field twice"
+    if columns.get("sequences") != "S" or "sequences" in header.full_masks:
+        yield "has no sequences"
+    for mask in header.full_masks:
+        if columns.get(mask) != {"attention_mask": "S", "action_mask": "A"}.get(mask, ""):
+            yield f"leaves out {mask} and does not say what it was"
+    for field in header.fields:
+        yield from wrongs_of_field(field)
+    if not len(header.sequence_lengths) == len(header.action_lengths) == header.rows:
+        yield f"has lengths of other than its {header.rows} rows"
+    if sorted(itertools.chain.from_iterable(group.rows for group in header.groups)) != list(range(header.rows)):
+        yield f"has groups that are not its {header.rows} rows"
+    for group in header.groups:
+        for row in group.rows:
+            actions, length = header.action_lengths[row], header.sequence_lengths[row]
+            if not (actions <= group.action_width and actions <= length <= group.sequence_width):
+                yield f"has a row {row} that is longer than its group"
+
+
+def wrongs_of_field(field: FieldHeader) -> Iterator[str]:
+    """Say what in a field's dtype or shape no array can have."""
+    if field.dtype not in _ARRAY_DTYPES:
+        yield f"has a {field.name} of dtype {field.dtype}"
+    # A dimension of 0 hides the others from the size of the block, not from numpy.
+    if len(field.tail) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in field.tail) > _MOST_ELEMENTS:
+        yield f"has a {field.name} of shape {field.tail}"
+
+
+def dtype_name(name: str, value: torch.Tensor) -> str:
+    """Return a tensor's dtype as headers name it.
+
+    Raises:
+        FieldError: If values of that dtype do not travel.
+    """
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in _ARRAY_DTYPES:
+        raise FieldError(f"{name}: {dtype} does not travel, only {', '.join(_ARRAY_DTYPES)}")
+    return dtype
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Return a CPU tensor's memory as an array; bfloat16 as int16."""
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def index_of(places: list[int]) -> slice | list[int]:
+    """Return a slice where one serves, because slices copy several times faster than index lists."""
+    first, count = places[0], len(places)
+    # Ends that fit do not make a slice: rows may come in any order, and twice.
+    return slice(first, first + count) if places == list(range(first, first + count)) else places
+
+
+def align(nbytes: int) -> int:
+    """Round up to where a block may start."""
+    return (nbytes + _BLOCK_ALIGNMENT - 1) // _BLOCK_ALIGNMENT * _BLOCK_ALIGNMENT
