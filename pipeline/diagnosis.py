@@ -110,7 +110,7 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     if run.state == "draining":
         busy = [process for process in run.processes if process.state == "draining"]
         sentences.append(f"The run drains: {_all_at(run, busy) if busy else 'the buffer finishes'}.")
-    elif run.state != "starting":
+    elif run.state != "starting" and any(process.standing.is_ready for process in run.processes):
         sentences.append(_bottleneck(run))
     spoken = [f"{role} {_shown(shares, role)}" for role, shares in role_shares.items() if shares]
     if spoken:
@@ -171,23 +171,25 @@ def _suspect(run: RunView, process: ProcessView) -> str:
 
 
 def _bottleneck(run: RunView) -> str:
-    trainers, workers = run.of("trainer"), run.of("rollout")
+    trainers, workers = ([p for p in run.of(role) if p.standing.is_ready] for role in ("trainer", "rollout"))
     rows = f"{run.ready_items:,} of {run.batch_rows:,} rows are ready"
-    working = [process for process in workers if not process.is_waiting and process.standing.is_ready]
+    working = [process for process in workers if not process.is_waiting]
     if run.is_external:
         if not waits_outside(run):
             return f"The trainer outside waits for data: {rows}; {_all_at(run, working or workers)}."
         if run.leases_active:
             return f"The run waits for the trainer outside, which holds {run.leases_active} batches; {rows}."
         return f"The run waits for a trainer outside to connect and take a batch; {rows}."
+    if not trainers:
+        return f"No trainer is ready; {_all_at(run, working or workers)}; {rows}."
     waiting = [process for process in trainers if process.is_waiting]
-    if trainers and len(waiting) == len(trainers):
+    if len(waiting) == len(trainers):
         names = " and ".join(process.standing.name for process in waiting)
         verb = "waits" if len(waiting) == 1 else "wait"
         share = waiting[0].shares.get("wait_data")
         lately = f" ({share:.0%} of the last minute)".replace("%", " %") if share is not None else ""
         return f"{names} {verb} for data{lately}: {rows}; {_all_at(run, working or workers)}."
-    training = [process for process in trainers if not process.is_waiting] or trainers
+    training = [process for process in trainers if not process.is_waiting]
     if workers and not working:
         return f"The workers wait for the trainer: {_all_at(run, training)}; {_all_at(run, workers)}."
     return f"Nothing is waited for: {_all_at(run, [*training, *working])}; {rows}."

@@ -122,8 +122,8 @@ class Guard:
                     "state": process.state,
                     "stopped": process.standing.is_stopped,
                     "activity": process.standing.progress.activity,
-                    "since_s": round(run.now_s - process.standing.progress.since_s, 1),
-                    "silent_s": round(run.now_s - process.standing.progress.beat_s, 1),
+                    "since_s": _ago(run.now_s, process.standing.progress.since_s),
+                    "silent_s": _ago(run.now_s, process.standing.progress.beat_s),
                     "working_on": process.standing.progress.working_on,
                 }
                 for process in run.processes
@@ -214,6 +214,10 @@ class Guard:
             if written or now_s - one.since_s > _DUMP_S:
                 slot.ended_by = "watchdog"
                 self._fleet.signal([slot], signal.SIGKILL)
+
+
+def _ago(now_s: float, then_s: float) -> float | None:
+    return round(now_s - then_s, 1) if then_s else None
 
 
 def is_stopped(pid: int) -> bool:

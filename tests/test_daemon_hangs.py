@@ -41,6 +41,12 @@ ONCE = """try:
     except FileNotFoundError:
         return exact_answer(*row, **named)
     wait_for_what_never_comes()"""
+ALWAYS_FOR_ONE_ANSWER = """poison = pathlib.Path("poison")
+    if pathlib.Path("hang").exists():
+        poison.write_text(named["gt_answer"])
+        pathlib.Path("hang").unlink()
+    if poison.exists() and poison.read_text() == named["gt_answer"]:
+        wait_for_what_never_comes()"""
 AFTER_THE_START = """if calls > 4:  # one prompt is tried before the first ticket
         wait_for_what_never_comes()"""
 
@@ -103,6 +109,26 @@ def test_a_reward_that_never_returns_is_shown_by_its_name_and_rolled_again(folde
         finish(daemon)
 
 
+def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on(tmp_path, task):  # noqa: F811
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=ALWAYS_FOR_ONE_ANSWER))
+    with Daemon(tmp_path, *SETTINGS, "rollout.max_attempts=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        (tmp_path / "hang").touch()
+
+        daemon.wait_until(
+            lambda: total(daemon.metrics(), "rlhfd_tickets_total", result="failed") == 1, "the ticket is given up"
+        )
+        daemon.wait_step(daemon.status()["step"] + 3)
+
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="watchdog") == 2
+        verdicts = [line.partition("stage=")[2].split()[:2] for line in daemon.errors.splitlines() if "hung: " in line]
+        assert len(verdicts) == 2 and verdicts[0] == verdicts[1], "the same ticket"
+        assert balanced(metrics)
+        finish(daemon)
+
+
 def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):  # noqa: F811
     with Daemon(folder, *SETTINGS, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
@@ -152,6 +178,7 @@ def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task): 
         daemon.wait_ready()
         daemon.wait_until(lambda: "in reward on ticket 0" in daemon.ask("why").stdout, "`rlhfd why` names the reward")
         family = daemon.family()
+        daemon.wait_until(lambda: daemon.status()["state"] == "stuck", "the status says that it is stuck")
 
         assert daemon.wait(200.0) == 70
 

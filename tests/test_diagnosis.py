@@ -67,6 +67,10 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
          "rollout-0 (pid 4711) has been starting for 1 min 00 s; its last line: loading weights."),
         (run(BUFFER, STARVED, view("rollout-0", "", state="backoff", age_s=-3, last_line="OSError: gone")),
          "rollout-0 ended and is started again in 3.0 s: OSError: gone"),
+        (run(BUFFER, dataclasses.replace(TRAINING, standing=dataclasses.replace(TRAINING.standing, is_ready=False)),
+             GENERATING),
+         "No trainer is ready; rollout-0 (pid 4711) has been in generate on ticket 17 for 41 s; "
+         "128 of 256 rows are ready."),
         (run(BUFFER, GENERATING, external=True),
          "The trainer outside waits for data: 128 of 256 rows are ready; "
          "rollout-0 (pid 4711) has been in generate on ticket 17 for 41 s."),
