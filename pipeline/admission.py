@@ -5,6 +5,7 @@ only while
 
     reserved + ready + rows leased or trained for versions >= v  +  new rows  <=  (K + 1) * rows_per_version
 
+(a lease number that lost its rows counts for nothing until another batch takes it);
 so whatever is in the pipeline fits into the batches up to version v + K. It stays so because a batch takes the oldest
 versions first, and waits while, for any version u, the rows of u and older that it leaves behind, a slow rollout's
 included, would no longer fit into the batches up to version u + K. Both rules together guarantee the bound; with K = 0
@@ -14,9 +15,14 @@ they fix each batch's rows, so that a run gives the same experiences whatever th
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import ExtentRecord, ItemState
+from pipeline.ledger_records import Chosen, ExtentRecord, ExtentState, Item, ItemState
+from pipeline.ledger_tables import Run
+from pipeline.messages import Sealed
+
+Refusal = Literal["", "early", "rolled_back", "fingerprint", "invalid"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +73,24 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
     if totals.policy_version < 0:
         return 0, "staleness"
     held = ledger.reserved + ledger.ready
-    ahead = (totals.leases - totals.trained_through) * limits.sample_batch_size
-    fresh = (limits.max_staleness + 1) * limits.rows_per_version - held - ahead
-    if fresh < limits.group_size:
+    ahead = (totals.leases - totals.trained_through - len(ledger.vacant)) * limits.sample_batch_size
+    room = (limits.max_staleness + 1) * limits.rows_per_version - held - ahead
+    if 0 < room < limits.group_size and not ledger.reserved and held < limits.sample_batch_size:
+        # Part of a group left untrained (quarantine): without one prompt too many the batch would never fill.
+        room = limits.group_size
+    if room < limits.group_size:
         return 0, "staleness"
-    room = fresh
     if limits.limit_batches:
         room = min(room, limits.limit_batches * limits.sample_batch_size - held)
     if room < limits.group_size or not ledger.has_free_slot():
         return 0, "full"
-    return min(limits.prompts_per_ticket, room // limits.group_size), ""
+    prompts = min(limits.prompts_per_ticket, room // limits.group_size)
+    return min(prompts, ledger.redo[0].prompts) if ledger.redo else prompts, ""
 
 
-def stale_rows(ledger: Ledger, limits: Limits) -> list[tuple[ExtentRecord, list[int]]]:
+def stale_rows(ledger: Ledger, limits: Limits) -> Chosen:
     """Return ready rows that the next batch could only train beyond the staleness bound."""
-    oldest = version_of_lease(ledger, limits, ledger.totals.leases) - limits.max_staleness
+    oldest = version_of_lease(ledger, limits, ledger.next_lease()) - limits.max_staleness
     return [
         (record, rows)
         for record in ledger.sealed_extents()
@@ -89,7 +98,7 @@ def stale_rows(ledger: Ledger, limits: Limits) -> list[tuple[ExtentRecord, list[
     ]
 
 
-def next_batch(ledger: Ledger, limits: Limits) -> list[tuple[ExtentRecord, list[int]]] | None:
+def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
     """Return the rows of the next batch, oldest version and ticket first, or None while it must wait."""
     if ledger.ready < limits.sample_batch_size:
         return None
@@ -119,7 +128,8 @@ def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slo
         rows += left_behind[version]
         versions = version + limits.max_staleness - totals.policy_version + 1
         last_lease = totals.trained_through + versions * limits.batches_per_version
-        room = max(0, last_lease - totals.leases - 1) * limits.sample_batch_size
+        free = max(0, last_lease - totals.leases) + sum(lease < last_lease for lease in ledger.vacant)
+        room = max(0, free - 1) * limits.sample_batch_size
         if version >= slow and rows > room:
             return False
     return True
@@ -128,3 +138,52 @@ def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slo
 def ready_rows(record: ExtentRecord) -> list[int]:
     """Return the rows of a sealed extent that wait for a batch."""
     return [row for row, item in enumerate(record.items) if item.state is ItemState.READY]
+
+
+def rolled_back_rows(ledger: Ledger) -> Chosen:
+    """Return ready rows that were written by weights which are rolled back."""
+    newest, versions = ledger.totals.policy_version, ledger.versions
+    return [
+        (record, rows)
+        for record in ledger.sealed_extents()
+        if record.policy_version > newest or versions.rolled_back(record.policy_version, record.fingerprint)
+        if (rows := ready_rows(record))
+    ]
+
+
+def prompts_of(record: ExtentRecord, rows: list[int], group_size: int) -> Run:
+    """Return the prompts that rows of an extent came of; all of the ticket's if some of them gave no rows."""
+    if record.rows != record.prompts * group_size:
+        return Run(record.position, record.prompts)
+    first, last = rows[0] // group_size, rows[-1] // group_size
+    return Run(record.position + first, last - first + 1)
+
+
+def uncovered_position(ledger: Ledger, lease: int) -> int:
+    """Return a position before which every prompt is trained, dropped or in a lease up to `lease`."""
+
+    def is_open(item: Item) -> bool:
+        return item.state is ItemState.READY or (item.state is ItemState.LEASED and item.lease > lease)
+
+    under_way = (
+        record.position
+        for record in ledger.extents.values()
+        if record.state is ExtentState.RESERVED or any(map(is_open, record.items))
+    )
+    return min([ledger.totals.position, *(run.position for run in ledger.redo), *under_way])
+
+
+def refusal(sealed: Sealed, record: ExtentRecord, ledger: Ledger) -> Refusal:
+    """Return why a ticket's experience must not come in, or not yet; nothing if it may.
+
+    ``early``: by weights newer than the newest that are known here; word of them may be under way. ``rolled_back``: by
+    weights that are void. ``fingerprint``: by weights that nobody published. ``invalid``: of an impossible size.
+    """
+    fits = 0 < sealed.rows <= record.rows and 0 < sealed.nbytes <= record.nbytes
+    if not (fits and 0 <= sealed.checksum < 1 << 64 and 0 <= sealed.policy_version < 1 << 62):
+        return "invalid"
+    if ledger.versions.knows(sealed.policy_version, sealed.fingerprint):
+        return ""
+    if ledger.versions.rolled_back(sealed.policy_version, sealed.fingerprint):
+        return "rolled_back"
+    return "early" if sealed.policy_version > ledger.totals.policy_version else "fingerprint"

@@ -10,12 +10,13 @@ from pipeline.admission import Limits
 from pipeline.arena import Extent, ExtentAllocator
 from pipeline.codec_bounds import extent_bytes_bound
 from pipeline.errors import ArenaFullError, GaveUpError
-from pipeline.leases import Leases, Send
+from pipeline.leases import Leases, Quarantine, Send
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import ExtentRecord, ExtentState
 from pipeline.messages import (
     Ack,
     Credit,
+    Damaged,
     Drain,
     Failed,
     Hello,
@@ -30,8 +31,11 @@ from pipeline.messages import (
     WantTickets,
     Welcome,
 )
-from pipeline.observer import Observer
+from pipeline.observer import AsideReason, Observer
 from pipeline.transport import trainer_name, worker_name
+
+# How long a seal waits for word of its weights: the trainer may have died between publishing and saying so.
+_EARLY_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class Buffer:
         ticket_timeout_s: float = 600.0,
         prompts_in_source: int = 0,
         incarnation: int | None = None,
+        quarantine: Quarantine = lambda chosen, reason, detail: None,
     ) -> None:
         """Take over a ledger, fresh or left by an earlier buffer.
 
@@ -71,6 +76,7 @@ class Buffer:
             prompts_in_source: Prompts of one epoch, 0 if unknown: when that many in a row give no experience at all,
                 the buffer gives up.
             incarnation: Tells this buffer from its predecessors.
+            quarantine: Keeps a copy of rows that are never delivered again.
         """
         self.ledger = ledger
         self.limits = limits
@@ -86,7 +92,8 @@ class Buffer:
         self._peers: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
         self._waiting: dict[str, str] = {}
-        self._leases = Leases(ledger, limits, self._peers, send, observer, allocator)
+        self._early: dict[int, tuple[Sealed, float]] = {}
+        self._leases = Leases(ledger, limits, self._peers, send, observer, allocator, quarantine)
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
         for name in [worker_name(i) for i in range(workers)] + [trainer_name(r) for r in range(limits.world_size)]:
@@ -104,7 +111,7 @@ class Buffer:
         """
         match message:
             case Hello():
-                self._greet(message)
+                self._greet(message, now_s)
             case WantTickets() if self._is_current(message.worker, message.incarnation):
                 self._wanted[message.worker] = message.tickets
             case Sealed():
@@ -119,8 +126,12 @@ class Buffer:
                 self._leases.release(message, now_s)
             case Published():
                 self._leases.publish(message, now_s)
+                self._leases.drop_rolled_back(now_s)
+                self._retry_early(now_s)
+            case Damaged():
+                self._leases.damaged(message, now_s)
             case PeerDied():
-                self._bury(message.peer)
+                self._bury(message, now_s)
             case Drain():
                 self._drain()
             case _:
@@ -132,11 +143,9 @@ class Buffer:
         Raises:
             GaveUpError: If nothing under way can ever change that nothing is allowed.
         """
+        self._retry_early(now_s)
         if self.draining:
             return
-        if self.limits.drop_stale and (stale := admission.stale_rows(self.ledger, self.limits)):
-            log.warning("stale experiences dropped: rows=%d", sum(len(rows) for _, rows in stale))
-            self._leases.free(self.ledger.drop(stale, "stale"))
         self._leases.lease_batches(now_s)
         self._issue_tickets(now_s)
 
@@ -146,14 +155,14 @@ class Buffer:
             self.ledger.requeue(lease)
         for record in list(self.ledger.reserved_extents()):
             self._abandon(record)
-        rest = [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]
-        if rest:
+        if rest := [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]:
             log.info("undelivered experiences discarded: %d", self.ledger.ready)
-            self._leases.free(self.ledger.drop(rest, "cleared"))
+            for part in rest:
+                self._leases.free(self.ledger.drop([part], "cleared"))
 
     # Peers.
 
-    def _greet(self, hello: Hello) -> None:
+    def _greet(self, hello: Hello, now_s: float) -> None:
         known = self._peers.get(hello.peer)
         if known == hello.incarnation:
             # It was told everything since it first said so.
@@ -168,18 +177,20 @@ class Buffer:
         if role == "worker":
             self._orphan(int(index), held=hello.held)
         elif role == "trainer":
-            if index == "0":
+            if index == "0" and hello.fresh:
                 self._leases.rebase()
-            self._leases.redeliver(int(index), held=hello.held)
+            self._leases.redeliver(int(index), held=hello.held, now_s=now_s)
 
     def _is_current(self, peer: str, incarnation: int) -> bool:
         return self._peers.get(peer) == incarnation
 
-    def _bury(self, peer: str) -> None:
-        self._forget(peer)
-        role, _, index = peer.partition("-")
+    def _bury(self, died: PeerDied, now_s: float) -> None:
+        self._forget(died.peer)
+        role, _, index = died.peer.partition("-")
         if role == "worker":
             self._orphan(int(index), held=[])
+        elif role == "trainer" and died.working_on >= 0:
+            self._leases.blame(died.peer, died.working_on, now_s)
 
     def _forget(self, peer: str) -> None:
         self._peers.pop(peer, None)
@@ -272,16 +283,51 @@ class Buffer:
     def _seal(self, sealed: Sealed, now_s: float) -> None:
         record = self._held_by(sealed.worker, sealed.ticket)
         if record is not None:
-            reserved = Extent(record.offset, record.nbytes)
-            self.ledger.seal(
-                record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
-                policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s,
-            )  # fmt: skip
-            self._allocator.shrink(reserved, sealed.nbytes)
-            self._observer.ticket_ended("sealed")
-            self._observer.sealed(sealed.rows, self.ledger.totals.policy_version - sealed.policy_version)
-            self._barren_prompts = 0
+            reason = admission.refusal(sealed, record, self.ledger)
+            if reason == "early":
+                # Settled once its weights are known here, or it is too late for that.
+                self._early.setdefault(sealed.ticket, (sealed, now_s))
+                return
+            self._early.pop(sealed.ticket, None)
+            if reason:
+                self._refuse(record, sealed, reason)
+            else:
+                self._accept(record, sealed, now_s)
         self._settle(sealed.worker, sealed.ticket)
+
+    def _accept(self, record: ExtentRecord, sealed: Sealed, now_s: float) -> None:
+        reserved = Extent(record.offset, record.nbytes)
+        self.ledger.seal(
+            record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
+            policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s,
+        )  # fmt: skip
+        self._allocator.shrink(reserved, sealed.nbytes)
+        self._observer.ticket_ended("sealed")
+        self._observer.sealed(sealed.rows, self.ledger.totals.policy_version - sealed.policy_version)
+        self._barren_prompts = 0
+
+    def _refuse(self, record: ExtentRecord, sealed: Sealed, reason: AsideReason) -> None:
+        log.error("experience refused: ticket=%d worker=%s rows=%d version=%d reason=%s",
+                  record.ticket, sealed.worker, sealed.rows, sealed.policy_version, reason)  # fmt: skip
+        self._observer.set_aside(reason, record.rows)
+        if reason == "rolled_back":
+            self._observer.ticket_ended("reissued")
+            self.ledger.excuse(record)
+        else:
+            self._reissue(record, f"refused: {reason}")
+
+    def _retry_early(self, now_s: float) -> None:
+        """Look again at seals that came before word of their weights did."""
+        for ticket, (sealed, came_s) in list(self._early.items()):
+            record = self.ledger.extents.get(ticket)
+            if record is None or worker_name(record.owner) != sealed.worker:
+                del self._early[ticket]
+            elif admission.refusal(sealed, record, self.ledger) != "early":
+                self._seal(sealed, came_s)
+            elif now_s - came_s > _EARLY_S:
+                del self._early[ticket]
+                self._refuse(record, sealed, "fingerprint")
+                self._settle(sealed.worker, ticket)
 
     def _fail(self, failed: Failed) -> None:
         record = self._held_by(failed.worker, failed.ticket)

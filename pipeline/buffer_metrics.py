@@ -8,7 +8,7 @@ from pipeline.buffer import Buffer
 from pipeline.ledger_records import ItemState
 from pipeline.metrics import Conservation
 from pipeline.metrics_slab import SlotWriter
-from pipeline.observer import LeaseEnd, TicketEnd
+from pipeline.observer import AsideReason, LeaseEnd, TicketEnd
 
 
 class BufferMetrics:
@@ -17,6 +17,14 @@ class BufferMetrics:
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
         self._pushes = writer.counter("rlhfd_buffer_pushes_total", result="accepted")
+        self._aside = {
+            reason: writer.counter("rlhfd_quarantined_total", reason=reason)
+            for reason in ("checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid")
+        }
+        self._refused = {
+            reason: writer.counter("rlhfd_buffer_pushes_total", result=result)
+            for reason, result in (("fingerprint", "invalid"), ("invalid", "invalid"), ("rolled_back", "stale"))
+        }
         self._repeats = writer.counter("rlhfd_items_duplicate_total", point="push")
         self._tickets = {
             result: writer.counter("rlhfd_tickets_total", result=result) for result in ("sealed", "reissued", "failed")
@@ -55,6 +63,12 @@ class BufferMetrics:
         else:
             self._lease_s.observe(max(0.0, duration_s))
 
+    def set_aside(self, reason: AsideReason, rows: int) -> None:
+        """Count rows that were refused or quarantined."""
+        self._aside[reason].inc(rows)
+        if reason in self._refused:
+            self._refused[reason].inc()
+
     def duplicate(self) -> None:
         """Count a repeated message."""
         self._repeats.inc()
@@ -76,7 +90,7 @@ class BufferMetrics:
             Conservation(
                 sealed=totals.sealed,
                 trained=totals.trained,
-                dropped=tuple(totals.dropped),  # type: ignore[arg-type]
+                dropped=tuple(totals.dropped),
                 ready_items=ledger.ready,
                 leased_items=ledger.leased,
                 writing_items=ledger.reserved,

@@ -80,7 +80,7 @@ def new_buffer(
     """Return the buffer that a configuration asks for, on a ledger fresh or left by an earlier one."""
     if config.trainer.kind == "external" and ledger.totals.policy_version < 0:
         # A trainer of one's own starts from the weights that the workers have loaded: version 0.
-        ledger.publish(0, 0)
+        ledger.publish(0, 0, 0)
     return Buffer(
         ledger,
         ExtentAllocator(arena.payload_bytes),

@@ -2,6 +2,7 @@
 
     journal   the transaction under way (see `pipeline.journal`)
     totals    counters that outlive every process (`Totals`)
+    tables    vacant leases, prompts to be issued again, published versions (see `pipeline.ledger_tables`)
     extents   one record each: state, owner, ticket, prompts, policy version, place, checksum
     items     `rows_per_extent` records an extent: state, deliveries, lease
 
@@ -14,8 +15,12 @@
     item        who moves it                      to
     READY       `lease`                               LEASED
     LEASED      `acknowledge` (trained)               GONE
-    LEASED      `requeue` (its holder died)           READY
+    LEASED      `requeue` (handed back, damaged)      READY
     READY       `drop` (reason)                       GONE
+
+Lease numbers are dense: which rank gets a batch and which version trains it follow from the number alone. So a number
+whose rows left it is vacant, and the next batch takes the lowest vacant one before a new one. Numbers below
+`trained_through` are done with: a lease that is still out there is void (its weights were rolled back).
 
 Every change is one transaction of the journal, so the totals and the states agree after any kill:
 ``sealed = trained + sum(dropped) + ready + leased``.
@@ -23,6 +28,7 @@ Every change is one transaction of the journal, so the totals and the states agr
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 from pipeline.errors import LedgerError
@@ -32,12 +38,27 @@ from pipeline.ledger_records import (
     EXTENT_BYTES,
     ITEM_BYTES,
     TOTALS_BYTES,
+    Chosen,
     ExtentRecord,
     ExtentState,
     Item,
     ItemState,
     LedgerLayout,
     Totals,
+)
+from pipeline.ledger_tables import (
+    MOST_LEASES,
+    VACANT_BYTES,
+    VERSION_BYTES,
+    VERSIONS_BYTES,
+    PublishedVersions,
+    Run,
+    add_prompts,
+    pack_redo,
+    pack_vacant,
+    redo_bytes,
+    unpack_redo,
+    unpack_vacant,
 )
 
 
@@ -49,6 +70,9 @@ class Ledger:
     Attributes:
         extents: Every record that is not FREE, by ticket, oldest ticket first.
         ready: Rows in state READY; `leased` and `reserved` likewise.
+        vacant: Lease numbers that lost their rows, lowest first.
+        redo: Prompts to be issued again, before those from `totals.position` on.
+        versions: What was published of late.
     """
 
     def __init__(self, memory: memoryview, layout: LedgerLayout) -> None:
@@ -67,19 +91,27 @@ class Ledger:
         self._memory = memory
         self._journal = Journal(memory, layout.journal_bytes)
         self._totals_offset = layout.journal_bytes
-        self._extents_offset = self._totals_offset + TOTALS_BYTES
+        self._vacant_offset = self._totals_offset + TOTALS_BYTES
+        self._redo_offset = self._vacant_offset + VACANT_BYTES
+        self._versions_offset = self._redo_offset + redo_bytes(layout.extents)
+        self._extents_offset = self._versions_offset + VERSIONS_BYTES
         self._items_offset = self._extents_offset + layout.extents * EXTENT_BYTES
         self.totals = Totals() if self._journal.is_fresh else Totals.unpack(memory[self._totals_offset :])
+        self.vacant = unpack_vacant(memory[self._vacant_offset :])
+        self.redo = unpack_redo(memory[self._redo_offset :])
+        self.versions = PublishedVersions(memory[self._versions_offset :])
         self.extents: dict[int, ExtentRecord] = {}
         self.ready = self.leased = self.reserved = 0
         self._free_slots: list[int] = []
-        self._leases: dict[int, list[tuple[ExtentRecord, list[int]]]] = {}
+        self._leases: dict[int, Chosen] = {}
         self._read_table()
 
     # Transactions.
 
     def reserve(self, *, rows: int, prompts: int, offset: int, nbytes: int) -> ExtentRecord:
         """Make the next ticket, nobody's yet: its prompts, and the room for what comes of them.
+
+        Prompts to be issued again come first; a ticket takes none beyond one run of them.
 
         Raises:
             LedgerError: If every record is in use.
@@ -89,12 +121,12 @@ class Ledger:
         if rows > self.layout.rows_per_extent:
             raise LedgerError(f"an extent of {rows} rows, the ledger was made for {self.layout.rows_per_extent}")
         totals = self.totals
+        position = self._take_prompts(prompts)
         record = ExtentRecord(
-            self._free_slots.pop(), ExtentState.RESERVED, 0, -1, rows, prompts, totals.tickets, totals.position,
+            self._free_slots.pop(), ExtentState.RESERVED, 0, -1, rows, prompts, totals.tickets, position,
             totals.policy_version, 0, offset, nbytes,
         )  # fmt: skip
         totals.tickets += 1
-        totals.position += prompts
         self.extents[record.ticket] = record
         self.reserved += rows
         self._put_extent(record)
@@ -111,6 +143,13 @@ class Ledger:
             record.attempt = min(255, record.attempt + 1)
             record.policy_version = self.totals.policy_version
         record.owner = owner
+        self._put_extent(record)
+        self._commit()
+
+    def excuse(self, record: ExtentRecord) -> None:
+        """Take a ticket from its worker, the attempt not counted: what came of it is void for no fault of its own."""
+        self._expect(record, ExtentState.RESERVED)
+        record.attempt, record.owner = max(0, record.attempt - 1), -1
         self._put_extent(record)
         self._commit()
 
@@ -141,10 +180,14 @@ class Ledger:
         self._free(record)
         self._commit()
 
-    def lease(self, chosen: list[tuple[ExtentRecord, list[int]]]) -> int:
-        """Lease rows as the next batch and return its number."""
-        lease = self.totals.leases
-        self.totals.leases += 1
+    def lease(self, chosen: Chosen) -> int:
+        """Lease rows as the next batch and return its number: the lowest vacant one, or else a new one."""
+        lease = self.next_lease()
+        if self.vacant:
+            self.vacant.pop(0)
+            self._put_vacant()
+        else:
+            self.totals.leases += 1
         for record, rows in chosen:
             for row in rows:
                 item = record.items[row]
@@ -160,7 +203,7 @@ class Ledger:
         self._commit()
         return lease
 
-    def redeliver(self, lease: int) -> list[tuple[ExtentRecord, list[int]]]:
+    def redeliver(self, lease: int) -> Chosen:
         """Count one more delivery of a batch whose holder died; it stays leased under its number."""
         chosen = self._leases[lease]
         for record, rows in chosen:
@@ -169,6 +212,14 @@ class Ledger:
             self._put_items(record, rows[0], rows[-1] + 1)
         self._commit()
         return chosen
+
+    def blame(self, lease: int) -> None:
+        """Count one more trainer that died at a batch."""
+        for record, rows in self._leases[lease]:
+            for row in rows:
+                record.items[row].deaths = min(255, record.items[row].deaths + 1)
+            self._put_items(record, rows[0], rows[-1] + 1)
+        self._commit()
 
     def acknowledge(self, lease: int) -> list[ExtentRecord]:
         """Count a batch as trained; return the extents that are free now."""
@@ -181,7 +232,16 @@ class Ledger:
         return freed
 
     def requeue(self, lease: int) -> int:
-        """Make a batch's rows ready again; return how many."""
+        """Make a batch's rows ready again and its number vacant; return how many rows.
+
+        Raises:
+            LedgerError: If more numbers would be vacant than the table holds.
+        """
+        if lease >= self.totals.trained_through:
+            if len(self.vacant) == MOST_LEASES:
+                raise LedgerError(f"more than {MOST_LEASES:,} vacant leases")
+            bisect.insort(self.vacant, lease)
+            self._put_vacant()
         count = 0
         for record, rows in self._leases.pop(lease):
             for row in rows:
@@ -193,8 +253,17 @@ class Ledger:
         self._commit()
         return count
 
-    def drop(self, chosen: list[tuple[ExtentRecord, list[int]]], reason: str) -> list[ExtentRecord]:
-        """Take ready rows out untrained, counted under `reason`; return the extents that are free now."""
+    def drop(self, chosen: Chosen, reason: str, *, redo: Run | None = None) -> list[ExtentRecord]:
+        """Take ready rows out untrained, counted under `reason`; return the extents that are free now.
+
+        Args:
+            chosen: The rows.
+            reason: One of `DROP_REASONS`.
+            redo: Prompts that are to be issued again for it.
+        """
+        if redo is not None:
+            self.redo = add_prompts(self.redo, redo, most=self.layout.extents)
+            self._put_redo()
         freed = []
         for record, rows in chosen:
             self.totals.dropped[DROP_REASONS.index(reason)] += len(rows)
@@ -203,10 +272,34 @@ class Ledger:
         self._commit()
         return freed
 
-    def publish(self, version: int, trained_through: int) -> None:
+    def publish(self, version: int, fingerprint: int, trained_through: int) -> None:
         """Note the newest policy version and which leases it includes."""
         self.totals.policy_version = version
-        self.totals.trained_through = trained_through
+        self._put_version(self.versions.note(version, fingerprint))
+        self._renumber(trained_through)
+        self._commit()
+
+    def rebase(self, trained_through: int) -> None:
+        """Note that the newest version's successor is trained on leases from this one on."""
+        self._renumber(trained_through)
+        self._commit()
+
+    def roll_back(self, version: int, fingerprint: int, *, world_size: int) -> None:
+        """Note that an older version is the newest again; all leases that are out are void from here on.
+
+        Numbers go on at rank 0's turn, so a trainer that starts anew gets its batches in step with the others.
+        """
+        totals = self.totals
+        for place in self.versions.roll_back(version):
+            self._put_version(place)
+        self._put_version(self.versions.note(version, fingerprint))
+        totals.policy_version = version
+        totals.leases = -(-totals.leases // world_size) * world_size
+        self._renumber(totals.leases)
+        for record in self.reserved_extents():
+            if record.policy_version > version:
+                record.policy_version = version
+                self._put_extent(record)
         self._commit()
 
     # Reads.
@@ -219,9 +312,13 @@ class Ledger:
         """Yield the extents that hold items, oldest ticket first."""
         return (record for record in self.extents.values() if record.state is ExtentState.SEALED)
 
-    def leases(self) -> dict[int, list[tuple[ExtentRecord, list[int]]]]:
+    def leases(self) -> dict[int, Chosen]:
         """Return the rows under each lease that is out, in batch order."""
         return self._leases
+
+    def next_lease(self) -> int:
+        """Return the number that the next batch takes."""
+        return self.vacant[0] if self.vacant else self.totals.leases
 
     def has_free_slot(self) -> bool:
         """Return whether one more ticket can be written down."""
@@ -252,6 +349,33 @@ class Ledger:
         del self.extents[record.ticket]
         self._free_slots.append(record.slot)
 
+    def _take_prompts(self, prompts: int) -> int:
+        if not self.redo:
+            self.totals.position += prompts
+            return self.totals.position - prompts
+        (position, count), *rest = self.redo
+        if prompts > count:
+            raise LedgerError(f"a ticket of {prompts} prompts, {count} are to be issued again from {position:,} on")
+        left = [Run(position + prompts, count - prompts)] if prompts < count else []
+        self.redo = left + rest
+        self._put_redo()
+        return position
+
+    def _renumber(self, trained_through: int) -> None:
+        self.totals.trained_through = trained_through
+        if self.vacant and self.vacant[0] < trained_through:
+            self.vacant = [lease for lease in self.vacant if lease >= trained_through]
+            self._put_vacant()
+
+    def _put_vacant(self) -> None:
+        self._journal.put(self._vacant_offset, pack_vacant(self.vacant))
+
+    def _put_redo(self) -> None:
+        self._journal.put(self._redo_offset, pack_redo(self.redo))
+
+    def _put_version(self, place: int) -> None:
+        self._journal.put(self._versions_offset + place * VERSION_BYTES, self.versions.pack(place))
+
     def _put_extent(self, record: ExtentRecord) -> None:
         self._journal.put(self._extents_offset + record.slot * EXTENT_BYTES, record.pack())
 
@@ -278,6 +402,8 @@ class Ledger:
                 raise LedgerError(f"ticket {record.ticket} stands twice in the ledger")
             self.extents[record.ticket] = record
             self._count(record)
+        for parts in self._leases.values():
+            parts.sort(key=lambda part: (part[0].policy_version, part[0].ticket))
 
     def _count(self, record: ExtentRecord) -> None:
         if record.state is ExtentState.RESERVED:

@@ -9,13 +9,14 @@ import struct
 import xxhash
 
 from pipeline.journal import JOURNAL_HEADER_BYTES
+from pipeline.ledger_tables import VACANT_BYTES, VERSIONS_BYTES, redo_bytes
 
-DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared")
-LAYOUT_VERSION = 3
+DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
+LAYOUT_VERSION = 4
 
-_TOTALS = struct.Struct("<12q")
+_TOTALS = struct.Struct("<14q")
 _EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
-_ITEM = struct.Struct("<BBHI")
+_ITEM = struct.Struct("<BBBxI")
 ITEM_BYTES = _ITEM.size
 EXTENT_BYTES = 128
 TOTALS_BYTES = 128
@@ -53,7 +54,8 @@ class LedgerLayout:
     def nbytes(self) -> int:
         """Size of the whole ledger."""
         items = self.extents * self.rows_per_extent * ITEM_BYTES
-        return self.journal_bytes + TOTALS_BYTES + self.extents * EXTENT_BYTES + items
+        tables = VACANT_BYTES + redo_bytes(self.extents) + VERSIONS_BYTES
+        return self.journal_bytes + TOTALS_BYTES + tables + self.extents * EXTENT_BYTES + items
 
     @property
     def identity(self) -> int:
@@ -71,9 +73,10 @@ class Totals:
         dropped: Items taken out untrained, by reason.
         tickets: Tickets issued so far, which is the next ticket's number.
         position: First prompt position no ticket was issued for.
-        leases: Batches leased so far, which is the next lease's number.
+        leases: Lease numbers given out so far; the next batch takes a vacant one, or else this one.
         policy_version: Newest version published, -1 before the first.
         trained_through: First lease that the newest version does not include.
+        spool: Number of the spool that this arena has taken in, 0 for none.
     """
 
     sealed: int = 0
@@ -84,12 +87,13 @@ class Totals:
     leases: int = 0
     policy_version: int = -1
     trained_through: int = 0
+    spool: int = 0
 
     def pack(self) -> bytes:
         """Return the totals' bytes in the ledger."""
         return _TOTALS.pack(
             self.sealed, self.trained, *self.dropped, self.tickets, self.position, self.leases, self.policy_version,
-            self.trained_through,
+            self.trained_through, self.spool,
         )  # fmt: skip
 
     @classmethod
@@ -151,17 +155,25 @@ class ExtentRecord:
 
 @dataclasses.dataclass
 class Item:
-    """One row of a sealed extent."""
+    """One row of a sealed extent; `deaths` counts the trainers that died at a batch with it."""
 
     state: ItemState = ItemState.READY
     deliveries: int = 0
     lease: int = 0
+    deaths: int = 0
 
     def pack(self) -> bytes:
         """Return the item's bytes in the ledger."""
-        return _ITEM.pack(self.state, self.deliveries, 0, self.lease)
+        return _ITEM.pack(self.state, self.deliveries, self.deaths, self.lease)
 
     @classmethod
     def unpack_all(cls, data: memoryview) -> list[Item]:
         """Return the items that `data` holds one after another."""
-        return [cls(ItemState(state), deliveries, lease) for state, deliveries, _, lease in _ITEM.iter_unpack(data)]
+        return [
+            cls(ItemState(state), deliveries, lease, deaths)
+            for state, deliveries, deaths, lease in _ITEM.iter_unpack(data)
+        ]
+
+
+# Rows of extents, in the order in which a batch takes them.
+Chosen = list[tuple[ExtentRecord, list[int]]]

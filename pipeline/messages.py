@@ -22,11 +22,13 @@ class Hello(Message, frozen=True):
     """A worker or trainer rank introduces itself, on its start and whenever a new buffer says `Welcome`.
 
     `held` are the tickets or leases it has in hand; the buffer gives the others of its name to its successor.
+    `fresh`: it was given none yet, so a trainer's weights are the newest version and nothing beyond.
     """
 
     peer: str
     incarnation: int
     held: list[int] = []
+    fresh: bool = True
 
 
 class WantTickets(Message, frozen=True):
@@ -82,12 +84,17 @@ class Release(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """A trainer found extents of its lease unusable and trained on none of the batch: they are for quarantine."""
+    """A trainer found extents of its lease unusable and trained on none of the batch: they are for quarantine.
+
+    It has let go of that lease and of all that it held behind it, and goes by `incarnation` from here on: what was
+    sent to it before, under the same numbers, is not for it any more.
+    """
 
     trainer: str
     lease: int
     tickets: list[int]
     reason: str
+    incarnation: int = 0
 
 
 class Published(Message, frozen=True):
@@ -114,7 +121,12 @@ class PeerDied(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """No new tickets and no new leases; finish what is in hand, then exit 0. Goes to the buffer, and from it to all."""
+    """No new tickets and no new leases; finish what is in hand, then exit 0. Goes to the buffer, and from it to all.
+
+    `complete`: the run has taken its last step, so what is undelivered is of no use to a later start.
+    """
+
+    complete: bool = False
 
 
 # From the buffer.

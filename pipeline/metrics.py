@@ -35,7 +35,7 @@ ACTIVITIES: Final = (
     "generate", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
     "wait_ticket_full", "wait_ticket_staleness", "wait_data", "other",
 )  # fmt: skip
-DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared")
+DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 PARTITION: Final = "0"
 UNITS: Final = ("seconds", "bytes", "versions", "nats", "ratio", "tokens")
 
@@ -210,13 +210,18 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_items_sealed_total", CONSERVATION, "Items committed to the buffer."),
     counter("rlhfd_items_trained_total", CONSERVATION, "Items acknowledged after an optimizer step."),
     counter("rlhfd_items_dropped_total", CONSERVATION,
-            "Items taken out untrained (stale, rolled_back, filtered, quarantined, cleared).",
+            "Items taken out untrained (stale, rolled_back, filtered, quarantined, cleared, spooled).",
             reason=" ".join(DROP_REASONS)),
     gauge("rlhfd_items_unaccounted", CONSERVATION,
           "Items sealed less items trained, dropped, ready and leased: 0 unless something is lost or counted twice."),
     gauge("rlhfd_tickets_outstanding", CONSERVATION, "Tickets handed to workers and not yet settled."),
     counter("rlhfd_tickets_total", BUFFER, "Tickets settled by result (sealed, reissued, failed, expired).",
             result="sealed reissued failed expired"),
+    counter("rlhfd_quarantined_total", BUFFER,
+            "Items set aside by reason: damaged in the arena (checksum), a trainer died at them twice "
+            "(killed_trainer); refused on their way in, of unknown weights (fingerprint), of weights rolled back "
+            "(rolled_back), of impossible size (invalid).",
+            reason="checksum killed_trainer fingerprint rolled_back invalid"),
     counter("rlhfd_items_requeued_total", BUFFER, "Items put back by reason (expired, holder_died, nacked).",
             reason="expired holder_died nacked"),
     counter("rlhfd_items_duplicate_total", "buffer trainer", "Repeats of an item detected and dropped (push, train).",
@@ -309,7 +314,7 @@ class Conservation:
 
     sealed: int
     trained: int
-    dropped: tuple[int, int, int, int, int]
+    dropped: tuple[int, ...]
     ready_items: int
     leased_items: int
     writing_items: int
@@ -338,8 +343,8 @@ class Conservation:
     @classmethod
     def from_words(cls, words: Sequence[float]) -> Conservation:
         """Return the block that `words` hold."""
-        sealed, trained, stale, rolled_back, filtered, quarantined, cleared, *rest = (int(word) for word in words)
-        return cls(sealed, trained, (stale, rolled_back, filtered, quarantined, cleared), *rest)
+        sealed, trained, *rest = (int(word) for word in words)
+        return cls(sealed, trained, tuple(rest[: len(DROP_REASONS)]), *rest[len(DROP_REASONS) :])
 
     def samples(self) -> dict[SampleKey, float]:
         """Return the value of every series that `CONSERVATION` owns."""

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 TicketEnd = Literal["sealed", "reissued", "failed"]
 LeaseEnd = Literal["acked", "nacked", "holder_died"]
+AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid"]
 
 
 class Observer(Protocol):
@@ -22,6 +23,9 @@ class Observer(Protocol):
 
     def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
         """A batch was trained, handed back, or lost its holder."""
+
+    def set_aside(self, reason: AsideReason, rows: int) -> None:
+        """Rows were refused before they came in, or quarantined after."""
 
     def duplicate(self) -> None:
         """A message said what was known already, or came from a dead peer."""

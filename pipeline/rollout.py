@@ -261,7 +261,7 @@ class RolloutWorker:
         self._sender.send(WantTickets(self._name, self._incarnation, TICKETS_AHEAD))
 
     def _work(self, ticket: Ticket) -> Message:
-        if ticket.policy_version > self.held.version:
+        if self._must_fetch(ticket):
             self._fetch()
         try:
             rolled = self._roller.roll(ticket.position, ticket.prompts)
@@ -299,9 +299,17 @@ class RolloutWorker:
         self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=retry)
         return Failed(self._name, ticket.ticket, reason, retry)
 
-    def _fetch(self) -> None:
-        if self._reader is None:
+    def _must_fetch(self, ticket: Ticket) -> bool:
+        """Whether the weights in hand are not those that the ticket is for, or were rolled back."""
+        if self._reader is None and self._weights_path.exists():
             self._reader = WeightsReader(self._weights_path)
+        newest = None if self._reader is None else self._reader.newest()
+        if newest is None or newest == self.held:
+            return False
+        return ticket.policy_version != self.held.version or newest.version <= self.held.version
+
+    def _fetch(self) -> None:
+        assert self._reader is not None
         with self._metrics.activity("fetch_weights"):
             started_s = self._clock()
             self.held = self._reader.fetch(self._targets)

@@ -26,10 +26,10 @@ import torch
 
 from pipeline import codec
 from pipeline.arena import Arena
-from pipeline.errors import ConfigError, DeadlineError, UnreachableError
+from pipeline.errors import ConfigError, DeadlineError, DecodeError, UnreachableError
 from pipeline.experience import Experience
 from pipeline.instance import find
-from pipeline.messages import Ack, Credit, Drain, Hello, Lease, Message, Published, Release, Welcome
+from pipeline.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, trainer_name
 from pipeline.weights import WeightsPublisher, WeightsReader, WeightsVersion, flatten
 
@@ -102,6 +102,7 @@ class Connection:
         self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
         self._publisher: WeightsPublisher | None = None
         self._published: Published | None = None
+        self._damaged: Damaged | None = None
         self._trained_through = 0
         self._closed = False
         if rank == 0 and (newest := self.newest()) is not None:
@@ -153,7 +154,10 @@ class Connection:
         if self.draining or not self._leases:
             return None
         lease = self._leases.popleft()
-        experience = self._gather(lease, torch.device(device))
+        readers = self._open(lease)
+        if readers is None:
+            return None
+        experience = self._gather(lease, readers, torch.device(device))
         self._in_hand.append(lease.lease)
         return Batch(experience, lease.lease, lease.for_version)
 
@@ -271,7 +275,7 @@ class Connection:
 
     def _hello(self) -> Hello:
         held = [*self._in_hand, *(lease.lease for lease in self._leases)]
-        return Hello(trainer_name(self.rank), self._incarnation, held)
+        return Hello(trainer_name(self.rank), self._incarnation, held, fresh=self._newest_lease < 0)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -281,6 +285,7 @@ class Connection:
                 # Leases come in order; one that came before was sent again by a buffer that could not know.
                 self._newest_lease = lease
                 self.deliveries_repeated += message.deliveries > 1
+                self._damaged = None
                 self._leases.append(message)
             case Drain():
                 self.draining = True
@@ -292,18 +297,37 @@ class Connection:
                 self._send(Ack(trainer_name(self.rank), lease))
             if self._published is not None:
                 self._send(self._published)
+            if self._damaged is not None:
+                self._send(self._damaged)
         self._buffer_incarnation = incarnation
         self._send(self._hello())
         self._send(Credit(trainer_name(self.rank), self._incarnation, self._prefetch))
 
-    def _gather(self, lease: Lease, device: torch.device) -> Experience:
-        parts = []
-        versions = []
+    def _open(self, lease: Lease) -> list[codec.ExtentReader] | None:
+        """Return a reader for each part, or None after telling the buffer which parts are damaged."""
+        readers, damaged = [], {}
         for part in lease.parts:
             memory = self._arena.extent(part.offset, part.nbytes)
-            reader = codec.ExtentReader(memory, checksum=part.checksum if self._verify_checksum else 0)
-            parts.append((reader, part.rows))
-            versions += [part.policy_version] * len(part.rows)
+            try:
+                readers.append(codec.ExtentReader(memory, checksum=part.checksum if self._verify_checksum else 0))
+            except DecodeError as error:
+                damaged[part.ticket] = str(error)
+        if not damaged:
+            return readers
+        reason = next(iter(damaged.values()))
+        log.error("damaged batch handed back: lease=%d tickets=%s: %s", lease.lease, [*damaged], reason)
+        # What was leased behind it comes again under the same numbers, with other rows: mail to the name that this
+        # rank had until now is void, and numbers are taken from the damaged one on.
+        self._leases.clear()
+        self._incarnation = random.getrandbits(62)
+        self._newest_lease = lease.lease - 1
+        self._damaged = Damaged(trainer_name(self.rank), lease.lease, [*damaged], reason, self._incarnation)
+        self._send(self._damaged)
+        return None
+
+    def _gather(self, lease: Lease, readers: list[codec.ExtentReader], device: torch.device) -> Experience:
+        parts = [(reader, part.rows) for reader, part in zip(readers, lease.parts, strict=True)]
+        versions = [version for part in lease.parts for version in [part.policy_version] * len(part.rows)]
         experience = codec.gather(parts, pin_memory=device.type == "cuda")
         experience.info = {**(experience.info or {}), "policy_version": torch.tensor(versions)}
         if device.type != "cpu":

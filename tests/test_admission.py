@@ -27,7 +27,7 @@ LIMITS = Limits(
 def ledger_at(version=0):
     layout = LedgerLayout(extents=64, rows_per_extent=8)
     ledger = Ledger(memoryview(bytearray(layout.nbytes)), layout)
-    ledger.publish(version, 0)
+    ledger.publish(version, 0, 0)
     return ledger
 
 
@@ -75,7 +75,7 @@ def test_the_next_version_is_issued_only_once_the_last_is_published():
     ledger.acknowledge(lease)
     assert admission.prompts_to_issue(ledger, LIMITS) == (0, "staleness"), "trained, not yet published"
 
-    ledger.publish(1, 1)
+    ledger.publish(1, 0, 1)
 
     assert admission.prompts_to_issue(ledger, LIMITS) == (2, "")
 
@@ -88,7 +88,7 @@ def test_a_late_acknowledgement_of_another_rank_does_not_shrink_the_room():
     first = ledger.lease(admission.next_batch(ledger, limits))
     second = ledger.lease(admission.next_batch(ledger, limits))
     ledger.acknowledge(first)
-    ledger.publish(1, 2)
+    ledger.publish(1, 0, 2)
     room_before = admission.prompts_to_issue(ledger, limits)
 
     ledger.acknowledge(second)
@@ -142,7 +142,7 @@ def test_a_batch_waits_for_a_ticket_that_would_be_too_old_for_the_next():
     slow, *quick = [issue(ledger, limits) for _ in range(4)]
     for record in quick:
         seal(ledger, record)
-    ledger.publish(1, 0)
+    ledger.publish(1, 0, 0)
 
     assert ledger.ready == 12
     assert admission.next_batch(ledger, limits) is None
@@ -156,7 +156,7 @@ def test_rows_beyond_the_bound_are_found_stale():
     record = issue(ledger)
     seal(ledger, record)
 
-    ledger.publish(1, 0)
+    ledger.publish(1, 0, 0)
 
     assert admission.stale_rows(ledger, LIMITS) == [(record, [0, 1, 2, 3])]
 
@@ -211,7 +211,7 @@ def test_no_row_is_ever_trained_beyond_the_bound_and_nothing_stalls(staleness, b
             ledger.acknowledge(lease)
             trained_batches += 1
             if trained_batches % limits.batches_per_version == 0:
-                ledger.publish(ledger.totals.policy_version + 1, trained_batches)
+                ledger.publish(ledger.totals.policy_version + 1, 0, trained_batches)
         steps_without_progress += 1
         assert steps_without_progress < 5000
 
@@ -221,6 +221,6 @@ def test_a_leases_version_follows_from_what_the_newest_version_includes(lease):
     limits = dataclasses.replace(LIMITS, rows_per_version=16)
     ledger = ledger_at(version=5)
 
-    ledger.publish(6, 2)
+    ledger.publish(6, 0, 2)
 
     assert admission.version_of_lease(ledger, limits, lease) == [5, 5, 6, 6][lease]

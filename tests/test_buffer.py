@@ -1,7 +1,5 @@
 """The buffer against peers that only know the protocol, with deaths of all of them."""
 
-import random
-
 import pytest
 
 from pipeline.admission import Limits
@@ -9,10 +7,11 @@ from pipeline.arena import ExtentAllocator
 from pipeline.buffer import Buffer
 from pipeline.errors import GaveUpError
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import LedgerLayout
+from pipeline.ledger_records import DROP_REASONS, LedgerLayout
 from pipeline.messages import (
     Ack,
     Credit,
+    Damaged,
     Drain,
     Failed,
     Hello,
@@ -46,6 +45,7 @@ class Counts:
 
     def __init__(self):
         self.ended = {}
+        self.aside = {}
         self.duplicates = 0
 
     def sealed(self, rows, staleness_versions):
@@ -59,6 +59,9 @@ class Counts:
 
     def lease_ended(self, result, rows, duration_s):
         self.ended[result] = self.ended.get(result, 0) + 1
+
+    def set_aside(self, reason, rows):
+        self.aside[reason] = self.aside.get(reason, 0) + rows
 
     def duplicate(self):
         self.duplicates += 1
@@ -326,122 +329,234 @@ def test_a_restarted_buffer_greets_everyone_and_forgets_nothing():
     assert bench.ledger.totals.trained == 8
 
 
-class Town:
-    """Workers and a trainer with memories of their own, any of which may die at any message; so may the buffer."""
-
-    def __init__(self, seed, staleness):
-        self.rng = random.Random(seed)
-        self.bench = Bench(Limits(**{**LIMITS.__dict__, "max_staleness": staleness}), max_attempts=1000)
-        self.incarnation = 10
-        self.tickets = {0: {}, 1: {}}
-        self.unsettled = {0: {}, 1: {}}
-        self.leases = []
-        self.acked = []
-        self.version = 0
-        self.trained = []
-        self.names = {}
-        for index in (0, 1):
-            self.born(f"worker-{index}")
-        self.born("trainer-0")
-        self.bench.say(Published(0, 9, 0))
-
-    def born(self, name):
-        self.incarnation += 1
-        self.names[name] = self.incarnation
-        index = int(name[-1])
-        if name.startswith("worker"):
-            self.tickets[index], self.unsettled[index] = {}, {}
-            self.bench.say(Hello(name, self.incarnation), WantTickets(name, self.incarnation, 2))
-        else:
-            self.leases, self.acked = [], []
-            self.bench.say(Hello(name, self.incarnation), Credit(name, self.incarnation, 2))
-
-    def deliver(self):
-        sent, self.bench.sent = self.bench.sent, []
-        for peer, message in sent:
-            index = int(peer[-1])
-            if isinstance(message, Ticket) and message.to == self.names[peer]:
-                self.tickets[index][message.ticket] = message
-            elif isinstance(message, Settled) and message.to == self.names[peer]:
-                self.unsettled[index].pop(message.ticket, None)
-            elif isinstance(message, Lease) and message.to == self.names[peer]:
-                self.leases.append(message)
-
-    def roll(self, index, lost):
-        if not self.tickets[index]:
-            return
-        ticket = self.tickets[index].pop(min(self.tickets[index]))
-        message = sealed(ticket, f"worker-{index}", rows=2 * ticket.prompts)
-        self.unsettled[index][ticket.ticket] = message
-        if not lost:
-            self.bench.say(message)
-
-    def train(self, lost):
-        if not self.leases:
-            return
-        lease = self.leases.pop(0)
-        self.version += 1
-        self.trained.append(lease)
-        self.acked.append(lease.lease)
-        if lost:
-            return
-        self.bench.say(Ack("trainer-0", lease.lease), Published(self.version, 9, lease.lease + 1))
-
-    def restart_buffer(self):
-        """The mail that lay in the old one's socket is gone; its peers tell the new one what it may have missed."""
-        self.bench.sent.clear()
-        self.bench.restart()
-        self.bench.sent.clear()
-        for index in (0, 1):
-            name = f"worker-{index}"
-            held = [*self.tickets[index], *self.unsettled[index]]
-            self.bench.say(Hello(name, self.names[name], held), WantTickets(name, self.names[name], 2))
-            for message in list(self.unsettled[index].values()):
-                self.bench.say(message)
-        for lease in self.acked:
-            self.bench.say(Ack("trainer-0", lease))
-        through = self.acked[-1] + 1 if self.acked else 0
-        self.bench.say(
-            Published(self.version, 9, through),
-            Hello("trainer-0", self.names["trainer-0"], [lease.lease for lease in self.leases]),
-            Credit("trainer-0", self.names["trainer-0"], 2),
-        )
-
-    def step(self):
-        self.deliver()
-        chance = self.rng.random()
-        if chance < 0.45:
-            self.roll(self.rng.randrange(2), lost=False)
-        elif chance < 0.8:
-            self.train(lost=False)
-        elif chance < 0.86:
-            index = self.rng.randrange(2)
-            self.bench.say(PeerDied(f"worker-{index}"))
-            self.born(f"worker-{index}")
-        elif chance < 0.9:
-            self.born("trainer-0")
-        else:
-            # Something was under way when the buffer died.
-            lost = self.rng.choice([lambda: self.roll(0, lost=True), lambda: self.train(lost=True), lambda: None])
-            lost()
-            self.restart_buffer()
-        assert self.bench.balanced
-        self.deliver()
+def leased(bench):
+    """Everything up to the first leases, with one worker and one rank."""
+    bench.say(Published(0, 9, 0), *worker(tickets=8), *trainer())
+    for ticket in bench.heard("worker-0", Ticket):
+        bench.say(sealed(ticket))
+    return bench.heard("trainer-0", Lease)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_lost_and_the_run_goes_on_whoever_dies(seed, staleness):
-    town = Town(seed, staleness)
+def limits(**changes):
+    return Limits(**{**LIMITS.__dict__, **changes})
 
-    for _ in range(1500):
-        town.step()
 
-    totals = town.bench.ledger.totals
-    assert totals.trained > 500, "the town went on"
-    assert sum(totals.dropped) == 0 or staleness == 0
-    held = town.bench.ledger.ready + town.bench.ledger.leased
-    assert totals.sealed == totals.trained + sum(totals.dropped) + held
-    rows = [(part.ticket, row) for lease in town.trained for part in lease.parts for row in part.rows]
-    twice = len(rows) - len(set(rows))
-    assert twice <= 8 * sum(lease.deliveries > 1 for lease in town.trained), "only a redelivered batch is trained again"
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rows": 5},
+        {"rows": 0},
+        {"nbytes": 1 << 40},
+        {"nbytes": -1},
+        {"checksum": 1 << 64},
+        {"policy_version": -3},
+        {"policy_version": 1 << 63},
+    ],
+)
+def test_a_seal_of_impossible_size_is_refused_and_its_prompts_are_rolled_again(wrong):
+    bench = Bench()
+    bench.say(Published(0, 9, 0), *worker(tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+    fields = {"rows": 4, "nbytes": 200, "checksum": 1, "policy_version": 0, "fingerprint": 9, **wrong}
+
+    bench.say(Sealed("worker-0", ticket.ticket, **fields))
+
+    (again,) = bench.heard("worker-0", Ticket)
+    assert (again.ticket, again.position, again.attempt) == (ticket.ticket, ticket.position, 2)
+    assert [settled.ticket for settled in bench.heard("worker-0", Settled)] == [ticket.ticket]
+    assert bench.counts.aside == {"invalid": 4}
+    assert bench.ledger.totals.sealed == 0
+
+
+def test_experience_of_weights_that_nobody_published_is_refused():
+    bench = Bench()
+    bench.say(Published(0, 9, 0), *worker(tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+
+    bench.say(Sealed("worker-0", ticket.ticket, 4, 200, 1, 0, 8))
+
+    assert bench.counts.aside == {"fingerprint": 4}
+    assert bench.ledger.totals.sealed == 0
+
+
+def test_a_seal_that_is_here_before_word_of_its_weights_waits_for_it():
+    bench = Bench()
+    bench.say(Published(0, 9, 0), *worker(tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+    early = Sealed("worker-0", ticket.ticket, 4, 200, 1, 1, 10)
+    bench.say(early)
+    assert bench.ledger.totals.sealed == 0
+    assert bench.heard("worker-0", Settled) == []
+
+    bench.say(Published(1, 10, 0))
+
+    assert bench.ledger.totals.sealed == 4
+    assert len(bench.heard("worker-0", Settled)) == 1
+
+
+def test_word_of_the_weights_that_never_comes_is_not_waited_for_beyond_a_minute():
+    bench = Bench()
+    bench.say(Published(0, 9, 0), *worker(tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+    bench.say(Sealed("worker-0", ticket.ticket, 4, 200, 1, 1, 10))
+
+    bench.now_s = 61.0
+    bench.say()
+
+    assert bench.counts.aside == {"fingerprint": 4}
+    assert len(bench.heard("worker-0", Ticket)) == 1
+
+
+def test_damage_costs_its_extent_and_nothing_else():
+    bench = Bench()
+    (lease,) = leased(bench)
+
+    bench.say(Damaged("trainer-0", lease.lease, [1], "torn", incarnation=2))
+
+    assert bench.ledger.totals.dropped[DROP_REASONS.index("quarantined")] == 4
+    assert bench.counts.aside == {"checksum": 4}
+    (ticket,) = bench.heard("worker-0", Ticket)
+    bench.say(sealed(ticket))
+    (again,) = bench.heard("trainer-0", Lease)
+    assert (again.lease, again.to, again.for_version) == (lease.lease, 2, 0)
+    assert [part.ticket for part in again.parts] == [0, 2]
+
+
+def test_damage_that_is_told_twice_counts_once():
+    bench = Bench()
+    (lease,) = leased(bench)
+
+    bench.say(*[Damaged("trainer-0", lease.lease, [1], "torn", incarnation=2)] * 2)
+
+    assert bench.counts.aside == {"checksum": 4}
+    assert bench.counts.duplicates == 1
+
+
+def test_a_batch_at_which_its_trainer_died_twice_is_quarantined_with_its_reason():
+    kept = []
+    bench = Bench(quarantine=lambda chosen, reason, detail: kept.append((chosen[0][0].ticket, reason, detail)))
+    (lease,) = leased(bench)
+
+    for incarnation in (2, 3):
+        assert kept == []
+        bench.say(PeerDied("trainer-0", working_on=lease.lease), *trainer(incarnation))
+
+    assert kept == [(0, "killed_trainer", "trainer-0 died 2 times at lease 0")]
+    assert bench.counts.aside == {"killed_trainer": 8}
+    bench.heard("trainer-0", Lease)
+    for ticket in bench.heard("worker-0", Ticket):
+        bench.say(sealed(ticket))
+    assert [again.lease for again in bench.heard("trainer-0", Lease)] == [lease.lease], "the run goes on"
+
+
+def test_deaths_are_remembered_through_a_restart_of_the_buffer():
+    bench = Bench()
+    (lease,) = leased(bench)
+    bench.say(PeerDied("trainer-0", working_on=lease.lease))
+
+    bench.restart()
+    bench.say(PeerDied("trainer-0", working_on=lease.lease))
+
+    assert bench.counts.aside == {"killed_trainer": 8}
+
+
+def test_a_batch_that_a_dead_trainer_only_held_is_not_blamed():
+    bench = Bench(limits(max_staleness=1))
+    first, second = leased(bench)
+
+    for incarnation in (2, 3):
+        bench.say(PeerDied("trainer-0", working_on=first.lease), *trainer(incarnation))
+
+    dropped = bench.ledger.totals.dropped[DROP_REASONS.index("quarantined")]
+    assert dropped == 8
+    assert {part.ticket for part in second.parts} <= bench.ledger.extents.keys()
+
+
+def test_a_rollback_drops_what_newer_weights_wrote_and_issues_its_prompts_again():
+    bench = Bench(limits(max_staleness=1))
+    _first, _ = leased(bench)
+    bench.say(Published(1, 10, 1))
+    for ticket in bench.heard("worker-0", Ticket):
+        bench.say(Sealed("worker-0", ticket.ticket, 4, 200, 1, 1, 10))
+    assert bench.ledger.totals.position == 12
+
+    bench.say(PeerDied("trainer-0"), Published(0, 11, 0, rollback=True), *trainer(2))
+
+    # Both versions' rows are gone: version 0 was published anew, with other weights.
+    assert bench.ledger.totals.dropped[DROP_REASONS.index("rolled_back")] == 16
+    positions = [ticket.position for ticket in bench.heard("worker-0", Ticket)]
+    assert positions == [4, 6, 8, 10], "the prompts of lease 1 and of the tickets after it"
+    assert bench.ledger.totals.position == 12
+
+
+def test_after_a_rollback_a_trainer_gets_batches_under_numbers_that_start_anew():
+    bench = Bench()
+    bench.say(Published(5, 9, 0), *worker(tickets=8), *trainer())
+    for ticket in bench.heard("worker-0", Ticket):
+        bench.say(sealed(ticket, version=5))
+    bench.heard("trainer-0", Lease)
+
+    bench.say(PeerDied("trainer-0"), Published(3, 10, 0, rollback=True), *trainer(2))
+    for ticket in bench.heard("worker-0", Ticket):
+        assert ticket.policy_version == 3
+        bench.say(Sealed("worker-0", ticket.ticket, 4, 200, 1, 3, 10))
+
+    (lease,) = bench.heard("trainer-0", Lease)
+    assert (lease.for_version, [part.policy_version for part in lease.parts]) == (3, [3, 3])
+
+
+def test_a_rollback_that_is_told_again_ends_no_lease():
+    bench = Bench()
+    bench.say(Published(5, 9, 0), *worker(tickets=8), Published(3, 10, 0, rollback=True), *trainer())
+    for ticket in bench.heard("worker-0", Ticket):
+        bench.say(Sealed("worker-0", ticket.ticket, 4, 200, 1, 3, 10))
+    (lease,) = bench.heard("trainer-0", Lease)
+
+    bench.say(Published(3, 10, 0, rollback=True))
+
+    assert list(bench.ledger.leases()) == [lease.lease]
+
+
+def test_a_rollout_with_weights_that_were_rolled_back_is_refused_without_blame():
+    bench = Bench()
+    bench.say(Published(5, 9, 0), *worker(tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+
+    bench.say(Published(3, 10, 0, rollback=True), sealed(ticket, version=5))
+
+    (again,) = bench.heard("worker-0", Ticket)
+    assert (again.ticket, again.attempt, again.policy_version) == (ticket.ticket, 1, 3)
+    assert bench.counts.aside == {"rolled_back": 4}
+
+
+def test_a_lease_names_the_position_that_a_run_without_its_memory_goes_on_from():
+    bench = Bench(limits(max_staleness=1))
+
+    first, second = leased(bench)
+
+    # Four tickets of two prompts, four rows each; a batch of eight rows takes two of them.
+    assert (first.position, second.position) == (4, 8)
+
+
+def test_a_ticket_under_way_holds_the_position_back():
+    bench = Bench(limits(max_staleness=2))
+    bench.say(Published(0, 9, 0), *worker(tickets=3), *trainer())
+    slow, *quick = bench.heard("worker-0", Ticket)
+    for ticket in quick:
+        bench.say(sealed(ticket))
+
+    (lease,) = bench.heard("trainer-0", Lease)
+
+    assert lease.position == slow.position == 0
+
+
+def test_a_restarted_buffer_does_not_take_a_living_trainer_for_a_new_one():
+    bench = Bench(limits(max_staleness=1))
+    first, second = leased(bench)
+    bench.say(Ack("trainer-0", first.lease))
+    through = bench.ledger.totals.trained_through
+
+    bench.restart()
+    bench.say(Hello("trainer-0", 1, held=[second.lease], fresh=False))
+
+    assert bench.ledger.totals.trained_through == through, "its next version includes the first batch"

@@ -3,13 +3,11 @@
 import copy
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeline.errors import LedgerError
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import DROP_REASONS, ExtentState, LedgerLayout
+from pipeline.ledger_records import ExtentState, LedgerLayout
+from pipeline.ledger_tables import Run, add_prompts
 
 LAYOUT = LedgerLayout(extents=6, rows_per_extent=4)
 
@@ -131,7 +129,7 @@ def test_the_next_buffer_reads_what_the_last_one_wrote():
     seal(ledger, first)
     ledger.assign(second, 3)
     lease = ledger.lease([(first, [1, 2])])
-    ledger.publish(7, 1)
+    ledger.publish(7, 9, 1)
 
     again = open_ledger(memory)
 
@@ -156,6 +154,82 @@ def test_a_torn_journal_is_refused_rather_than_replayed():
         open_ledger(memory)
 
 
+def test_a_batch_takes_the_lowest_vacant_number_before_a_new_one():
+    ledger = open_ledger(fresh())
+    record = reserve(ledger)
+    seal(ledger, record)
+    numbers = [ledger.lease([(record, [row])]) for row in range(3)]
+
+    ledger.requeue(1)
+    ledger.requeue(0)
+
+    assert numbers == [0, 1, 2]
+    assert [ledger.lease([(record, [row])]) for row in (0, 1, 3)] == [0, 1, 3]
+
+
+def test_a_published_version_ends_the_vacancy_of_numbers_that_it_is_past():
+    ledger = open_ledger(fresh())
+    record = reserve(ledger)
+    seal(ledger, record)
+    ledger.lease([(record, [0])])
+    ledger.requeue(0)
+
+    ledger.publish(1, 9, 1)
+
+    assert ledger.vacant == []
+    assert ledger.lease([(record, [0])]) == 1
+
+
+def test_prompts_that_come_again_are_issued_before_new_ones():
+    ledger = open_ledger(fresh())
+    record = reserve(ledger)
+    seal(ledger, record)
+
+    ledger.drop([(record, [1, 2])], "rolled_back", redo=Run(1, 2))
+
+    tickets = [ledger.reserve(rows=2, prompts=2, offset=0, nbytes=1) for _ in range(2)]
+    assert [ticket.position for ticket in tickets] == [1, 4]
+
+
+def test_after_a_rollback_numbers_go_on_at_rank_0_and_old_leases_are_void():
+    ledger = open_ledger(fresh())
+    record, pending = reserve(ledger), None
+    seal(ledger, record)
+    for version in range(4):
+        ledger.publish(version, 10 + version, 0)
+    ledger.lease([(record, [0])])
+    pending = reserve(ledger)
+    ledger.assign(pending, 0)
+
+    ledger.roll_back(1, 21, world_size=2)
+
+    assert (ledger.totals.policy_version, ledger.totals.leases, ledger.totals.trained_through) == (1, 2, 2)
+    assert ledger.versions.entries() == [(0, 10), (1, 21)]
+    assert [ledger.versions.rolled_back(*pair) for pair in ((0, 10), (1, 11), (1, 21), (3, 13))] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert pending.policy_version == 1
+    ledger.requeue(0)
+    assert ledger.vacant == [], "a void number is not filled"
+
+
+@pytest.mark.parametrize(
+    ("runs", "more", "joined"),
+    [
+        ([], Run(3, 2), [Run(3, 2)]),
+        ([Run(3, 2)], Run(5, 1), [Run(3, 3)]),
+        ([Run(3, 2)], Run(1, 1), [Run(1, 1), Run(3, 2)]),
+        ([Run(3, 2)], Run(2, 5), [Run(2, 5)]),
+        ([Run(0, 1), Run(10, 1)], Run(13, 1), [Run(0, 1), Run(10, 4)]),
+    ],
+)
+def test_runs_of_prompts_are_joined_and_none_is_lost(runs, more, joined):
+    assert add_prompts(runs, more, most=2) == joined
+
+
 def every_operation(ledger):
     """One of each transaction, as (name, call) in an order that is legal."""
     record = reserve(ledger)
@@ -172,20 +246,35 @@ def every_operation(ledger):
     yield "acknowledge"
     lease = ledger.lease([(record, [2])])
     yield "lease"
+    ledger.blame(lease)
+    yield "blame"
     ledger.requeue(lease)
     yield "requeue"
-    ledger.drop([(record, [2])], "filtered")
-    yield "drop"
-    ledger.publish(3, 2)
+    ledger.lease([(record, [2])])
+    yield "lease, its number vacant"
+    ledger.requeue(lease)
+    yield "requeue"
+    ledger.drop([(record, [2])], "filtered", redo=Run(2, 4))
+    yield "drop, its prompts to come again"
+    ledger.publish(3, 9, 2)
     yield "publish"
     record = reserve(ledger)
-    yield "reserve"
+    yield "reserve, of prompts that come again"
+    ledger.assign(record, 1)
+    yield "assign"
+    ledger.roll_back(1, 8, world_size=2)
+    yield "roll_back"
+    ledger.excuse(record)
+    yield "excuse"
+    ledger.rebase(2)
+    yield "rebase"
     ledger.abandon(record)
     yield "abandon"
 
 
 def state_of(ledger):
-    return ledger.extents, ledger.totals, ledger.leases(), ledger.ready, ledger.leased, ledger.reserved
+    tables = ledger.vacant, ledger.redo, ledger.versions
+    return ledger.extents, ledger.totals, tables, ledger.leases(), ledger.ready, ledger.leased, ledger.reserved
 
 
 def test_a_buffer_killed_at_any_store_leaves_the_state_before_or_after_its_transaction():
@@ -209,81 +298,3 @@ def test_a_buffer_killed_at_any_store_leaves_the_state_before_or_after_its_trans
             assert state_of(survivor) in legal, f"killed at store {stores}"
             stores += 1
     assert stores > 60, "the sweep reached every store"
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    """Random transactions with a restart of the buffer as one more step, against a model that only counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.memory = fresh()
-        self.ledger = open_ledger(self.memory)
-        self.trained = self.sealed = self.dropped = 0
-
-    def reserved(self):
-        return list(self.ledger.reserved_extents())
-
-    def ready(self):
-        return [
-            (record, row)
-            for record in self.ledger.sealed_extents()
-            for row, item in enumerate(record.items)
-            if item.state == 1
-        ]
-
-    @precondition(lambda self: self.ledger.has_free_slot())
-    @rule(rows=st.integers(1, 4))
-    def issue(self, rows):
-        reserve(self.ledger, rows)
-
-    @precondition(lambda self: self.reserved())
-    @rule(pick=st.integers(0, 99), fewer=st.integers(0, 3))
-    def seal(self, pick, fewer):
-        record = self.reserved()[pick % len(self.reserved())]
-        rows = max(1, record.rows - fewer)
-        seal(self.ledger, record, rows)
-        self.sealed += rows
-
-    @precondition(lambda self: self.reserved())
-    @rule(pick=st.integers(0, 99))
-    def abandon(self, pick):
-        self.ledger.abandon(self.reserved()[pick % len(self.reserved())])
-
-    @precondition(lambda self: self.ready())
-    @rule(pick=st.integers(0, 99))
-    def lease(self, pick):
-        record, row = self.ready()[pick % len(self.ready())]
-        self.ledger.lease([(record, [row])])
-
-    @precondition(lambda self: self.ledger.leases())
-    @rule(pick=st.integers(0, 99), trained=st.booleans())
-    def end_lease(self, pick, trained):
-        leases = sorted(self.ledger.leases())
-        lease = leases[pick % len(leases)]
-        if trained:
-            self.trained += sum(len(rows) for _, rows in self.ledger.leases()[lease])
-            self.ledger.acknowledge(lease)
-        else:
-            self.ledger.requeue(lease)
-
-    @precondition(lambda self: self.ready())
-    @rule(pick=st.integers(0, 99), reason=st.sampled_from(DROP_REASONS))
-    def drop(self, pick, reason):
-        record, row = self.ready()[pick % len(self.ready())]
-        self.ledger.drop([(record, [row])], reason)
-        self.dropped += 1
-
-    @rule()
-    def restart(self):
-        self.ledger = open_ledger(self.memory)
-
-    @invariant()
-    def books_balance(self):
-        sealed, trained, dropped, _, _ = books(self.ledger)
-        assert (sealed, trained, dropped) == (self.sealed, self.trained, self.dropped)
-        assert balanced(self.ledger)
-        assert self.ledger.reserved == sum(record.rows for record in self.reserved())
-
-
-TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -7,10 +7,10 @@ from pipeline import codec
 from pipeline.admission import Limits
 from pipeline.arena import Arena, ExtentAllocator
 from pipeline.buffer import Buffer
-from pipeline.errors import DeadlineError, DecodeError
+from pipeline.errors import DeadlineError
 from pipeline.launchers.serial import Post
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import LedgerLayout
+from pipeline.ledger_records import DROP_REASONS, LedgerLayout
 from pipeline.messages import Hello, Published, Sealed, Ticket, WantTickets
 from pipeline.stream import Connection
 from tests.experiences import made_up
@@ -68,7 +68,12 @@ class House:
         self.post.send(
             "buffer",
             Sealed(
-                "worker-0", ticket.ticket, ticket.prompts, encoded.nbytes, encoded.checksum, ticket.policy_version, 5
+                "worker-0",
+                ticket.ticket,
+                ticket.prompts,
+                encoded.nbytes,
+                encoded.checksum,
+                *self.ledger.versions.entries()[-1],
             ),
         )
 
@@ -234,8 +239,31 @@ def test_damage_in_the_arena_is_found_before_a_row_is_used(house):
     record = house.ledger.extents[0]
     house.arena.payload[record.offset + record.nbytes - 1] ^= 1
 
-    with pytest.raises(DecodeError, match="checksum"):
-        connection.poll()
+    batch = house.batch(connection)
+
+    assert batch.lease == 0, "the number is filled again"
+    expected = torch.cat([house.rolled[1].reward, house.rolled[2].reward])
+    assert torch.equal(batch.experience.reward, expected), "the sound rows of the damaged batch come first"
+    assert house.ledger.totals.dropped[DROP_REASONS.index("quarantined")] == 4
+    assert house.counts.aside == {"checksum": 4}
+    assert house.batch(connection).lease == 1
+
+
+def test_damage_is_told_to_a_buffer_that_was_started_anew(house):
+    connection = house.connect()
+    for _ in range(3):
+        house.turn()
+        connection.receive(0.0)
+    record = house.ledger.extents[0]
+    house.arena.payload[record.offset + record.nbytes - 1] ^= 1
+    assert connection.poll() is None
+    house.post.take("buffer")
+
+    house.start_buffer()
+    connection.receive(0.0)
+
+    assert house.batch(connection).lease == 0
+    assert house.counts.aside == {"checksum": 4}
 
 
 def test_a_repeated_publish_after_a_restart_changes_nothing(house):

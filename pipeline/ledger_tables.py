@@ -1,0 +1,141 @@
+"""The ledger's small tables: vacant leases, prompts to be issued again, and the versions that were published."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import struct
+from typing import NamedTuple
+
+# More batches than any trainer holds at once; what ranks ask for is cut to it.
+MOST_LEASES = 4096
+# Above every `buffer.max_staleness`: rows of older versions are gone by then.
+VERSIONS_KEPT = 2048
+
+_COUNT = struct.Struct("<Q")
+_LEASE = struct.Struct("<Q")
+_REDO = struct.Struct("<QQ")
+_VERSION = struct.Struct("<qQQ")
+VACANT_BYTES = _COUNT.size + MOST_LEASES * _LEASE.size
+VERSION_BYTES = _VERSION.size
+VERSIONS_BYTES = VERSIONS_KEPT * VERSION_BYTES
+
+
+class Run(NamedTuple):
+    """A run of prompts: those at ``position ... position + prompts - 1`` of the endless sequence."""
+
+    position: int
+    prompts: int
+
+
+def redo_bytes(extents: int) -> int:
+    """Return the room of the prompts to be issued again in a ledger of so many extents."""
+    return _COUNT.size + extents * _REDO.size
+
+
+def pack_vacant(vacant: list[int]) -> bytes:
+    """Return the bytes of the vacant lease numbers."""
+    return _COUNT.pack(len(vacant)) + b"".join(map(_LEASE.pack, vacant))
+
+
+def unpack_vacant(data: memoryview) -> list[int]:
+    """Return the vacant lease numbers, lowest first."""
+    (count,) = _COUNT.unpack_from(data)
+    return [lease for (lease,) in _LEASE.iter_unpack(data[_COUNT.size : _COUNT.size + count * _LEASE.size])]
+
+
+def pack_redo(redo: list[Run]) -> bytes:
+    """Return the bytes of the prompts to be issued again."""
+    return _COUNT.pack(len(redo)) + b"".join(_REDO.pack(*prompts) for prompts in redo)
+
+
+def unpack_redo(data: memoryview) -> list[Run]:
+    """Return the prompts to be issued again, lowest position first."""
+    (count,) = _COUNT.unpack_from(data)
+    return [Run(*run) for run in _REDO.iter_unpack(data[_COUNT.size : _COUNT.size + count * _REDO.size])]
+
+
+def add_prompts(runs: list[Run], more: Run, *, most: int) -> list[Run]:
+    """Return `runs` and `more`, sorted, those that touch joined.
+
+    Beyond `most` runs the two with the least between them are joined: some prompts come once more, none is lost.
+    """
+    runs = list(runs)
+    bisect.insort(runs, more)
+    joined = [runs[0]]
+    for run in runs[1:]:
+        if run.position <= joined[-1].position + joined[-1].prompts:
+            joined[-1] = _cover(joined[-1], run)
+        else:
+            joined.append(run)
+    while len(joined) > most:
+        gaps = [after.position - before.position - before.prompts for before, after in itertools.pairwise(joined)]
+        at = gaps.index(min(gaps))
+        joined[at : at + 2] = [_cover(joined[at], joined[at + 1])]
+    return joined
+
+
+def _cover(first: Run, second: Run) -> Run:
+    stop = max(first.position + first.prompts, second.position + second.prompts)
+    return Run(first.position, stop - first.position)
+
+
+class _Published(NamedTuple):
+    version: int
+    fingerprint: int
+    # 0: counts; 1: rolled back; 2: counts, in place of other weights under this version that were rolled back.
+    mark: int
+
+
+class PublishedVersions:
+    """The newest versions and their fingerprints; version v has place ``v mod VERSIONS_KEPT``."""
+
+    def __init__(self, data: memoryview) -> None:
+        """Read the table; zeroed memory holds none."""
+        # A version is stored plus 1, so that zeros are no version.
+        self._places = {
+            place: _Published(stored - 1, fingerprint, mark)
+            for place, (stored, fingerprint, mark) in enumerate(_VERSION.iter_unpack(data[:VERSIONS_BYTES]))
+            if stored
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PublishedVersions) and self._places == other._places
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def note(self, version: int, fingerprint: int) -> int:
+        """Note a published version; return its place."""
+        place = version % VERSIONS_KEPT
+        before = self._places.get(place)
+        anew = before is not None and before.version == version and before.fingerprint != fingerprint
+        self._places[place] = _Published(version, fingerprint, 2 if anew else 0)
+        return place
+
+    def roll_back(self, version: int) -> list[int]:
+        """Mark all versions above `version` as rolled back; return their places."""
+        places = [place for place, found in self._places.items() if found.version > version and found.mark != 1]
+        for place in places:
+            self._places[place] = self._places[place]._replace(mark=1)
+        return places
+
+    def knows(self, version: int, fingerprint: int) -> bool:
+        """Return whether exactly these weights were published under this version and still count."""
+        found = self._places.get(version % VERSIONS_KEPT)
+        return found is not None and found[:2] == (version, fingerprint) and found.mark != 1
+
+    def rolled_back(self, version: int, fingerprint: int) -> bool:
+        """Return whether these are, or may be, weights under this version that were rolled back."""
+        found = self._places.get(version % VERSIONS_KEPT)
+        if found is None or found.version != version:
+            return False
+        return found.mark == 1 or (found.mark == 2 and found.fingerprint != fingerprint)
+
+    def entries(self) -> list[tuple[int, int]]:
+        """Return versions that count and their fingerprints, oldest first."""
+        return sorted(found[:2] for found in self._places.values() if found.mark != 1)
+
+    def pack(self, place: int) -> bytes:
+        """Return the bytes of one place."""
+        version, fingerprint, mark = self._places[place]
+        return _VERSION.pack(version + 1, fingerprint, mark)
