@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     )
     from pipeline.experience import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
     from pipeline.experience_maker import ExperienceMaker, NaiveExperienceMaker
+    from pipeline.replay_buffer import DetachedReplayBuffer
     from pipeline.stream import connect
 
 __all__ = [
     "BufferItem",
     "BufferItemVL",
+    "DetachedReplayBuffer",
     "Experience",
     "ExperienceMaker",
     "ExperienceVL",
@@ -44,6 +46,7 @@ _MODULES = {
     ),
     "experience": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
     "experience_maker": ("ExperienceMaker", "NaiveExperienceMaker"),
+    "replay_buffer": ("DetachedReplayBuffer",),
     "stream": ("connect",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -6,6 +6,8 @@ messages in flight behind, so whoever is addressed compares `to` with its own in
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from pipeline.errors import DecodeError
@@ -192,6 +194,84 @@ class Lease(Message, frozen=True):
     position: int = 0
 
 
+# To the server of a `DetachedReplayBuffer`, and from it; beside these it speaks of tickets and leases as above.
+
+
+class Join(Message, frozen=True):
+    """A client introduces itself to the server of this incarnation, 0 for one it has not met yet.
+
+    It listens on `socket`; of all that its name ever held it has at most this ticket or this lease.
+    """
+
+    client: str
+    incarnation: int
+    socket: str
+    server: int
+    ticket: int = -1
+    lease: int = -1
+
+
+class WantRoom(Message, frozen=True):
+    """A client will append `rows` rows in up to `nbytes` and waits for a `Ticket` until `deadline_s`."""
+
+    client: str
+    incarnation: int
+    request: int
+    rows: int
+    nbytes: int
+    deadline_s: float
+
+
+class WantBatch(Message, frozen=True):
+    """A client waits for a `Lease` until `deadline_s`."""
+
+    client: str
+    incarnation: int
+    request: int
+    deadline_s: float
+
+
+class Ask(Message, frozen=True):
+    """A client wants `what` to be done, and `Books` when it is."""
+
+    client: str
+    incarnation: int
+    request: int
+    what: Literal["stats", "flush", "clear", "drain"]
+    deadline_s: float
+
+
+class Delivered(Message, frozen=True):
+    """A consumer's `Ack` or `Damaged` was taken note of: the lease has ended."""
+
+    to: int
+    lease: int
+
+
+class Refused(Message, frozen=True):
+    """A request came to nothing; `kind` tells the error to raise."""
+
+    to: int
+    request: int
+    kind: Literal["deadline", "closed", "arena"]
+    reason: str
+
+
+class Books(Message, frozen=True):
+    """What became of all rows: ``sealed = trained + dropped + ready + leased``; `rows` were flushed or cleared."""
+
+    to: int
+    request: int
+    sealed: int
+    trained: int
+    dropped: int
+    ready: int
+    leased: int
+    batches: int
+    free_bytes: int
+    rows: int = 0
+
+
 AnyMessage = (
     Hello
     | WantTickets
@@ -209,6 +289,13 @@ AnyMessage = (
     | Settled
     | Wait
     | Lease
+    | Join
+    | WantRoom
+    | WantBatch
+    | Ask
+    | Delivered
+    | Refused
+    | Books
 )
 
 _encoder = msgspec.msgpack.Encoder()

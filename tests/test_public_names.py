@@ -22,6 +22,7 @@ SEEDS = {
         "remove_padding_in_sequences",
     ],
     "experience_maker": ["ExperienceMaker", "NaiveExperienceMaker"],
+    "replay_buffer": ["DetachedReplayBuffer"],
     "stream": ["connect"],
 }
 

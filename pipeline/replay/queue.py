@@ -1,0 +1,415 @@
+"""The decisions of a `DetachedReplayBuffer`: who gets room, who gets which batch. No payload, no socket, no clock."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+from pipeline.arena import Extent, ExtentAllocator
+from pipeline.errors import ArenaFullError
+from pipeline.ledger import Ledger
+from pipeline.ledger_records import ExtentRecord, ExtentState, ItemState
+from pipeline.messages import (
+    Ack,
+    Ask,
+    Books,
+    Damaged,
+    Delivered,
+    ExtentRows,
+    Failed,
+    Join,
+    Lease,
+    Message,
+    PeerDied,
+    Refused,
+    Sealed,
+    Settled,
+    Ticket,
+    WantBatch,
+    WantRoom,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[str, Message], None]
+RefusalKind = Literal["deadline", "closed", "arena"]
+
+
+def client_name(index: int) -> str:
+    """Return the peer name of a client."""
+    return f"client-{index}"
+
+
+class ReplayQueue:
+    """A queue of rows, taken out in batches of `sample_batch_size`, the oldest first, each row by one consumer.
+
+    A batch that was cut - by `flush`, or because its consumer died with it - is a lease without a holder and keeps its
+    number and rows: it goes out before younger rows. A client has one request under way and holds at most one ticket
+    or one lease.
+
+    Invariants: ``sealed = trained + dropped + ready + leased`` in the ledger at all times; every lease in the ledger
+    either has a living holder or is cut.
+
+    Attributes:
+        closed: Why nothing is served any more, "" while it is.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        allocator: ExtentAllocator,
+        send: Send,
+        *,
+        sample_batch_size: int,
+        limit: int,
+        holders: Mapping[int, str],
+        remember: Callable[[str, int], None],
+        owner: str = "its owner",
+        incarnation: int | None = None,
+    ) -> None:
+        """Take over a ledger, fresh or left by a killed server.
+
+        Args:
+            ledger: Opened, hence whole.
+            allocator: Empty; the ledger's extents are marked as taken here.
+            send: Delivers a message to a client by name.
+            sample_batch_size: Rows of a batch.
+            limit: Full batches at which producers wait, 0 for no such limit.
+            holders: Which client holds each lease, as it was last told to `remember`.
+            remember: Writes down, for the next server, the lease that a client is about to get, -1 for none.
+            owner: Who is named as the one that closed it.
+            incarnation: Tells this server from its predecessors.
+        """
+        self.ledger = ledger
+        self.closed = ""
+        self.incarnation = random.getrandbits(62) if incarnation is None else incarnation
+        self._allocator = allocator
+        self._send = send
+        self._batch_rows = sample_batch_size
+        self._limit = limit
+        self._remember = remember
+        self._owner = owner
+        self._draining = False
+        self._peers: dict[str, int] = {}
+        self._answered: dict[str, int] = {}
+        self._room: dict[str, WantRoom] = {}
+        self._batch: dict[str, WantBatch] = {}
+        self._drain: Ask | None = None
+        self._holders = {lease: client for lease, client in holders.items() if lease in ledger.leases()}
+        self._cut = sorted(lease for lease in ledger.leases() if lease not in self._holders)
+        for record in list(ledger.extents.values()):
+            allocator.take(Extent(record.offset, record.nbytes))
+            if record.state is ExtentState.RESERVED and record.owner < 0:
+                self._abandon(record)
+
+    @property
+    def clients(self) -> set[str]:
+        """Those whose death would change something."""
+        owners = {client_name(record.owner) for record in self.ledger.reserved_extents()}
+        return owners | set(self._peers) | set(self._holders.values())
+
+    @property
+    def batches(self) -> int:
+        """Batches that wait to be taken."""
+        return len(self._cut) + self.ledger.ready // self._batch_rows
+
+    @property
+    def _queued(self) -> int:
+        """Batches that wait, or will once the appends under way are done."""
+        return len(self._cut) + (self.ledger.ready + self.ledger.reserved) // self._batch_rows
+
+    def next_deadline_s(self) -> float:
+        """Return when the first waiting request is to be refused."""
+        waiting: list[WantRoom | WantBatch | Ask] = [*self._room.values(), *self._batch.values()]
+        waiting += [self._drain] if self._drain else []
+        return min((request.deadline_s for request in waiting), default=math.inf)
+
+    def handle(self, message: Message, now_s: float) -> None:
+        """Take note of one message; whom it serves is seen in `step`."""
+        match message:
+            case Join():
+                self._join(message)
+            case WantRoom() | WantBatch() | Ask():
+                self._request(message)
+            case Sealed():
+                self._seal(message, now_s)
+            case Failed():
+                self._fail(message)
+            case Ack():
+                self._acknowledge(message)
+            case Damaged():
+                self._quarantine(message)
+            case PeerDied(peer="owner"):
+                self.close()
+            case PeerDied():
+                self._bury(message.peer)
+
+    def step(self, now_s: float) -> None:
+        """Serve whoever can be served now; refuse whoever waited too long."""
+        while self._batch and not self.closed and self._deliver(next(iter(self._batch.values()))):
+            pass
+        while self._room and not self.closed and self._give_room(next(iter(self._room.values()))):
+            pass
+        if self._draining and not self.closed:
+            self._cut_all()
+            if not self.ledger.ready and not self.ledger.leased and not self.ledger.reserved:
+                self.close(f"drained and closed by {self._owner}")
+        for room in [room for room in self._room.values() if room.deadline_s <= now_s]:
+            self._refuse(room, "deadline", f"no room for {room.rows} rows: {self._why_full()}")
+        for batch in [batch for batch in self._batch.values() if batch.deadline_s <= now_s]:
+            self._refuse(batch, "deadline", f"{self.ledger.ready} rows wait, a batch takes {self._batch_rows}")
+        if self._drain is not None and self._drain.deadline_s <= now_s:
+            rows = self.ledger.ready + self.ledger.leased
+            self._refuse(self._drain, "deadline", f"{rows} rows were not taken")
+
+    def close(self, reason: str = "") -> None:
+        """Refuse all who wait and whoever comes."""
+        self.closed = reason or f"closed by {self._owner}"
+        if self._drain is not None:
+            self._answer(self._drain, self._books(self._drain, 0))
+        waiting: list[WantRoom | WantBatch] = [*self._room.values(), *self._batch.values()]
+        for request in waiting:
+            self._refuse(request, "closed", self.closed)
+
+    # Clients.
+
+    def _join(self, join: Join) -> None:
+        if join.server != self.incarnation:
+            # Answers of a dead server may still be on their way to it; it takes another incarnation first.
+            self._send(join.client, Welcome(self.incarnation))
+            return
+        if self._peers.get(join.client) == join.incarnation:
+            return
+        self._forget(join.client)
+        for record in self._reserved_by(join.client):
+            if record.ticket != join.ticket:
+                self._abandon(record)
+        for lease in self._leased_by(join.client):
+            if lease != join.lease:
+                self._cut_again(lease, join.client)
+        self._peers[join.client] = join.incarnation
+
+    def _bury(self, client: str) -> None:
+        self._forget(client)
+        for record in self._reserved_by(client):
+            log.info("append of a dead producer discarded: client=%s rows=%d", client, record.rows)
+            self._abandon(record)
+        for lease in self._leased_by(client):
+            log.info("batch of a dead consumer goes to another: client=%s lease=%d", client, lease)
+            self._cut_again(lease, client)
+
+    def _forget(self, client: str) -> None:
+        self._peers.pop(client, None)
+        self._answered.pop(client, None)
+        self._room.pop(client, None)
+        self._batch.pop(client, None)
+        if self._drain is not None and self._drain.client == client:
+            self._drain = None
+
+    def _reserved_by(self, client: str) -> list[ExtentRecord]:
+        return [record for record in self.ledger.reserved_extents() if client_name(record.owner) == client]
+
+    def _leased_by(self, client: str) -> list[int]:
+        return [lease for lease, holder in self._holders.items() if holder == client]
+
+    # Requests: one a client at a time, repeated while it waits.
+
+    def _request(self, request: WantRoom | WantBatch | Ask) -> None:
+        if self._peers.get(request.client) != request.incarnation:
+            self._send(request.client, Welcome(self.incarnation))
+        elif request.request <= self._answered.get(request.client, -1):
+            return
+        elif self.closed:
+            self._refuse(request, "closed", self.closed)
+        elif isinstance(request, Ask):
+            self._ask(request)
+        elif isinstance(request, WantBatch):
+            self._batch.setdefault(request.client, request)
+        elif self._draining:
+            self._refuse(request, "closed", f"being closed by {self._owner}")
+        elif request.nbytes > self._allocator.capacity_bytes:
+            capacity_bytes = self._allocator.capacity_bytes
+            self._refuse(request, "arena", f"{request.nbytes:,} B do not fit into an arena of {capacity_bytes:,} B")
+        else:
+            self._room.setdefault(request.client, request)
+
+    def _ask(self, ask: Ask) -> None:
+        rows = 0
+        if ask.what == "flush":
+            rows = self.ledger.ready
+            self._cut_all()
+        elif ask.what == "clear":
+            rows = self._clear()
+        elif ask.what == "drain":
+            self._draining, self._drain = True, ask
+            for room in list(self._room.values()):
+                self._refuse(room, "closed", f"being closed by {self._owner}")
+            return
+        self._answer(ask, self._books(ask, rows))
+
+    def _answer(self, request: WantRoom | WantBatch | Ask, answer: Message) -> None:
+        self._room.pop(request.client, None)
+        self._batch.pop(request.client, None)
+        if self._drain is not None and self._drain.client == request.client:
+            self._drain = None
+        self._answered[request.client] = request.request
+        self._send(request.client, answer)
+
+    def _refuse(self, request: WantRoom | WantBatch | Ask, kind: RefusalKind, reason: str) -> None:
+        self._answer(request, Refused(request.incarnation, request.request, kind, reason))
+
+    def _books(self, ask: Ask, rows: int) -> Books:
+        totals = self.ledger.totals
+        cut = sum(self._rows_of(lease) for lease in self._cut)
+        return Books(
+            ask.incarnation, ask.request, totals.sealed, totals.trained, sum(totals.dropped), self.ledger.ready + cut,
+            self.ledger.leased - cut, self.batches, self._allocator.free_bytes, rows,
+        )  # fmt: skip
+
+    # Appends.
+
+    def _give_room(self, want: WantRoom) -> bool:
+        if self._limit and self._queued >= self._limit:
+            return False
+        try:
+            extent = self._allocator.reserve(want.nbytes) if self.ledger.has_free_slot() else None
+        except ArenaFullError:
+            extent = None
+        if extent is None:
+            if self.batches or self._holders or self.ledger.reserved:
+                return False
+            # Nothing can go, so no room can come: say so instead of hanging.
+            rows = f"{self.ledger.ready} rows are there, a batch takes {self._batch_rows}"
+            self._refuse(want, "arena", f"{want.nbytes:,} B do not fit, and nothing can go: {rows}, {self._why_full()}")
+            return True
+        record = self.ledger.reserve(rows=want.rows, prompts=0, offset=extent.offset, nbytes=extent.nbytes)
+        self.ledger.assign(record, int(want.client.partition("-")[2]))
+        ticket = Ticket(want.incarnation, record.ticket, 0, 0, 1, extent.offset, extent.nbytes, 0, want.deadline_s)
+        self._answer(want, ticket)
+        return True
+
+    def _why_full(self) -> str:
+        if self._limit and self._queued >= self._limit:
+            return f"{self._queued} batches are queued, the limit is {self._limit}"
+        capacity_bytes, free_bytes = self._allocator.capacity_bytes, self._allocator.free_bytes
+        appends = f"{len(self.ledger.extents):,} of at most {self.ledger.layout.extents:,} appends"
+        return f"{free_bytes:,} B free of {capacity_bytes:,} B, {appends}"
+
+    def _seal(self, sealed: Sealed, now_s: float) -> None:
+        record = self._held_by(sealed.worker, sealed.ticket)
+        if record is not None:
+            reserved = Extent(record.offset, record.nbytes)
+            self.ledger.seal(
+                record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum, policy_version=0,
+                fingerprint=0, now_s=now_s,
+            )  # fmt: skip
+            self._allocator.shrink(reserved, sealed.nbytes)
+        self._settle(sealed.worker, sealed.ticket)
+
+    def _fail(self, failed: Failed) -> None:
+        record = self._held_by(failed.worker, failed.ticket)
+        if record is not None:
+            self._abandon(record)
+        self._settle(failed.worker, failed.ticket)
+
+    def _held_by(self, client: str, ticket: int) -> ExtentRecord | None:
+        record = self.ledger.extents.get(ticket)
+        held = record is not None and record.state is ExtentState.RESERVED and client_name(record.owner) == client
+        return record if held else None
+
+    def _settle(self, client: str, ticket: int) -> None:
+        if client in self._peers:
+            self._send(client, Settled(self._peers[client], ticket))
+
+    def _abandon(self, record: ExtentRecord) -> None:
+        self._allocator.release(Extent(record.offset, record.nbytes))
+        self.ledger.abandon(record)
+
+    # Batches.
+
+    def _deliver(self, want: WantBatch) -> bool:
+        if self._cut:
+            lease = self._cut.pop(0)
+            self._remember(want.client, lease)
+            chosen = self.ledger.redeliver(lease)
+        elif self.ledger.ready >= self._batch_rows:
+            # Remembered first: no batch ever has a holder that the next server does not know.
+            self._remember(want.client, self.ledger.totals.leases)
+            chosen = list(self._oldest(self._batch_rows))
+            lease = self.ledger.lease(chosen)
+        else:
+            return False
+        self._holders[lease] = want.client
+        parts = [
+            ExtentRows(record.offset, record.nbytes, record.checksum, record.policy_version, record.ticket, rows)
+            for record, rows in chosen
+        ]
+        self._answer(want, Lease(want.incarnation, lease, 0, parts))
+        return True
+
+    def _oldest(self, count: int) -> Iterator[tuple[ExtentRecord, list[int]]]:
+        for record in self.ledger.sealed_extents():
+            rows = [row for row, item in enumerate(record.items) if item.state is ItemState.READY][:count]
+            if rows:
+                yield record, rows
+                count -= len(rows)
+            if not count:
+                return
+
+    def _acknowledge(self, ack: Ack) -> None:
+        if self._holders.get(ack.lease) == ack.trainer:
+            del self._holders[ack.lease]
+            self._free(self.ledger.acknowledge(ack.lease))
+        self._end_lease(ack.trainer, ack.lease)
+
+    def _end_lease(self, client: str, lease: int) -> None:
+        # One that another client holds has not ended, whoever says so.
+        if client in self._peers and lease not in self.ledger.leases():
+            self._send(client, Delivered(self._peers[client], lease))
+
+    def _cut_all(self) -> None:
+        while self.ledger.ready:
+            lease = self.ledger.lease(list(self._oldest(min(self._batch_rows, self.ledger.ready))))
+            bisect.insort(self._cut, lease)
+
+    def _cut_again(self, lease: int, client: str) -> None:
+        if self._holders.get(lease) == client:
+            # Forgotten before another one gets it: the next server must not find two holders.
+            self._remember(client, -1)
+            del self._holders[lease]
+            bisect.insort(self._cut, lease)
+
+    def _quarantine(self, damaged: Damaged) -> None:
+        if self._holders.get(damaged.lease) == damaged.trainer:
+            log.error("damaged rows dropped: lease=%d reason=%s", damaged.lease, damaged.reason)
+            del self._holders[damaged.lease]
+            self.ledger.requeue(damaged.lease)
+            for ticket in set(damaged.tickets) & set(self.ledger.extents):
+                self._drop(self.ledger.extents[ticket], "quarantined")
+        self._end_lease(damaged.trainer, damaged.lease)
+
+    def _clear(self) -> int:
+        for lease in self._cut:
+            self.ledger.requeue(lease)
+        self._cut.clear()
+        rows = self.ledger.ready
+        # One extent a transaction: all of them at once might not fit into the journal.
+        for record in list(self.ledger.sealed_extents()):
+            self._drop(record, "cleared")
+        return rows
+
+    def _drop(self, record: ExtentRecord, reason: str) -> None:
+        if rows := [row for row, item in enumerate(record.items) if item.state is ItemState.READY]:
+            self._free(self.ledger.drop([(record, rows)], reason))
+
+    def _free(self, records: list[ExtentRecord]) -> None:
+        for record in records:
+            self._allocator.release(Extent(record.offset, record.nbytes))
+
+    def _rows_of(self, lease: int) -> int:
+        return sum(len(rows) for _, rows in self.ledger.leases()[lease])

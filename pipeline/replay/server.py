@@ -1,0 +1,188 @@
+"""The process behind a `DetachedReplayBuffer`: ZeroMQ and the arena's ledger around `pipeline.replay.queue`.
+
+Its owner starts it and starts it again should it die; it lives as long as its owner and takes the folder along.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pipeline.arena import Arena, ExtentAllocator
+from pipeline.ledger import Ledger
+from pipeline.messages import Join, Message, PeerDied
+from pipeline.replay.link import Settings, is_held, remember_lease, remembered_leases, unlock, write_private
+from pipeline.replay.queue import ReplayQueue
+from pipeline.transport import BUFFER, Mailbox, Outbox
+
+_LOOK_S = 0.25
+_MOST_STARTS = 5
+_STARTS_WITHIN_S = 60.0
+_CLOSE_S = 5.0
+# The package may be importable only because of where the owner was started; last, so that it shadows nothing.
+_START = "import sys; sys.path.append(sys.argv[1]); from pipeline.replay.server import main; main(*sys.argv[2:])"
+
+log = logging.getLogger(__name__)
+
+
+class ReplayServer:
+    """The owner's end: the server's process and the folder. Closed once, by the process that made it."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self.owner_pid = os.getpid()
+        self._lock = lock
+        self._closing = threading.Event()
+        self._starts: collections.deque[float] = collections.deque(maxlen=_MOST_STARTS)
+        self._process = self._start()
+        self._watcher = threading.Thread(target=self._watch, name="rlhfd-replay-watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server that was started last."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the server, which tells whoever waits, and remove the folder. Does nothing in another process."""
+        if self._closing.is_set() or os.getpid() != self.owner_pid:
+            return
+        self._closing.set()
+        outbox = Outbox(self.folder, BUFFER)
+        outbox.send(PeerDied("owner"))
+        self._watcher.join(_CLOSE_S)
+        outbox.close()
+        if self._watcher.is_alive():
+            self._process.kill()
+            self._watcher.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        unlock(self._lock)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._starts.append(time.monotonic())
+        package_root = Path(__file__).parents[2]
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, str(package_root), str(self.folder), str(self.owner_pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # Its own session: a ^C on the terminal is the owner's to handle.
+            start_new_session=True,
+        )
+
+    def _watch(self) -> None:
+        while True:
+            pid, code = self._process.pid, self._process.wait()
+            if self._closing.is_set():
+                return
+            reason = f"its server, pid {pid}, ended with {code}"
+            try:
+                if len(self._starts) == _MOST_STARTS and time.monotonic() - self._starts[0] < _STARTS_WITHIN_S:
+                    self._give_up(f"{reason}, for the {_MOST_STARTS}th time in a minute")
+                    return
+                log.warning("the replay buffer's server died and is started again: pid=%d code=%d", pid, code)
+                self._process = self._start()
+            except OSError as error:
+                self._give_up(f"{reason}, and a new one cannot be started: {error}")
+                return
+
+    def _give_up(self, reason: str) -> None:
+        log.error("replay buffer given up: folder=%s reason=%s", self.folder, reason)
+        write_private(self.folder / "closed", reason.encode())
+
+
+def main(folder: str, owner_pid: str) -> None:
+    """Serve until the owner says so or dies."""
+    from pipeline.log import configure
+
+    configure("replay-server")
+    _set_title(f"rlhfd: replay buffer of pid {owner_pid}")
+    serve(Path(folder), int(owner_pid))
+
+
+def serve(folder: Path, owner_pid: int) -> None:
+    """Serve the buffer in `folder` as the child of its owner."""
+    settings = Settings.read(folder)
+    arena = Arena(folder / "arena", payload=False)
+    ledger = Ledger(arena.ledger, settings.layout)
+    mailbox, outboxes = Mailbox(folder, BUFFER), _Outboxes(folder)
+    leases = remembered_leases(folder)
+    for client, lease in leases.items():
+        if lease not in ledger.leases():
+            # Over, or never begun; in that case its number will be another's.
+            remember_lease(folder, client, -1)
+    queue = ReplayQueue(
+        ledger, ExtentAllocator(arena.payload_bytes), outboxes.send,
+        sample_batch_size=settings.sample_batch_size, limit=settings.limit,
+        holders={lease: client for client, lease in leases.items()},
+        remember=lambda client, lease: remember_lease(folder, client, lease),
+        owner=f"its owner, pid {owner_pid}",
+    )  # fmt: skip
+    looked_s = 0.0
+    try:
+        while not queue.closed:
+            now_s = time.monotonic()
+            for message in mailbox.receive(max(0.0, min(_LOOK_S, queue.next_deadline_s() - now_s))):
+                outboxes.note(message)
+                queue.handle(message, time.monotonic())
+            if (now_s := time.monotonic()) - looked_s >= _LOOK_S:
+                looked_s = now_s
+                _bury_the_dead(queue, folder, outboxes, now_s)
+                if os.getppid() != owner_pid:
+                    queue.close(f"its owner, pid {owner_pid}, died")
+            queue.step(now_s)
+    finally:
+        outboxes.close()
+        mailbox.close()
+        ledger.close()
+        arena.close()
+        if os.getppid() != owner_pid:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bury_the_dead(queue: ReplayQueue, folder: Path, outboxes: _Outboxes, now_s: float) -> None:
+    for client in queue.clients:
+        if not is_held(folder, client):
+            queue.handle(PeerDied(client), now_s)
+            outboxes.drop(client)
+
+
+class _Outboxes:
+    """An outbox a client, to the socket that it named when it joined."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, tuple[str, Outbox]] = {}
+
+    def note(self, message: Message) -> None:
+        """Open an outbox for a client that introduces itself."""
+        if isinstance(message, Join) and self._open.get(message.client, ("",))[0] != message.socket:
+            self.drop(message.client)
+            self._open[message.client] = (message.socket, Outbox(self._folder, message.socket))
+
+    def send(self, client: str, message: Message) -> None:
+        """Queue a message; a client that was not heard of since this server began repeats its request anyway."""
+        if client in self._open:
+            self._open[client][1].send(message)
+
+    def drop(self, client: str) -> None:
+        """Close a dead client's outbox."""
+        if client in self._open:
+            self._open.pop(client)[1].close()
+
+    def close(self) -> None:
+        """Close them all, giving last words a moment to leave."""
+        for _, outbox in self._open.values():
+            outbox.close(linger_s=0.5)
+
+
+def _set_title(title: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(title)
