@@ -67,6 +67,22 @@ class Experience:
         cu_seqlens: Packed only, ``(B + 1,)`` int32, where each row starts, and the end.
         max_seqlen: Packed only, tokens of the longest row.
         position_ids: Packed only, ``(1, T)`` int64, 0 at the start of each row.
+
+    Examples:
+        >>> experience = Experience(
+        ...     sequences=torch.tensor([[5, 6, 7]]),
+        ...     action_log_probs=torch.tensor([[-0.5, -0.25]]),
+        ...     values=torch.tensor([[0.1, 0.2]]),
+        ...     reward=torch.tensor([1.0]),
+        ...     kl=torch.tensor([[0.0, 0.0]]),
+        ...     advantages=torch.tensor([[0.9, 0.8]]),
+        ...     attention_mask=torch.tensor([[1, 1, 1]]),
+        ...     action_mask=torch.tensor([[True, True]]),
+        ... )
+        >>> experience.to_device(torch.device("cpu"))
+        >>> experience = experience.pin_memory()
+        >>> experience.kl.device, experience.base_action_log_probs
+        (device(type='cpu'), None)
     """
 
     sequences: Tensor
@@ -89,7 +105,11 @@ class Experience:
 
     @torch.no_grad()
     def to_device(self, device: torch.device | str) -> None:
-        """Move every tensor, those in `info` and in lists too, to `device`, in place."""
+        """Move every tensor, those in `info` and in lists too, to `device`, in place.
+
+        Args:
+            device: As "cuda:0" or ``torch.device("cuda:0")``.
+        """
         self._replace_tensors(lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> Self:
@@ -135,6 +155,22 @@ class BufferItem:
 
     The tensors of an item that was split off a batch are views of the batch. Pickling an item copies what it shows
     out of a larger storage first, so that one row never carries its whole batch along.
+
+    Attributes:
+        sequences: ``(S,)`` int64.
+        action_log_probs: ``(A,)`` float32.
+        values: ``(A,)`` float32, 0-dim, or ``(1,)``, and so are all that hold one number an action or one a row.
+        reward: As `values`.
+        kl: As `values`.
+        advantages: As `values`.
+        attention_mask: ``(S,)`` int64.
+        action_mask: ``(A,)`` bool.
+        base_action_log_probs: ``(A,)`` float32.
+        returns: As `values`.
+        info: A number, or a tensor without the batch dimension, by name.
+        action_entropy: ``(A,)`` float32.
+        labels: Anything.
+        references: Anything.
     """
 
     sequences: Tensor
@@ -158,7 +194,15 @@ class BufferItem:
 
 @dataclasses.dataclass(eq=False)
 class BufferItemVL(BufferItem):
-    """One row of an `ExperienceVL`; its vision fields are None where the row has no image or no video."""
+    """One row of an `ExperienceVL`; its vision fields are None where the row has no image or no video.
+
+    Attributes:
+        pixel_values: ``(patches of its images, D)``.
+        image_grid_thws: ``(images, 3)`` int64.
+        pixel_values_videos: As `pixel_values`, for videos.
+        video_grid_thws: As `image_grid_thws`, for videos.
+        raw_images: The row's images.
+    """
 
     pixel_values: Tensor | None = None
     image_grid_thws: Tensor | None = None
@@ -168,7 +212,22 @@ class BufferItemVL(BufferItem):
 
 
 def is_vl_experience(experience: Experience | BufferItem) -> bool:
-    """Tell whether an experience, or one row of it, has the fields of a vision-language experience."""
+    """Tell whether an experience, or one row of it, has the fields of a vision-language experience.
+
+    Args:
+        experience: A batch, or one row.
+
+    Returns:
+        True if it is an `ExperienceVL` or a `BufferItemVL`, with or without an image in it.
+
+    Examples:
+        >>> exp = ExperienceVL(sequences=torch.tensor([[1, 2]]))
+        >>> if is_vl_experience(exp):
+        ...     print("This is a vision-language experience")
+        This is a vision-language experience
+        >>> is_vl_experience(Experience(sequences=torch.tensor([[1, 2]])))
+        False
+    """
     return isinstance(experience, ExperienceVL | BufferItemVL)
 
 

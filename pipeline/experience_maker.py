@@ -98,6 +98,30 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     Raises:
         FieldError: If an argument is impossible, or one that the algorithm needs is missing.
+
+    Examples:
+        PPO, and GRPO with 8 responses of each prompt, over small untrained models:
+
+        >>> from types import SimpleNamespace
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=None, eos_token_id=1)
+        >>> actor, reference = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
+        >>> tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+        >>> def length(input_ids, attention_mask, *, response_start, response_end, **_):
+        ...     return response_end - response_start
+        >>> reward = FunctionReward([length], tokenizer)
+        >>> maker = NaiveExperienceMaker(actor, Critic.from_actor(actor), reward, reference, tokenizer, kl_coef=0.01)
+        >>> input_ids = torch.tensor([[0, 5, 6], [4, 5, 7]])
+        >>> prompts = {"input_ids": input_ids, "attention_mask": (input_ids != 0).long()}
+        >>> experience = maker.make_experience(**prompts, max_length=8, stop_token_ids=[[tokenizer.eos_token_id]])
+        >>> experience.sequences.shape, experience.values.shape, experience.advantages.shape, experience.reward.shape
+        (torch.Size([2, 8]), torch.Size([2, 5]), torch.Size([2, 5]), torch.Size([2]))
+        >>> maker_grpo = NaiveExperienceMaker(
+        ...     actor, None, reward, reference, tokenizer, use_grpo=True, num_generation=8
+        ... )
+        >>> experience = maker_grpo.make_experience(**prompts, max_length=8)
+        >>> experience.sequences.shape, experience.values.shape, experience.advantages.shape, experience.reward.shape
+        (torch.Size([16, 8]), torch.Size([16]), torch.Size([16]), torch.Size([16]))
     """
 
     def __init__(

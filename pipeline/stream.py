@@ -346,6 +346,9 @@ def connect(
         world_size: Ranks in all, as configured under ``trainer.world_size``.
         prefetch: Batches leased ahead.
 
+    Returns:
+        The rank's link to the daemon: batches of experience come from it, new weights go to it. Close it.
+
     Raises:
         NotRunningError: If no daemon serves it.
         UnreachableError: If the daemon's buffer does not answer.

@@ -71,13 +71,16 @@ def rows(value: Tensor | None) -> list[Any]:
 def test_row_seeds_the_global_generator_with_41() -> None:
     torch.manual_seed(41)
     states = [torch.get_rng_state()]
-    maker_ = maker(actor=tiny.llama(), initial_model=tiny.llama(), critic=ids_as_values)
+    makers = [maker(actor=tiny.llama(), initial_model=tiny.llama(), critic=ids_as_values) for _ in range(2)]
 
-    first, second = (maker_.make_experience(PROMPTS, MASK, max_length=20).sequences for _ in range(2))
+    first, second, elsewhere = (
+        maker_.make_experience(PROMPTS, MASK, max_length=20).sequences for maker_ in (*makers[:1] * 2, makers[1])
+    )
 
     states.append(torch.get_rng_state())
     assert torch.equal(*states)
     assert not torch.equal(first, second)
+    assert not torch.equal(first, elsewhere)
 
 
 def test_row_value_read_at_the_token_and_from_the_wrong_columns() -> None:
