@@ -33,7 +33,7 @@ _MOST_ELEMENTS = 1 << 32
 _LENGTH = struct.Struct("<I")
 
 Array = npt.NDArray[Any]
-Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
 
 # numpy knows no bfloat16; its bits travel as int16.
 _ARRAY_DTYPES = {

@@ -272,7 +272,8 @@ class RolloutWorker:
             return self._seal(ticket, rolled)
         except (RewardError, FieldError, ShapeError, ArenaFullError) as error:
             # The rollout itself is unusable: the same prompts would give the same again.
-            log.error("rollout failed: ticket=%d position=%d reason=%s", ticket.ticket, ticket.position, error)
+            # As text: a kept record must not hold the error's frames, and by them the arena.
+            log.error("rollout failed: ticket=%d position=%d reason=%s", ticket.ticket, ticket.position, str(error))
             return self._failed(ticket, str(error), retry=False)
 
     def _seal(self, ticket: Ticket, rolled: Rolled) -> Sealed:

@@ -245,3 +245,13 @@ def test_waiting_is_accounted_for_by_its_reason(bench):
     bench.worker.handle(Wait(bench.incarnation, "staleness"))
     with bench.worker._metrics.waiting():
         assert bench.worker._metrics.clock.activity == "wait_ticket_staleness"
+
+
+def test_a_rollout_that_does_not_fit_its_extent_fails_for_good_and_says_what_to_raise(bench):
+    start = short_positions(bench, 2)
+    bench.worker.handle(Ticket(bench.incarnation, 0, start, 2, 1, 0, 64, 0, 100.0))
+    bench.worker.step()
+
+    (failed,) = bench.sent.of(Failed)
+    assert not failed.retry
+    assert failed.reason.endswith("does not fit: 64 B reserved for 2 rows; raise buffer.row_bytes")
