@@ -8,7 +8,7 @@ from pipeline.buffer import Buffer
 from pipeline.ledger_records import ItemState
 from pipeline.metrics import Conservation
 from pipeline.metrics_slab import SlotWriter
-from pipeline.observer import AsideReason, LeaseEnd, TicketEnd
+from pipeline.observer import AsideReason, Kept, LeaseEnd, TicketEnd
 
 
 class BufferMetrics:
@@ -20,6 +20,10 @@ class BufferMetrics:
         self._aside = {
             reason: writer.counter("rlhfd_quarantined_total", reason=reason)
             for reason in ("checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid")
+        }
+        self._files = {
+            result: writer.counter("rlhfd_quarantine_files_total", result=result)
+            for result in ("kept", "full", "error")
         }
         self._refused = {
             reason: writer.counter("rlhfd_buffer_pushes_total", result=result)
@@ -68,6 +72,10 @@ class BufferMetrics:
         self._aside[reason].inc(rows)
         if reason in self._refused:
             self._refused[reason].inc()
+
+    def quarantine_file(self, result: Kept) -> None:
+        """Count what became of a copy of quarantined rows."""
+        self._files[result].inc()
 
     def duplicate(self) -> None:
         """Count a repeated message."""

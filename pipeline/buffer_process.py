@@ -14,6 +14,7 @@ from pipeline.leases import Send
 from pipeline.ledger import Ledger
 from pipeline.messages import Message
 from pipeline.observer import Observer
+from pipeline.quarantine import Quarantine
 from pipeline.role import RoleContext, monotonic_s
 from pipeline.transport import BUFFER, Mailbox, Outbox
 from pipeline.workspace import ledger_layout, limits_of
@@ -91,4 +92,10 @@ def new_buffer(
         max_attempts=config.rollout.max_attempts,
         ticket_timeout_s=config.rollout.ticket_timeout_s,
         prompts_in_source=prompts,
+        quarantine=Quarantine(
+            config.daemon.state_dir / "quarantine",
+            arena,
+            most_bytes=config.buffer.quarantine_bytes,
+            count=observer.quarantine_file,
+        ).keep,
     )

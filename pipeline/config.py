@@ -251,6 +251,12 @@ class BufferConfig(_Section):
         description="What becomes of rows that grew too old nonetheless: dropped and counted, or trained.",
     )
     checksum: bool = Field(default=True, description="Whether experience is checked for damage on its way.")
+    quarantine_bytes: Bytes = Field(
+        default=1 << 30,
+        ge=0,
+        lt=2**62,
+        description="Most bytes of the copies of quarantined experience under daemon.state_dir; 0: no copies.",
+    )
 
 
 class TrainerConfig(_Section):

@@ -222,6 +222,8 @@ METRICS: Final[tuple[Metric, ...]] = (
             "(killed_trainer); refused on their way in, of unknown weights (fingerprint), of weights rolled back "
             "(rolled_back), of impossible size (invalid).",
             reason="checksum killed_trainer fingerprint rolled_back invalid"),
+    counter("rlhfd_quarantine_files_total", BUFFER,
+            "Copies of quarantined items on disk by result (kept, full, error).", result="kept full error"),
     counter("rlhfd_items_requeued_total", BUFFER, "Items put back by reason (expired, holder_died, nacked).",
             reason="expired holder_died nacked"),
     counter("rlhfd_items_duplicate_total", "buffer trainer", "Repeats of an item detected and dropped (push, train).",

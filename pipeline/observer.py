@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 TicketEnd = Literal["sealed", "reissued", "failed"]
 LeaseEnd = Literal["acked", "nacked", "holder_died"]
+Kept = Literal["kept", "full", "error"]
 AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid"]
 
 
@@ -26,6 +27,9 @@ class Observer(Protocol):
 
     def set_aside(self, reason: AsideReason, rows: int) -> None:
         """Rows were refused before they came in, or quarantined after."""
+
+    def quarantine_file(self, result: Kept) -> None:
+        """A copy of quarantined rows was written, or had no room, or could not be written."""
 
     def duplicate(self) -> None:
         """A message said what was known already, or came from a dead peer."""

@@ -46,6 +46,7 @@ class Counts:
     def __init__(self):
         self.ended = {}
         self.aside = {}
+        self.files = []
         self.duplicates = 0
 
     def sealed(self, rows, staleness_versions):
@@ -62,6 +63,9 @@ class Counts:
 
     def set_aside(self, reason, rows):
         self.aside[reason] = self.aside.get(reason, 0) + rows
+
+    def quarantine_file(self, result):
+        self.files.append(result)
 
     def duplicate(self):
         self.duplicates += 1

@@ -228,6 +228,8 @@ class Books:
     policy_version: int = 0
     leases: int = 0
     trained_through: int = 0
+    vacant: tuple[int, ...] = ()
+    redo: tuple[()] = ()
 
     @property
     def totals(self) -> Books:
@@ -238,7 +240,7 @@ class Books:
 
 
 def runs_on(config: Config, versions: int = 24) -> bool:
-    """Whether tickets and batches go on until that many versions are published."""
+    """Whether tickets and batches go on until that many versions are published, and no row is wasted."""
     limits = admission.Limits(
         sample_batch_size=config.sample_batch_size, rows_per_version=config.rows_per_version,
         group_size=config.group_size, prompts_per_ticket=config.prompts_per_ticket,
@@ -254,6 +256,9 @@ def runs_on(config: Config, versions: int = 24) -> bool:
             books.leases += 1
             if books.leases - books.trained_through == limits.batches_per_version:
                 books.trained_through, books.policy_version = books.leases, books.policy_version + 1
+                if books.ready and not limits.max_staleness:
+                    # A group cut by the end of a version: the rest of it is stale at once.
+                    return False
         elif not prompts:
             return False
     return True
