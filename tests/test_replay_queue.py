@@ -93,7 +93,7 @@ class Client:
         self.bench.say(WantRoom(self.name, self.incarnation, self.request, rows, nbytes, deadline_s))
         return self.one(Ticket)
 
-    def seal(self, ticket, rows=1, nbytes=200):
+    def seal(self, ticket, rows=1, nbytes=100):
         self.bench.say(Sealed(self.name, ticket.ticket, rows, nbytes, 1, 0, 0))
         assert self.one(Settled) == Settled(self.incarnation, ticket.ticket)
 
@@ -169,6 +169,18 @@ def test_a_batch_of_a_dead_consumer_goes_whole_to_the_next_before_younger_rows()
     assert bench.balanced
 
 
+def test_batches_of_dead_consumers_keep_their_order_whoever_died_first():
+    bench = Bench(sample_batch_size=1)
+    producer, first, second, next_one = (Client(bench, index) for index in range(4))
+    rows = producer.append() + producer.append()
+    first.want_batch(), second.want_batch()
+
+    bench.say(PeerDied("client-2"))
+    bench.say(PeerDied("client-1"))
+
+    assert rows_of(next_one.want_batch()) == rows[:1]
+
+
 def test_room_of_a_dead_producer_is_free_again_and_its_rows_never_appear():
     bench = Bench(sample_batch_size=1)
     dying, consumer = Client(bench, 0), Client(bench, 1)
@@ -218,7 +230,8 @@ def test_an_append_under_way_counts_against_the_limit():
 def test_a_full_arena_makes_producers_wait_until_a_batch_is_taken():
     bench = Bench(sample_batch_size=2, capacity_bytes=512)
     producer, consumer = Client(bench, 0), Client(bench, 1)
-    producer.append(), producer.append()
+    # 256 B are reserved for each and 128 B are kept.
+    producer.append(), producer.append(), producer.append()
 
     assert producer.want_room() is None and producer.refused() is None
     consumer.ack(consumer.want_batch())
@@ -237,13 +250,13 @@ def test_an_append_larger_than_the_arena_is_refused_with_both_sizes():
 def test_rows_that_fill_the_arena_and_no_batch_are_an_error_and_no_hang():
     bench = Bench(sample_batch_size=4, capacity_bytes=512)
     producer = Client(bench)
-    producer.append(), producer.append()
+    producer.append(), producer.append(), producer.append()
 
     producer.want_room()
 
     refused = producer.refused()
     assert refused.kind == "arena"
-    assert "2 rows are there, a batch takes 4, 0 B free of 512 B" in refused.reason
+    assert "3 rows are there, a batch takes 4, 128 B free of 512 B" in refused.reason
 
 
 def test_records_of_the_ledger_run_out_like_bytes():
