@@ -66,6 +66,27 @@ def test_log_probs_are_those_of_each_row_by_itself() -> None:
     torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("qwen2_5_vl", MIXED), ("qwen3_vl", MIXED[:3])])
+def test_its_relatives_are_sampled_and_read_alike(kind: str, rows: Any) -> None:
+    # Qwen3-VL has its videos in frames with a time before each: another prompt than that of `tiny_vision`.
+    model, made = tiny_vision.relative(kind), tiny_vision.prompts(*rows)
+    vision = tiny_vision.vision_of(made)
+    ids, mask = answered(made, [5, 2, 4, 1][: len(rows)])
+    sampling = Sampling(made["input_ids"].shape[1] + 12, PAD, ENDING, seed=3)
+
+    found = action_log_probs(model, ids, mask, ACTIONS, vision=vision)
+    sampled = LeanGenerator(model).generate(made["input_ids"], made["attention_mask"], sampling, vision=vision)
+
+    real = mask[:, -ACTIONS:] != 0
+    expected = reference_log_probs(model, ids, mask, vision)[:, -ACTIONS:]
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
+    assert sampled.log_probs is not None
+    real = torch.arange(12) < sampled.lengths[:, None]
+    whole_mask = torch.cat([made["attention_mask"], real.long()], dim=1)
+    whole = action_log_probs(model, sampled.sequences, whole_mask, 12, vision=vision)
+    torch.testing.assert_close(sampled.log_probs[real], whole[real], atol=1e-4, rtol=0)
+
+
 def test_a_rows_log_probs_depend_on_its_own_pixels() -> None:
     model, made = tiny_vision.model(), tiny_vision.prompts([8, (1, 4, 4), 9], [8, (1, 4, 4), 9])
     vision = tiny_vision.vision_of(made)

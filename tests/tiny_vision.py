@@ -7,10 +7,20 @@ patches and 6 image tokens. With larger patches few of them make megabytes.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from pipeline.experience import ExperienceVL
 from pipeline.vision_rows import VisionRows
@@ -33,40 +43,58 @@ CHAT_TEMPLATE = (
 )
 
 
+TEXT = {
+    "vocab_size": len(SYMBOLS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+}
+ROTATION = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+SIGHT = {"num_heads": 2, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+
+
 def model(seed: int = 0, patch: int = PATCH) -> Qwen2VLForConditionalGeneration:
     """A Qwen2-VL whose answers depend on what it sees, and where it sees it."""
     config = Qwen2VLConfig(
-        text_config={
-            "vocab_size": len(SYMBOLS),
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]},
-            "pad_token_id": PAD,
-            "bos_token_id": None,
-            "eos_token_id": EOS,
-        },
-        vision_config={
-            "depth": 1,
-            "embed_dim": 32,
-            "hidden_size": 64,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "patch_size": patch,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        text_config={**TEXT, "rope_parameters": ROTATION},
+        vision_config={**SIGHT, "depth": 1, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "patch_size": patch},
+        **TOKENS,
     )
+    return _seeded(Qwen2VLForConditionalGeneration, config, seed)
+
+
+def relative(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A Qwen2.5-VL ("qwen2_5_vl", windows of attention) or Qwen3-VL ("qwen3_vl", features into several layers)."""
+    sight = {
+        **SIGHT,
+        "depth": 2,
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "patch_size": PATCH,
+    }
+    if kind == "qwen2_5_vl":
+        windows = {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+        text = {**TEXT, "rope_parameters": ROTATION}
+        config: Any = Qwen2_5_VLConfig(text_config=text, vision_config={**sight, **windows}, **TOKENS)
+        return _seeded(Qwen2_5_VLForConditionalGeneration, config, seed)
+    deep = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text = {**TEXT, "head_dim": 16, "rope_parameters": {**ROTATION, "mrope_interleaved": True}}
+    config = Qwen3VLConfig(text_config=text, vision_config={**sight, **deep}, **TOKENS)
+    return _seeded(Qwen3VLForConditionalGeneration, config, seed)
+
+
+def _seeded(model_class: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = Qwen2VLForConditionalGeneration(config)
+        made = model_class(config)
         for parameter in made.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.15)
