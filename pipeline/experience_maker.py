@@ -31,7 +31,8 @@ from pipeline.experience import Experience, ExperienceVL
 from pipeline.generation import ResponseGenerator, Sampling
 from pipeline.generation.rows import Rows, check_prompts
 from pipeline.generation.stops import parse_stop_token_ids
-from pipeline.generation.transformers import ActorGenerator, LeanGenerator, fits_lean_loop, is_transformers_model
+from pipeline.generation.transformers import ActorGenerator, LeanGenerator, fits_lean_loop
+from pipeline.model_inputs import is_transformers_model
 from pipeline.models import Critic, SequenceReward, action_log_probs, all_values
 from pipeline.rewards import FunctionReward, checked_scores, vision_keywords
 from pipeline.vision_inputs import check_prompt_images, vision_backbone

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience import Experience, is_vl_experience
-from pipeline.models import Critic, accepted_keywords
+from pipeline.model_inputs import accepted_keywords
+from pipeline.models import Critic
 from pipeline.token_log_probs import head_log_probs, logits_log_probs, plain_head
 
 _keeps_apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -70,7 +70,9 @@ class VisionRows:
 
     def rows(self, index: Sequence[int] | slice | Tensor) -> Self:
         """Choose rows, in any order, any of them as often as wanted."""
-        places = range(len(self))[index] if isinstance(index, slice) else [int(place) for place in index]
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        places = index.tolist() if isinstance(index, Tensor) else index
         return type(self)(*([getattr(self, field.name)[place] for place in places] for field in fields(self)))
 
     def repeated(self, times: int) -> Self:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from pipeline.errors import ShapeError
 from pipeline.generation import Responses, Sampling
 from pipeline.generation.stops import response_lengths
-from pipeline.models import accepted_keywords, model_inputs
+from pipeline.model_inputs import accepted_keywords, model_inputs
 from pipeline.vision_inputs import plain_tokens, token_kinds, vision_backbone
 from pipeline.vision_rows import VisionRows
 
@@ -31,14 +31,6 @@ _DROP_SHARE = 8
 
 _SAMPLE_ELEMENTS = 2**24
 """Probabilities in float64 at once while a token is sampled: 128 MiB."""
-
-
-def is_transformers_model(model: object) -> bool:
-    """Tell whether an object is a model of the transformers library itself, not one that only answers like it."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel)
 
 
 def fits_lean_loop(actor: object) -> bool:
