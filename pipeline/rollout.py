@@ -14,6 +14,7 @@ import xxhash
 
 from pipeline import codec
 from pipeline.arena import Arena
+from pipeline.codec_bounds import extent_bytes_bound
 from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError, ShapeError
 from pipeline.experience import Experience
 from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
@@ -317,16 +318,28 @@ class RolloutWorker:
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
 
 
-def refuse_broken_reward(roller: Roller) -> None:
+def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
     """Roll one prompt out before the first ticket, so that a broken reward function ends the start and not the night.
 
+    Args:
+        roller: The worker's.
+        row_bytes: Room that is reserved for a row; pixels may be larger.
+
     Raises:
-        ConfigError: If none of the first prompts leaves room for a response, or none of those with images has them.
+        ConfigError: If none of the first prompts leaves room for a response, or none of those with images has them, or
+            rows of the first usable prompt do not fit into `row_bytes`.
         RlhfdError: Whatever the rollout of the first usable prompt raises.
     """
     for position in range(_TRIED_PROMPTS):
-        if roller.roll(position, 1).experience is not None:
-            return
+        experience = roller.roll(position, 1).experience
+        if experience is None:
+            continue
+        try:
+            room = extent_bytes_bound(len(experience.sequences), row_bytes)
+            codec.encode(experience, memoryview(bytearray(room)), checksum=False)
+        except ArenaFullError as error:
+            raise ConfigError(f"buffer.row_bytes: {error}") from error
+        return
     raise ConfigError(
         f"rollout.max_length: none of the first {_TRIED_PROMPTS} prompts leaves room for a response and has its images"
     )

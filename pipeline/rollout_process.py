@@ -122,7 +122,7 @@ def new_worker(
         vision=vision,
     )
     try:
-        refuse_broken_reward(roller)
+        refuse_broken_reward(roller, config.row_bytes)
     except RewardError as error:
         raise ConfigError(f"rollout.reward_functions: {error}") from error
     return RolloutWorker(

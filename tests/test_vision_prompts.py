@@ -17,7 +17,7 @@ from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.models import load_tokenizer
 from pipeline.prompts import Prompt, PromptSource
 from pipeline.rewards import FunctionReward
-from pipeline.rollout import Roller
+from pipeline.rollout import Roller, refuse_broken_reward
 from pipeline.vision_prompts import VisionPrompts
 from tests import tiny, tiny_vision
 from tests.tiny_vision import END, IMAGE, START
@@ -189,3 +189,16 @@ def test_images_for_a_model_of_text_alone_are_refused(tmp_path: Path, model_dire
         pytest.raises(ConfigError, match=r"prompt 0 has images, but model\.actor takes text alone"),
     ):
         new_roller(source, model_directory, sees=False).roll(0, 1)
+
+
+def test_rows_too_large_for_their_room_are_refused_before_the_first_ticket(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    painted(tmp_path / "red.png", 40, 40, RED)
+    patches_bytes = 10 * 10 * tiny_vision.PATCH_VALUES * 4
+
+    with source_of(tmp_path, {"prompt": "ab", "images": ["red.png"]}) as source:
+        roller = new_roller(source, model_directory)
+        refuse_broken_reward(roller, patches_bytes + 4096)
+        with pytest.raises(ConfigError, match=r"^buffer\.row_bytes: extent of [\d,]+ B does not fit"):
+            refuse_broken_reward(roller, patches_bytes // 2)
