@@ -139,6 +139,13 @@ class DetachedReplayBuffer:
     def attach(cls, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> DetachedReplayBuffer:
         """Return the buffer at `path`, made by another process of this user.
 
+        Args:
+            path: As the other's `path`.
+            timeout_s: Longest wait of `append` and `sample`, None for no end.
+
+        Returns:
+            The same buffer.
+
         Raises:
             BufferClosedError: If there is none.
         """
@@ -200,6 +207,10 @@ class DetachedReplayBuffer:
 
     def extend(self, items: Sequence[BufferItem], *, timeout_s: float | None = None) -> None:
         """Add rows, padded or not, of different lengths or not; otherwise as `append`.
+
+        Args:
+            items: At least one row.
+            timeout_s: As in `append`.
 
         Raises:
             ShapeError: If there are no items, or the fields of one disagree on its length.

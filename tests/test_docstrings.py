@@ -66,6 +66,9 @@ def test_a_public_function_says_what_it_takes_gives_and_raises(name: str, functi
 @pytest.mark.parametrize("name", [name for name in pipeline.__all__ if inspect.isclass(getattr(pipeline, name))])
 def test_a_public_class_says_what_its_constructor_takes(name: str) -> None:
     kind = getattr(pipeline, name)
+    docstring = kind.__doc__ or ""
+    if not dataclasses.is_dataclass(kind) and not section(docstring, "Args"):
+        docstring = kind.__init__.__doc__ or ""
     if dataclasses.is_dataclass(kind):
         inherited = {
             field.name
@@ -78,12 +81,12 @@ def test_a_public_class_says_what_its_constructor_takes(name: str) -> None:
         expected = [parameter for parameter in inspect.signature(kind.__init__).parameters if parameter != "self"]
 
     title = "Attributes" if dataclasses.is_dataclass(kind) else "Args"
-    documented = re.findall(r"^    (\w+):", section(kind.__doc__ or "", title), re.MULTILINE)
+    documented = re.findall(r"^    (\w+):", section(docstring, title), re.MULTILINE)
 
     assert documented == expected
     if not dataclasses.is_dataclass(kind):
         for error in raised(kind.__init__):
-            assert error in section(kind.__doc__ or "", "Raises"), error
+            assert error in section(docstring, "Raises"), error
 
 
 def examples() -> list[doctest.DocTest]:
