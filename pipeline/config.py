@@ -215,6 +215,14 @@ class RolloutConfig(_Section):
         default=["pipeline.sort_digits:exact_answer"],
         description='Functions "module:function" that score a response; their scores and the reward model\'s add up.',
     )
+    reward_timeout_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds that the reward functions get for a row; 0: no limit, and called in the worker itself.",
+    )
+    reward_processes: int = Field(
+        default=1, ge=1, le=1024, description="Rows that a worker has scored at the same time, each in a process."
+    )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each worker.")
     ticket_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a worker gets for one ticket.")
     max_attempts: int = Field(

@@ -60,7 +60,14 @@ class PromptError(RlhfdError):
 
 
 class RewardError(RlhfdError):
-    """A reward that is no finite number: the experience is errored, which is not reward 0."""
+    """A reward that is no finite number: the experience is errored, which is not reward 0.
+
+    `raised` tells a function that raised from one that returned something else.
+    """
+
+    def __init__(self, message: str, *, raised: bool = False) -> None:
+        super().__init__(message)
+        self.raised = raised
 
 
 class ArenaFullError(RlhfdError):

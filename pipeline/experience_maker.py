@@ -26,7 +26,7 @@ from pipeline.advantages import (
     k3_kl,
     kl_rewards,
 )
-from pipeline.errors import FieldError, ShapeError
+from pipeline.errors import FieldError, RewardError, ShapeError
 from pipeline.experience import Experience, ExperienceVL
 from pipeline.generation import ResponseGenerator, Sampling
 from pipeline.generation.rows import Rows, check_prompts
@@ -34,6 +34,7 @@ from pipeline.generation.stops import parse_stop_token_ids
 from pipeline.generation.transformers import ActorGenerator, LeanGenerator, fits_lean_loop
 from pipeline.model_inputs import is_transformers_model
 from pipeline.models import Critic, SequenceReward, action_log_probs, all_values
+from pipeline.reward_pool import RewardPool
 from pipeline.rewards import FunctionReward, checked_scores, vision_keywords
 from pipeline.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.vision_rows import VisionRows, take_vision
@@ -93,6 +94,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         reuse_sampling_log_probs: Take `action_log_probs` from the engine where it knows them, which saves a forward
             pass of the actor. In float32 they differ from the trainer's by rounding alone (below 1e-5); in bfloat16
             by more, which is why the default takes them anew, with the function that the trainer uses.
+        drop_errored: Leave rows out whose score is no finite number, with GRPO their whole group, in place of refusing
+            all: an errored reward is not reward 0. Refused all the same where no row is left.
         seed: Seed of the calls of `make_experience` that are given none; None for one from the operating system.
         stage: Entered around each stage of the work: "generate", "reward", "logprob", "ref_logprob", "value".
         on_progress: Called once a token or once a mini-batch: calls that cease tell of a hang.
@@ -144,6 +147,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         temperature: float = 1.0,
         generator: ResponseGenerator | None = None,
         reuse_sampling_log_probs: bool = False,
+        drop_errored: bool = False,
         seed: int | None = None,
         stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
         on_progress: Callable[[], None] = lambda: None,
@@ -172,6 +176,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.temperature = temperature
         self.generator = generator
         self.reuse_sampling_log_probs = reuse_sampling_log_probs
+        self.drop_errored = drop_errored
         self._stage = stage
         self._on_progress = on_progress
         self._seeds = torch.Generator()
@@ -224,7 +229,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
             FieldError: If a prompt is not padded on the left, a model returns what is no finite number, or pixels,
                 grids, counts and image tokens do not account for each other.
-            RewardError: If a score is no finite number.
+            RewardError: If a score is no finite number; with `drop_errored`, if no row has one.
         """
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         check_prompts(input_ids, attention_mask)
@@ -240,6 +245,9 @@ class NaiveExperienceMaker(ExperienceMaker):
                 rows, sampled_log_probs = self._sample(input_ids, attention_mask, group_size, sampling, extra, vision)
             with self._stage("reward"):
                 scores = self._score(rows, answers)
+            if self.drop_errored and (kept := self._without_errored(scores)) is not None:
+                rows, scores = rows.rows(kept), scores[kept]
+                sampled_log_probs = None if sampled_log_probs is None else sampled_log_probs[kept]
             if self.reuse_sampling_log_probs and sampled_log_probs is not None:
                 log_probs = sampled_log_probs
             else:
@@ -351,7 +359,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         """Raw rewards, ``(B,)`` float32."""
         device = _device_of(self.reward_model)
         name = type(self.reward_model).__qualname__
-        trim = isinstance(self.reward_model, SequenceReward | FunctionReward)
+        trim = isinstance(self.reward_model, SequenceReward | FunctionReward | RewardPool)
         scores = []
         for part in _slices(len(answers), self.inference_batch_size):
             ids, mask = rows.right_padded(part, trim=trim)
@@ -364,9 +372,21 @@ class NaiveExperienceMaker(ExperienceMaker):
                 gt_answer=answers[part],
                 **vision_keywords(self.reward_model, rows.vision_of(part), device),
             )
-            scores.append(checked_scores(part_scores, len(ids), name).cpu())
+            scores.append(checked_scores(part_scores, len(ids), name, keep_errored=self.drop_errored).cpu())
             self._on_progress()
         return torch.cat(scores)
+
+    def _without_errored(self, scores: Tensor) -> Tensor | None:
+        """The rows that are left, ``(rows,)`` int64; None for all of them."""
+        good = torch.isfinite(scores)
+        if bool(good.all()):
+            return None
+        if self.use_grpo:
+            good = good.reshape(-1, self.num_generation).all(dim=1).repeat_interleave(self.num_generation)
+        if not bool(good.any()):
+            errored = int((~torch.isfinite(scores)).sum())
+            raise RewardError(f"{errored} of {len(scores)} rows have no reward, and no row is left")
+        return good.nonzero().squeeze(1)
 
     def _values(self, rows: Rows) -> Tensor:
         """Value of the state before each action, ``(B, A)`` float32, zero outside the mask."""

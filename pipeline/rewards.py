@@ -48,6 +48,11 @@ class FunctionReward:
         self._tokenizer = tokenizer
         self._on_progress = on_progress
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether a function names images among its parameters."""
+        return any(names for _, names in self._functions)
+
     def __call__(
         self,
         input_ids: Tensor,
@@ -146,13 +151,14 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
     return loaded
 
 
-def checked_scores(scores: Any, batch_size: int, source: str) -> Tensor:
+def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: bool = False) -> Tensor:
     """Take what a reward model returned as one finite number a row.
 
     Args:
         scores: What it returned.
         batch_size: Rows it was given (B).
         source: Its name, for the error.
+        keep_errored: Return what is no finite number as NaN in place of refusing it.
 
     Returns:
         ``(B,)`` float32.
@@ -165,6 +171,8 @@ def checked_scores(scores: Any, batch_size: int, source: str) -> Tensor:
         raise RewardError(f"{source} returned scores of shape {tuple(tensor.shape)}, not ({batch_size},)")
     tensor = tensor.float()
     finite = torch.isfinite(tensor)
+    if keep_errored:
+        return tensor.masked_fill(~finite, math.nan)
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
         raise RewardError(f"{source} returned {tensor[row].item()} for row {row}; a reward is a finite number")
@@ -196,7 +204,7 @@ def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywor
         result = function(ids, mask, **keywords)
     # Somebody else's code may raise anything, and which row did must be told.
     except Exception as error:
-        raise RewardError(f"{name} raised {error!r} for row {row}") from error
+        raise RewardError(f"{name} raised {error!r} for row {row}", raised=True) from error
     try:
         score = float(result)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -26,6 +26,7 @@ from pipeline.weights import WeightsReader, WeightsVersion
 
 TICKETS_AHEAD = 2
 _TRIED_PROMPTS = 64
+_TRIED_REWARDS = 3
 
 log = logging.getLogger(__name__)
 
@@ -319,7 +320,7 @@ class RolloutWorker:
 
 
 def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
-    """Roll one prompt out before the first ticket, so that a broken reward function ends the start and not the night.
+    """Roll prompts out before the first ticket, so that a broken reward function ends the start and not the night.
 
     Args:
         roller: The worker's.
@@ -328,10 +329,19 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
     Raises:
         ConfigError: If none of the first prompts leaves room for a response, or none of those with images has them, or
             rows of the first usable prompt do not fit into `row_bytes`.
-        RlhfdError: Whatever the rollout of the first usable prompt raises.
+        RewardError: If none of the first usable prompts gets a reward.
+        RlhfdError: Whatever else the rollout of a usable prompt raises.
     """
+    refused: list[RewardError] = []
     for position in range(_TRIED_PROMPTS):
-        experience = roller.roll(position, 1).experience
+        try:
+            experience = roller.roll(position, 1).experience
+        except RewardError as error:
+            # A function may fail for one prompt; one that fails for the first few fails for all.
+            refused.append(error)
+            if len(refused) == _TRIED_REWARDS:
+                break
+            continue
         if experience is None:
             continue
         try:
@@ -340,6 +350,8 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
         except ArenaFullError as error:
             raise ConfigError(f"buffer.row_bytes: {error}") from error
         return
+    if refused:
+        raise refused[0]
     raise ConfigError(
         f"rollout.max_length: none of the first {_TRIED_PROMPTS} prompts leaves room for a response and has its images"
     )

@@ -37,6 +37,11 @@ class RolloutMetrics:
         self._prompts = writer.counter("rlhfd_prompts_total")
         self._accepted = writer.counter("rlhfd_experiences_total", outcome="accepted")
         self._failed = writer.counter("rlhfd_experiences_total", outcome="failed")
+        self._errored = writer.counter("rlhfd_experiences_total", outcome="errored")
+        self._reward_errors = {
+            reason: writer.counter("rlhfd_stage_errors_total", stage="reward", reason=reason)
+            for reason in ("timeout", "exception", "invalid")
+        }
         self._stopped = writer.counter("rlhfd_responses_total", finish_reason="stop")
         self._truncated = writer.counter("rlhfd_responses_total", finish_reason="length")
         self._tokens_in = writer.counter("rlhfd_tokens_total", kind="prompt")
@@ -101,6 +106,7 @@ class RolloutMetrics:
         self._prompts.inc(prompts)
         self._failed.inc(prompts_failed * group_size)
         self._accepted.inc(len(responses))
+        self._errored.inc((prompts - prompts_failed) * group_size - len(responses))
         self._stopped.inc(int(stopped.sum()))
         self._truncated.inc(int((~stopped).sum()))
         self._tokens_in.inc(int(lengths[::group_size].sum()))
@@ -112,6 +118,14 @@ class RolloutMetrics:
             mixed = int(experience.info["group_mixed"][::group_size].sum())
             self._groups["mixed"].inc(mixed)
             self._groups["all_equal"].inc(len(responses) // group_size - mixed)
+
+    def beat(self) -> None:
+        """Note that the work goes on."""
+        self._writer.beat()
+
+    def reward_errored(self, reason: str) -> None:
+        """Count a row whose functions gave no reward."""
+        self._reward_errors[reason].inc()
 
     def failed(self, *, prompts: int, group_size: int, retried: bool) -> None:
         """Count a ticket nothing came of."""

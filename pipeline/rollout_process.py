@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from pipeline.errors import ConfigError, ExitCode, RewardError
 from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.models import Critic, load_actor, load_critic, load_reward_model, load_tokenizer, sees_images
 from pipeline.prompts import PromptSource
+from pipeline.reward_pool import RewardPool
 from pipeline.rewards import FunctionReward, load_reward_function
 from pipeline.role import RoleContext, monotonic_s, reward_source
 from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
@@ -73,7 +73,7 @@ def new_worker(
     tokenizer = load_tokenizer(config.model.actor)
     vision = VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None
     # Before the models: a reward that does not load should not take as long as they do to say so.
-    reward = load_reward(config, tokenizer, device, context.metrics.beat)
+    reward = load_reward(config, tokenizer, device, metrics)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
     targets = {f"actor.{name}": tensor for name, tensor in actor.state_dict().items()}
@@ -101,6 +101,7 @@ def new_worker(
         logits_forward_batch_size=rollout.logits_forward_batch_size,
         # In float32 the sampler's own log-probs are the trainer's to 1e-5; below that they are taken anew.
         reuse_sampling_log_probs=config.model.dtype == "float32",
+        drop_errored=True,
         stage=metrics.activity,
         on_progress=context.metrics.beat,
     )
@@ -140,17 +141,38 @@ def new_worker(
     )
 
 
-def load_reward(config: Config, tokenizer: Any, device: torch.device, on_progress: Callable[[], None]) -> Any:
-    """Return the configured reward model, or functions, or both added up; `on_progress` is called once a row."""
-    functions = [load_reward_function(name) for name in config.rollout.reward_functions]
+def load_reward(config: Config, tokenizer: Any, device: torch.device, metrics: RolloutMetrics) -> Any:
+    """Return the configured reward model, or functions, or both added up; progress is told once a row."""
+    functions = reward_functions(config, tokenizer, metrics) if config.rollout.reward_functions else None
     if config.model.reward is None:
-        return FunctionReward(functions, tokenizer, on_progress)
+        return functions
     model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
-    if not functions:
+    if functions is None:
         return model
-    scores = FunctionReward(functions, tokenizer, on_progress)
 
     def both(*, vision: VisionRows | None = None, **row: Any) -> torch.Tensor:
-        return model(**row) + scores(**row, vision=vision)
+        return model(**row) + functions(**row, vision=vision).to(device)
 
     return both
+
+
+def reward_functions(config: Config, tokenizer: Any, metrics: RolloutMetrics) -> FunctionReward | RewardPool:
+    """Return the reward functions: in processes that can be killed, unless they are this package's own.
+
+    Raises:
+        ConfigError: If one cannot be loaded.
+    """
+    rollout = config.rollout
+    if not rollout.reward_timeout_s or all(name.startswith("pipeline.") for name in rollout.reward_functions):
+        loaded = [load_reward_function(name) for name in rollout.reward_functions]
+        return FunctionReward(loaded, tokenizer, metrics.beat)
+    pool = RewardPool(
+        rollout.reward_functions,
+        config.model.actor,
+        timeout_s=rollout.reward_timeout_s,
+        processes=rollout.reward_processes,
+        on_problem=metrics.reward_errored,
+        on_progress=metrics.beat,
+    )
+    pool.wait_ready()
+    return pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,6 +16,43 @@ mark_descendants()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+LONG = {
+    "chaos": "kill processes of real daemons 500 times (tests/chaos)",
+    "soak": "run a daemon for 20 minutes and watch what each process holds (tests/chaos)",
+    "fuzz": "a million messages to the sockets, 100,000 configurations (tests/fuzz)",
+}
+"""Kinds of test that are short in a usual run; the option of the same name runs them, and only them, in full."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for each kind of long run, and the seed that repeats one."""
+    for kind, meaning in LONG.items():
+        parser.addoption(f"--{kind}", action="store_true", help=f"{meaning}; nothing else is run")
+    parser.addoption("--chaos-seed", type=int, default=0, help="seed of whom the chaos tests kill when")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not of a kind that was asked for in full."""
+    asked = [kind for kind in LONG if config.getoption(kind)]
+    if asked:
+        kept = [item for item in items if any(item.get_closest_marker(kind) for kind in asked)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+@pytest.fixture
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Print past pytest's capture, for runs whose figures are their point."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def printed(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            sys.stdout.write(f"\n{text}\n")
+            sys.stdout.flush()
+
+    return printed
 
 
 @pytest.fixture(scope="session", autouse=True)

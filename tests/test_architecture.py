@@ -21,7 +21,8 @@ def modules() -> set[str]:
 
 def listed() -> dict[str, int]:
     """Return the layer of each module in the page's table."""
-    return {name: int(layer) for layer, name in re.findall(r"^ {4,5}(\d+)  (\w+) +\S", PAGE, re.MULTILINE)}
+    lines = re.findall(r"^ {4,5}(\d+)  (\w+(?:, \w+)*) +\S", PAGE, re.MULTILINE)
+    return {name: int(layer) for layer, names in lines for name in names.split(", ")}
 
 
 def contracted() -> dict[str, int]:

@@ -81,6 +81,18 @@ class Rows:
         """Action columns, A."""
         return self.action_mask.shape[1]
 
+    def rows(self, index: Tensor) -> Rows:
+        """Choose rows, ``(rows,)`` int64, at the same widths."""
+        return dataclasses.replace(
+            self,
+            sequences=self.sequences[index],
+            attention_mask=self.attention_mask[index],
+            action_mask=self.action_mask[index],
+            prompt_lengths=self.prompt_lengths[index],
+            lengths=self.lengths[index],
+            vision=self.vision_of(index),
+        )
+
     def vision_of(self, index: Tensor | slice) -> VisionRows | None:
         """Images and videos of some rows."""
         return None if self.vision is None else self.vision.rows(index)

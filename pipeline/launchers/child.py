@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import logging
@@ -11,26 +10,19 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from pipeline.lifeline import die_with_parent
+
 if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.errors import ExitCode
     from pipeline.role import RoleContext
 
-_PR_SET_PDEATHSIG = 1
 _ROLES = {
     "buffer": "pipeline.buffer_process",
     "rollout": "pipeline.rollout_process",
     "trainer": "pipeline.trainer_process",
     "setup": "pipeline.setup_process",
 }
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the supervisor dies; before anything slow is imported."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["RLHFD_PARENT"]):
-        # It died before we could ask.
-        os._exit(0)
 
 
 def main(reports: int, spec_json: str) -> int:
@@ -94,5 +86,5 @@ def _run(config: Config, context: RoleContext) -> ExitCode:
 
 
 if __name__ == "__main__":
-    _die_with_parent()
+    die_with_parent()
     sys.exit(main(int(sys.argv[1]), sys.argv[2]))

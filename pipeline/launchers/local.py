@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pipeline.lifeline import PARENT_VARIABLE
 from pipeline.role import Report
 
 _MAX_LINE_BYTES = 64 << 10
@@ -57,7 +58,7 @@ class LocalChild:
         self._loop = asyncio.get_running_loop()
         reports, reports_child = os.pipe()
         lines, lines_child = os.pipe()
-        variables = {**os.environ, **environment, "RLHFD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        variables = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         # A child that could tell systemd that it is ready would speak for the whole service.
         variables.pop("NOTIFY_SOCKET", None)
         self._process = subprocess.Popen(

@@ -1,0 +1,205 @@
+"""A campaign of kills against a real daemon: what is hit in which state, and how long until training goes on.
+
+The campaign looks at the daemon from outside, through the metrics' shared memory: it waits until the process it has
+chosen is at the stage it has chosen, and kills it there. A supervisor that dies is started again, as a service manager
+would.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.errors import LedgerError
+from pipeline.metrics_slab import MetricsSlab
+from tests.daemon import Daemon, is_alive, wait_until
+
+RECOVERY_TIMEOUT_S = 120.0
+_STAGE_TIMEOUT_S = 4.0
+_LOOK_S = 0.0002
+
+
+class Target(NamedTuple):
+    """Whom to kill, and at which stage of its work; any stage if none is named."""
+
+    role: str
+    stage: str = ""
+
+
+# A ticket's rows: reserved and being made (generate ... ref_logprob), half written (seal), sealed and not yet settled
+# (the moment after), queued and leased (any kill of the buffer), in the optimizer step (train), acknowledged by the
+# publish under way (publish), and a fetch under way (fetch_weights).
+TARGETS = (
+    Target("rollout", "generate"),
+    Target("rollout", "reward"),
+    Target("rollout", "logprob"),
+    Target("rollout", "seal"),
+    Target("rollout", "after seal"),
+    Target("rollout", "fetch_weights"),
+    Target("rollout"),
+    Target("buffer"),
+    Target("buffer", "wait_data"),
+    Target("buffer", "other"),
+    Target("trainer", "train"),
+    Target("trainer", "publish"),
+    Target("trainer", "wait_data"),
+    Target("trainer"),
+    Target("supervisor"),
+    Target("everything"),
+)
+
+
+class Kill(NamedTuple):
+    """One kill: who, at which stage it really was, and how long training took to go on."""
+
+    target: Target
+    stage: str
+    recovery_s: float
+
+
+class Campaign:
+    """Kills one process after another, each once training has gone on after the one before.
+
+    Args:
+        folder: The daemon's.
+        sets: Its settings.
+        task: The embedded task.
+        seed: Of the order of kills.
+        targets: Whom to kill.
+    """
+
+    def __init__(self, folder: Path, *sets: str, task: Path, seed: int, targets: tuple[Target, ...] = TARGETS) -> None:
+        self.kills: list[Kill] = []
+        self.lives = 0
+        self.daemon: Daemon
+        self._folder = folder
+        self._sets = sets
+        self._task = task
+        self._rng = random.Random(seed)
+        self._targets = targets
+        self._turns: list[Target] = []
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Campaign:
+        """Start the daemon and wait until it trains."""
+        self._start()
+        self._wait_trained(0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the daemon of the last life."""
+        self._open.__exit__(*error)
+
+    def kill(self) -> Kill:
+        """Kill the next target and wait until training has gone on."""
+        target = self._next()
+        before = self._trained()
+        stage = self._strike(target)
+        started_s = time.monotonic()
+        if target.role in ("supervisor", "everything"):
+            self._revive()
+        self._wait_trained(before)
+        kill = Kill(target, stage, time.monotonic() - started_s)
+        self.kills.append(kill)
+        return kill
+
+    def report(self) -> str:
+        """Return the kills by role and stage, and the recovery times."""
+        counts = collections.Counter((kill.target.role, kill.stage) for kill in self.kills)
+        lines = [f"  {role:<10} {stage or '-':<24} {count:>4}" for (role, stage), count in sorted(counts.items())]
+        times = sorted(kill.recovery_s for kill in self.kills)
+        p50, p99 = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
+        return "\n".join(
+            [
+                f"{len(self.kills)} kills, {self.lives} lives of the supervisor, by process and what it was at:",
+                *lines,
+                f"kill until a further batch is trained: p50 {p50:.1f} s, p99 {p99:.1f} s, most {times[-1]:.1f} s",
+            ]
+        )
+
+    # Lives of the daemon.
+
+    def _start(self) -> None:
+        self.lives += 1
+        daemon = Daemon(self._folder, *self._sets, task=self._task, name=f"life-{self.lives}")
+        self.daemon = self._open.enter_context(daemon)
+        self.daemon.wait_answering()
+
+    def _revive(self) -> None:
+        """Start the next life once nothing of the last one runs."""
+        self.daemon.wait()
+        self._start()
+
+    # Targets.
+
+    def _next(self) -> Target:
+        if not self._turns:
+            # Each target once a turn, in an order of its own: none is forgotten, none is foreseeable.
+            self._turns = self._rng.sample(self._targets, len(self._targets))
+        return self._turns.pop()
+
+    def _strike(self, target: Target) -> str:
+        """Kill the target, at its stage if that comes up in time; return the stage it was at."""
+        if target.role == "everything":
+            for pid in [self.daemon.pid, *self.daemon.family()]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return ""
+        if target.role == "supervisor":
+            family = self.daemon.family()
+            os.kill(self.daemon.pid, signal.SIGKILL)
+            wait_until(lambda: not any(map(is_alive, family)), 5.0, "the children die with their supervisor")
+            return ""
+        with self._slab() as slab:
+            worker = self._rng.choice([slot.worker for slot in slab.layout.slots if slot.role == target.role])
+            stage = self._wait_stage(slab, target, worker)
+            os.kill(slab.pid(target.role, worker), signal.SIGKILL)
+        return stage
+
+    def _wait_stage(self, slab: MetricsSlab, target: Target, worker: int) -> str:
+        """Wait until that process is up and at the stage; any other one will do at the deadline."""
+        wait_until(lambda: _is_up(slab, target.role, worker), RECOVERY_TIMEOUT_S, f"{target.role} {worker} is up")
+        # A moment of no meaning within the stage.
+        delay_s = self._rng.random() * 0.02
+        wanted, after = target.stage.removeprefix("after "), target.stage.startswith("after ")
+        deadline = time.monotonic() + (_STAGE_TIMEOUT_S if wanted else delay_s)
+        seen = False
+        while time.monotonic() < deadline:
+            stage = slab.progress(target.role, worker).stage
+            if stage == wanted and not after:
+                return stage
+            if after and seen and stage != wanted:
+                return target.stage
+            seen = stage == wanted
+            time.sleep(_LOOK_S)
+        return slab.progress(target.role, worker).stage
+
+    # Progress.
+
+    @contextlib.contextmanager
+    def _slab(self) -> Iterator[MetricsSlab]:
+        slab = MetricsSlab.attach(self.daemon.shm_dir / "metrics")
+        try:
+            yield slab
+        finally:
+            slab.close()
+
+    def _trained(self) -> int:
+        with contextlib.suppress(OSError, LedgerError), self._slab() as slab:
+            books = slab.conservation()
+            return 0 if books is None else books.trained
+        return 0
+
+    def _wait_trained(self, before: int) -> None:
+        self.daemon.wait_until(lambda: self._trained() > before, f"more than {before} rows trained", RECOVERY_TIMEOUT_S)
+
+
+def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
+    return slab.is_live(role, worker) and slab.pid(role, worker) > 0 and is_alive(slab.pid(role, worker))
