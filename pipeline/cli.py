@@ -111,16 +111,20 @@ def main() -> None:
 @main.command()
 @_configured
 @click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
-def start(path: Path | None, sets: tuple[str, ...], serial: bool) -> None:
+@click.option("--fresh", is_flag=True, help="Start anew, whatever checkpoint there is; sets trainer.resume=never.")
+def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -> None:
     r"""Start an instance in the foreground; SIGTERM or Ctrl-C drains it and ends it.
+
+    It goes on from the last checkpoint of the same run, if that did not take all of its steps.
 
     \b
     Examples:
       rlhfd start
       rlhfd start --config grpo.toml --set rollout.workers=4 --set 'rollout.devices=[0, 1, 2, 3]'
       rlhfd start --serial --set trainer.max_steps=3
+      rlhfd start --fresh
     """
-    loaded = _load(path, sets, files=True)
+    loaded = _load(path, (*sets, "trainer.resume=never") if fresh else sets, files=True)
     if serial:
         from pipeline.launchers.serial import run
     else:

@@ -301,6 +301,17 @@ class TrainerConfig(_Section):
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=2**16, description="Batches of a rank to one step.")
     publish_every: int = Field(default=1, ge=1, le=2**16, description="Optimizer steps to one version.")
     save_every: int = Field(default=0, ge=0, description="Optimizer steps to one checkpoint; 0: at the end.")
+    keep_checkpoints: int = Field(default=3, ge=0, description="Checkpoints of a run that are kept; 0: all.")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="Whether a start goes on from the last checkpoint of the same run."
+    )
+    keep_state: Literal["memory", "disk"] = Field(
+        default="memory",
+        description="Where a killed trainer goes on from: shared memory, exactly, or the last checkpoint.",
+    )
+    probe_every: int = Field(
+        default=16, ge=0, description="Versions from one that workers check their models against to the next; 0: none."
+    )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank.")
 
 

@@ -90,6 +90,14 @@ class WeightsError(RlhfdError):
     """Weights that are torn, of another model or of another fingerprint: never load them."""
 
 
+class MistrustedError(RlhfdError):
+    """A worker whose model does not compute what its weights say: nothing it makes is of use, never restart it."""
+
+
+class CheckpointError(RlhfdError):
+    """A checkpoint that cannot be written, or does not hold what it says: go on, or take the one before it."""
+
+
 class BufferClosedError(RlhfdError):
     """The buffer was closed while a caller waited on it."""
 

@@ -29,6 +29,7 @@ class Slot:
     Attributes:
         error: The child's own last words, one line.
         finished: Whether the child said that its work is complete.
+        mistrusted: Whether a child said that nothing it makes is of use; none is started again.
         last_exit: Exit code of the last child, or minus its signal; None before the first ended.
         due_s: When the next start is due, while in backoff.
         lines: Lines that the child has printed.
@@ -50,6 +51,7 @@ class Slot:
     error: str = ""
     last_line: str = ""
     finished: bool = False
+    mistrusted: bool = False
     lines: int = 0
     ended_by: str = ""
     working_on: int = -1
@@ -138,7 +140,7 @@ class Fleet:
 
     def retry(self, slot: Slot) -> float | None:
         """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
-        delay_s = slot.policy.died(self._clock())
+        delay_s = None if slot.mistrusted else slot.policy.died(self._clock())
         if delay_s is None:
             slot.state = "failed"
         else:
@@ -178,6 +180,8 @@ class Fleet:
             self._on_line(slot, report.progress)
         if report.state == "finished":
             slot.finished = True
+        if report.state == "mistrusted":
+            slot.mistrusted = True
         if report.state == "ready":
             slot.state = "ready"
             startup_s = self._clock() - slot.started_s

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -223,7 +223,7 @@ class Learner:
             critic: The value model of PPO; called as `pipeline.models.action_values` does.
             temperature: The sampling temperature, at which log-probs are taken.
             kl_coef: Weight of the k3 KL to the reference in the loss.
-            step: Updates done before, where training goes on without `load_state_dict`.
+            step: Updates done before, where training goes on.
             process_group: The ranks that take each step together; None for this process alone.
             on_phase: Called as each "forward", "backward", "reduce" and "optimizer" begins, micro-batch by micro-batch.
 
@@ -324,21 +324,16 @@ class Learner:
             optimizer_s=watch.seconds["optimizer"],
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizers and step: all that another learner of the same models needs to go on from here."""
-        return {
-            "step": self.step,
-            "models": [model.state_dict() for model in self._models],
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a step changes beside the weights, live and by name: the optimizers' tensors.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.step = state["step"]
-        for model, weights in zip(self._models, state["models"], strict=True):
-            model.load_state_dict(weights)
-        for optimizer, moments in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(moments)
+        With them, the weights and `step`, another learner of the same models goes on from here bit for bit.
+        """
+        return {
+            f"{model}.{name}": tensor
+            for model, optimizer in zip(("actor", "critic"), self._optimizers, strict=False)
+            for name, tensor in optimizer.tensors().items()
+        }
 
     def _learning_rate_ratios(self) -> list[float]:
         """Share of its largest learning rate for each model in the step that comes; 0 where it is not trained yet."""

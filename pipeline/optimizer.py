@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,9 +66,10 @@ class ModelOptimizer:
         Raises:
             FieldError: If no parameter requires a gradient.
         """
-        self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not self._weights:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not trained:
             raise FieldError(f"{type(model).__name__} has no parameter that requires a gradient")
+        self._names, self._weights = list(trained), list(trained.values())
         self._group = process_group
         if process_group is not None:
             for weight in self._weights:
@@ -83,6 +83,13 @@ class ModelOptimizer:
         self._adamw = torch.optim.AdamW(
             self._masters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
         )
+        # As AdamW would make it in the first step; made now, it has its final shape from the start.
+        for master in self._masters:
+            self._adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
+            }
 
     def collect(self) -> None:
         """Add the gradients of one backward pass to the float32 copies', so that micro-batches add up in float32."""
@@ -125,16 +132,17 @@ class ModelOptimizer:
         """Forget the gradients."""
         self._adamw.zero_grad()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments and float32 copies; not the weights, which are the model's."""
-        return {"adamw": self._adamw.state_dict(), "copies": [master for _, master in self._copies()]}
+    def tensors(self) -> dict[str, Tensor]:
+        """Return moments, step counts and float32 copies by name, the very tensors that a step changes.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, over a model that has the weights of then."""
-        self._adamw.load_state_dict(state["adamw"])
-        with torch.no_grad():
-            for (_, master), saved in zip(self._copies(), state["copies"], strict=True):
-                master.copy_(saved)
+        Whoever copies values into them, over a model that has the weights of then, goes on where they were taken.
+        """
+        found: dict[str, Tensor] = {}
+        for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
+            found |= {f"{kind}.{name}": tensor for kind, tensor in self._adamw.state[master].items()}
+            if weight is not master:
+                found[f"float32.{name}"] = master
+        return found
 
     def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
         pairs = zip(self._weights, self._masters, strict=True)

@@ -18,7 +18,8 @@ from pipeline.metrics_slab import SlotWriter
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a child tells its supervisor, one JSON line each.
 
-    A new `state` (``"ready"``, ``"finished"``), `progress` on the way to it, or the `error` that it ends with.
+    A new `state` (``"ready"``, ``"finished"``, or ``"mistrusted"``: never to be started again), `progress` on the way
+    to it, or the `error` that it ends with.
     """
 
     state: str = ""

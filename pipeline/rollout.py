@@ -15,7 +15,15 @@ import xxhash
 from pipeline import codec
 from pipeline.arena import Arena
 from pipeline.codec_bounds import extent_bytes_bound
-from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError, ShapeError
+from pipeline.errors import (
+    ArenaFullError,
+    ConfigError,
+    FieldError,
+    MistrustedError,
+    PromptError,
+    RewardError,
+    ShapeError,
+)
 from pipeline.experience import Experience
 from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.prompts import Prompt, PromptSource, render
@@ -175,6 +183,7 @@ class RolloutWorker:
         group_size: int = 1,
         checksum: bool = True,
         initial_version: int = -1,
+        check: Callable[[WeightsVersion], None] = lambda fetched: None,
     ) -> None:
         """Introduce this worker to the buffer.
 
@@ -190,6 +199,7 @@ class RolloutWorker:
             group_size: Responses of a prompt (G).
             checksum: Whether sealed extents carry one.
             initial_version: The version of the weights as loaded; -1 if only published ones count.
+            check: Called with each version fetched; raises MistrustedError if the model does not compute with it.
         """
         self.draining = False
         self.held = WeightsVersion(initial_version, 0)
@@ -203,6 +213,7 @@ class RolloutWorker:
         self._clock = clock
         self._group_size = group_size
         self._checksum = checksum
+        self._check = check
         self._reader: WeightsReader | None = None
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
@@ -316,6 +327,11 @@ class RolloutWorker:
         with self._metrics.activity("fetch_weights"):
             started_s = self._clock()
             self.held = self._reader.fetch(self._targets)
+            try:
+                self._check(self.held)
+            except MistrustedError:
+                self._metrics.mistrusted()
+                raise
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
 
 

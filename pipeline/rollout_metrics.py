@@ -56,6 +56,7 @@ class RolloutMetrics:
         self._version = writer.gauge("rlhfd_policy_version")
         self._sync_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="load")
         self._sync_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport="shm")
+        self._mismatches = writer.counter("rlhfd_weight_syncs_total", result="mismatch")
         self._syncs = writer.counter("rlhfd_weight_syncs_total", result="ok")
         self._sync_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
         self._push_wait = writer.histogram("rlhfd_buffer_push_wait_seconds")
@@ -140,6 +141,10 @@ class RolloutMetrics:
         self._sync_bytes.inc(nbytes)
         self._syncs.inc()
         self._sync_time.set(time.time())
+
+    def mistrusted(self) -> None:
+        """Count a weight sync after which the model did not compute what its weights say."""
+        self._mismatches.inc()
 
     def in_flight(self, rollouts: int) -> None:
         """Show how many tickets are in hand."""

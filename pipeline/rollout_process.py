@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,18 +11,20 @@ import torch
 from pipeline.arena import Arena
 from pipeline.config import Config
 from pipeline.devices import process_device
-from pipeline.errors import ConfigError, ExitCode, RewardError
+from pipeline.errors import ConfigError, ExitCode, MistrustedError, RewardError
 from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.models import Critic, load_actor, load_critic, load_reward_model, load_tokenizer, sees_images
+from pipeline.probe import answer, check, probe_tokens
 from pipeline.prompts import PromptSource
 from pipeline.reward_pool import RewardPool
 from pipeline.rewards import FunctionReward, load_reward_function
-from pipeline.role import RoleContext, monotonic_s, reward_source
+from pipeline.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, worker_name
 from pipeline.vision_prompts import VisionPrompts
 from pipeline.vision_rows import VisionRows
+from pipeline.weights import Probe, WeightsVersion
 
 _IDLE_S = 0.25
 
@@ -55,6 +58,9 @@ def run(config: Config, context: RoleContext) -> ExitCode:
                 for message in mailbox.receive(_IDLE_S):
                     worker.handle(message)
         return ExitCode.OK
+    except MistrustedError:
+        context.report(Report(state="mistrusted"))
+        raise
     finally:
         worker.close()
         outbox.close(linger_s=1.0)
@@ -137,8 +143,21 @@ def new_worker(
         clock=monotonic_s,
         group_size=config.group_size,
         checksum=config.buffer.checksum,
+        check=weights_check(config, actor, tokenizer, device),
         initial_version=0 if config.trainer.kind == "external" else -1,
     )
+
+
+def weights_check(config: Config, actor: Any, tokenizer: Any, device: torch.device) -> Callable[[WeightsVersion], None]:
+    """Return what compares the actor's answer with the one that was published with its weights, if one was."""
+    tokens = probe_tokens(config, tokenizer)
+
+    def check_fetched(fetched: WeightsVersion) -> None:
+        if fetched.probe is not None:
+            mine = answer(actor, tokens, device) if tokens else Probe(0.0, 0)
+            check(fetched, mine, next(actor.parameters()).dtype)
+
+    return check_fetched
 
 
 def load_reward(config: Config, tokenizer: Any, device: torch.device, metrics: RolloutMetrics) -> Any:

@@ -30,8 +30,9 @@ from pipeline.errors import ConfigError, DeadlineError, DecodeError, Unreachable
 from pipeline.experience import Experience
 from pipeline.instance import find
 from pipeline.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
+from pipeline.policy_versions import PolicyVersions
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, trainer_name
-from pipeline.weights import WeightsPublisher, WeightsReader, WeightsVersion, flatten
+from pipeline.weights import Probe, WeightsVersion
 
 _CONNECT_TIMEOUT_S = 30.0
 _ACKS_KEPT = 256
@@ -47,11 +48,12 @@ class Receiver(Protocol):
 
 
 class Batch(NamedTuple):
-    """A leased batch: its rows, its lease, and the policy version that is trained on it."""
+    """A leased batch: its rows, its lease, the policy version that is trained on it, and `Lease.position`."""
 
     experience: Experience
     lease: int
     for_version: int
+    position: int = 0
 
 
 class Connection:
@@ -88,7 +90,7 @@ class Connection:
         self.draining = False
         self.deliveries_repeated = 0
         self._arena = arena
-        self._weights_path = weights_path
+        self._versions = PolicyVersions(weights_path)
         self._receiver = receiver
         self._sender = sender
         self._prefetch = prefetch
@@ -100,7 +102,6 @@ class Connection:
         self._newest_lease = -1
         self._in_hand: list[int] = []
         self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
-        self._publisher: WeightsPublisher | None = None
         self._published: Published | None = None
         self._damaged: Damaged | None = None
         self._trained_through = 0
@@ -108,8 +109,7 @@ class Connection:
         if rank == 0 and (newest := self.newest()) is not None:
             # Before the first hello: what a dead trainer published includes leases it never acknowledged.
             self._trained_through = newest.trained_through
-            self._published = Published(*newest)
-            self._send(self._published)
+            self._announce(newest)
         self._send(self._hello())
 
     # Batches.
@@ -159,7 +159,7 @@ class Connection:
             return None
         experience = self._gather(lease, readers, torch.device(device))
         self._in_hand.append(lease.lease)
-        return Batch(experience, lease.lease, lease.for_version)
+        return Batch(experience, lease.lease, lease.for_version, lease.position)
 
     def acknowledge(self) -> None:
         """Count the batches in hand as trained; without one, do nothing."""
@@ -172,6 +172,11 @@ class Connection:
         """Leave the batches in hand to the version that rank 0 publishes next; that version counts them as trained."""
         self._in_hand.clear()
 
+    def hand_back(self, batches: int) -> None:
+        """Hand back the last batches taken, which no step was made with; their rows are ready again."""
+        for _ in range(batches):
+            self._send(Release(trainer_name(self.rank), self._in_hand.pop()))
+
     def receive(self, timeout_s: float) -> None:
         """Take note of what the buffer says, waiting up to `timeout_s` for it."""
         for message in self._receiver.receive(timeout_s):
@@ -182,17 +187,11 @@ class Connection:
     @property
     def weights_bytes(self) -> int:
         """Bytes of one published version, 0 before the first publish of this trainer."""
-        return 0 if self._publisher is None else self._publisher.nbytes
+        return self._versions.nbytes
 
     def newest(self) -> WeightsVersion | None:
         """Return the version published last, by this trainer or the one before it; None before the first."""
-        if not self._weights_path.exists():
-            return None
-        reader = WeightsReader(self._weights_path)
-        try:
-            return reader.newest()
-        finally:
-            reader.close()
+        return self._versions.newest()
 
     def restore(self, **models: Mapping[str, torch.Tensor]) -> WeightsVersion:
         """Copy the newest published weights into state dicts, as a trainer does that takes a dead one's place.
@@ -200,49 +199,73 @@ class Connection:
         Raises:
             WeightsError: If there are none, or they are another model's.
         """
-        reader = WeightsReader(self._weights_path)
-        try:
-            return reader.fetch(
-                {f"{prefix}.{name}": t for prefix, state in models.items() for name, t in state.items()}
-            )
-        finally:
-            reader.close()
+        return self._versions.restore(models)
+
+    def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
+        """Copy the `training` tensors that were published with a version; return whether they were there."""
+        return self._versions.restore_training(version, into)
 
     def publish(
         self,
         *,
         actor: Mapping[str, torch.Tensor],
         critic: Mapping[str, torch.Tensor] | None = None,
+        training: Mapping[str, torch.Tensor] | None = None,
         version: int | None = None,
+        rollback: bool = False,
+        probe: Probe | None = None,
     ) -> WeightsVersion:
         """Publish weights as the next policy version; they include the batches in hand, which count as trained by it.
 
         Args:
             actor: The policy's state dict, on any device, under Hugging Face's names.
             critic: The critic's, with PPO.
+            training: Optimizer moments and whatever else training goes on from, for `restore_training`; dropped with
+                a warning where shared memory has no room for it.
             version: The version's number, None for one more than the newest.
+            rollback: Whether these weights are older than the newest. All batches leased before are void then; on
+                several ranks each calls `start_over` next.
+            probe: What a model with these weights answers to the probe (`pipeline.probe`).
 
         Raises:
             ConfigError: If shared memory has no room for the weights.
             UnreachableError: If the daemon has ended.
             WeightsError: If the tensors are not those of the first publish, or the version is not new.
         """
-        tensors = flatten(actor=actor, critic=critic)
-        if self._publisher is None:
-            if not self._weights_path.parent.exists():
-                raise UnreachableError(f"the daemon has ended: {self._weights_path.parent} is gone")
-            self._publisher = WeightsPublisher(self._weights_path, tensors)
         if version is None:
             newest = self.newest()
             version = 1 if newest is None else newest.version + 1
         if taken := [*self._acks, *self._in_hand]:
             # Ranks step together: what rank 0 has of a round, each other rank has too.
             self._trained_through = (taken[-1] // self.world_size + 1) * self.world_size
-        published = self._publisher.publish(version, tensors, trained_through=self._trained_through)
+        published = self._versions.publish(
+            version,
+            {"actor": actor, "critic": critic},
+            training,
+            trained_through=self._trained_through,
+            rollback=rollback,
+            probe=probe,
+        )
         self._in_hand.clear()
-        self._published = Published(*published)
-        self._send(self._published)
+        if rollback:
+            self.start_over(published)
+        else:
+            self._announce(published)
         return published
+
+    def start_over(self, published: WeightsVersion) -> None:
+        """Begin anew from a rollback: whatever was leased to this rank is void, and none of it is accepted any more.
+
+        The rollback is said before the hello, by every rank, for one rank's hello may overtake another's rollback.
+        """
+        self._incarnation = random.getrandbits(62)
+        self._leases.clear()
+        self._in_hand.clear()
+        self._acks.clear()
+        self._newest_lease = -1
+        self._announce(published)
+        self._send(self._hello())
+        self._send(Credit(trainer_name(self.rank), self._incarnation, self._prefetch))
 
     # The end.
 
@@ -255,8 +278,7 @@ class Connection:
         self._send(Credit(trainer_name(self.rank), self._incarnation, 0))
         for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
             self._send(Release(trainer_name(self.rank), lease))
-        if self._publisher is not None:
-            self._publisher.close()
+        self._versions.close()
         self._on_close()
 
     def __enter__(self) -> Connection:
@@ -272,6 +294,10 @@ class Connection:
 
     def _send(self, message: Message) -> None:
         self._sender.send(message)
+
+    def _announce(self, version: WeightsVersion) -> None:
+        self._published = Published(version.version, version.fingerprint, version.trained_through, version.rollback)
+        self._send(self._published)
 
     def _hello(self) -> Hello:
         held = [*self._in_hand, *(lease.lease for lease in self._leases)]

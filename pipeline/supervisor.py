@@ -241,6 +241,9 @@ class Supervisor:
 
     def _child_ended(self, slot: Slot, code: int) -> None:
         self._child_changed(slot)
+        if slot.role == "trainer" and code == ExitCode.FAILED and (self._ending or slot.finished):
+            # All steps it was to take are taken, but for a last checkpoint that nobody could write.
+            self._exit_code = self._exit_code or ExitCode.FAILED
         if self._ending:
             return
         if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
@@ -260,7 +263,7 @@ class Supervisor:
     def _rank_ended(self, slot: Slot, code: int) -> None:
         # One that was killed because another rank died is not to blame for what it was at.
         self._to_buffer.send(PeerDied(trainer_name(slot.index), -1 if slot.ended_by == "group" else slot.working_on))
-        if code == 0 and slot.finished:
+        if slot.finished and code in (ExitCode.OK, ExitCode.FAILED):
             self._finished_ranks.add(slot.index)
             if len(self._finished_ranks) == self._config.trainer.world_size:
                 self._drain("training is complete")
@@ -279,7 +282,8 @@ class Supervisor:
         if delay_s is not None:
             log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, words)
             return
-        log.error("%s ended (%s) too often, it is not started again: %s", slot.name, how, words)
+        often = "" if slot.mistrusted else " too often"
+        log.error("%s ended (%s)%s, it is not started again: %s", slot.name, how, often, words)
         usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
         if slot.role != "rollout" or not usable:
             self._abort(ExitCode.GAVE_UP, f"{slot.name} failed ({how}): {words}")

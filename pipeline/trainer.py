@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import xxhash
 
 from pipeline.config import Config
+from pipeline.errors import CheckpointError
 from pipeline.experience import Experience
 from pipeline.learner import StepStats
+from pipeline.resume import Start
 from pipeline.stream import Batch, Connection
 from pipeline.trainer_metrics import TrainerMetrics
+from pipeline.training_state import Progress, digest_after, tensors_of
+from pipeline.weights import Probe, WeightsVersion
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +29,27 @@ class Learns(Protocol):
     def update(self, experiences: list[Experience]) -> StepStats:
         """Take one optimizer step."""
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that a step changes beside the weights, live."""
+
 
 class CheckpointWriter(Protocol):
-    """Writes the models of one step (`pipeline.checkpoints`)."""
+    """Writes what there is to go on from (`pipeline.checkpoints`)."""
 
-    def __call__(self, step: int) -> Path:
-        """Write and return where."""
+    def __call__(self, progress: Progress, version: WeightsVersion, *, complete: bool) -> Path:
+        """Write and return where.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
 
 
 class Trainer:
     """One rank's decisions: when a step is due, what it publishes, when it has ended.
 
     Attributes:
-        step: Optimizer steps taken.
-        digest: xxh3-64 over every batch in training order; equal only for runs that trained on the same experience.
+        progress: Steps taken, and the digest of every batch in training order; the digest is equal only for runs that
+            trained on the same experience.
     """
 
     def __init__(
@@ -53,9 +63,10 @@ class Trainer:
         device: torch.device,
         agree: Callable[[bool], bool] = lambda ready: ready,
         save: CheckpointWriter | None = None,
-        step: int = 0,
+        start: Start = Start(),  # noqa: B008 - immutable
+        probe: Callable[[], Probe] | None = None,
     ) -> None:
-        """Publish the first weights if there are none yet.
+        """Publish the first weights, unless they are there.
 
         Args:
             config: The run's.
@@ -67,11 +78,10 @@ class Trainer:
             agree: Called by all ranks before each step: True if every rank said so. Ranks that drain say False, so
                 that none waits in a collective for one that has ended.
             save: Writes a checkpoint; None on every rank but the first.
-            step: Steps taken before, when a dead trainer's place is taken.
+            start: Where it begins.
+            probe: Asks the actor what workers are to compare with; None where nothing is asked.
         """
-        self.step = step
-        self.digest = xxhash.xxh3_64()
-        self.fingerprint = 0
+        self.progress = start.progress
         self._config = config.trainer
         self._learner = learner
         self._connection = connection
@@ -81,13 +91,30 @@ class Trainer:
         self._agree = agree
         self._agreed_to_stop = False
         self._save = save
-        self._batches: list[Experience] = []
-        newest = connection.newest()
-        if newest is None:
-            self._publish(version=0)
+        self._probe = probe
+        self._batches: list[Batch] = []
+        self._published_step, self._saved_step = start.progress.step, start.saved_step
+        # Other ranks publish nothing; what they hold is what the first publishes.
+        self._version = WeightsVersion(start.version or 0, 0)
+        if start.version is None:
+            found = connection.newest()
+            assert found is not None
+            self._version = found
         else:
-            self.fingerprint = newest.fingerprint
-        metrics.began(0 if newest is None else newest.version)
+            self._publish(start.version, rollback=start.rollback)
+        if start.version is not None and not start.rollback:
+            metrics.resumed(self.step)
+        metrics.began(self._version.version)
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the weights published last."""
+        return self._version.fingerprint
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.progress.step
 
     @property
     def finished(self) -> bool:
@@ -117,63 +144,91 @@ class Trainer:
         with self._metrics.waiting():
             self._connection.receive(timeout_s)
 
-    def close(self) -> None:
-        """Let the other ranks go, write the last checkpoint and hand back what is leased."""
+    def close(self) -> bool:
+        """Let the other ranks go, write the last checkpoint and hand back what is leased.
+
+        Returns:
+            Whether the last checkpoint holds all that was trained; True on every rank but the first.
+        """
         if not (self.complete or self._agreed_to_stop):
             self._agree(False)
-        if self._save is not None and self.step:
+        self._connection.hand_back(len(self._batches))
+        if self.step > self._published_step:
+            # What is in the last checkpoint counts as trained.
+            self._publish()
+        if self.step > self._saved_step:
             self._checkpoint()
         self._connection.close()
         log.info(
             "training ended: steps=%d weights=%016x experiences=%016x",
             self.step,
-            self.fingerprint,
-            self.digest.intdigest(),
+            self._version.fingerprint,
+            self.progress.digest,
         )
+        return self._save is None or self._saved_step == self.step
 
     def _use(self, batch: Batch) -> None:
         self._metrics.work_on(batch.lease)
-        self._digest(batch.experience)
-        self._batches.append(batch.experience)
+        self._batches.append(batch)
         if len(self._batches) < self._config.gradient_accumulation_steps:
             return
         if not self._agree(True):
             self._agreed_to_stop = True
             return
+        experiences = [batch.experience for batch in self._batches]
         with self._metrics.training():
-            stats = self._learner.update(self._batches)
-        self.step += 1
+            stats = self._learner.update(experiences)
+        self.progress = Progress(
+            self.step + 1,
+            digest_after(self.progress.digest, experiences),
+            max(self.progress.position, *(batch.position for batch in self._batches)),
+        )
+        self._batches = []
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
-        self._metrics.stepped(stats, self._batches, batch.for_version)
-        self._batches = []
-        if self._save is not None and self._config.save_every and self.step % self._config.save_every == 0:
+        self._metrics.stepped(stats, experiences, batch.for_version)
+        every = self._config.save_every
+        if every and self.step // every > self._saved_step // every and self.step == self._published_step:
             self._checkpoint()
 
-    def _publish(self, version: int | None = None) -> None:
+    def _publish(self, version: int | None = None, *, rollback: bool = False) -> None:
         """Publish, which acknowledges: a trainer that dies before it gets every batch since the last version again."""
+        self._published_step = self.step
         if self._connection.rank != 0:
             self._connection.settle()
             return
         started_s = time.monotonic()
+        in_memory = self._config.keep_state == "memory"
         with self._metrics.publishing():
             critic = self._models.get("critic")
-            published = self._connection.publish(
+            self._version = self._connection.publish(
                 actor=self._models["actor"].state_dict(),
                 critic=None if critic is None else critic.state_dict(),
+                probe=self._answer(first=version is not None),
+                training=tensors_of(self._learner, self.progress, self._device) if in_memory else None,
                 version=version,
+                rollback=rollback,
             )
-        self.fingerprint = published.fingerprint
-        self._metrics.published(published.version, self._connection.weights_bytes, time.monotonic() - started_s)
+        self._metrics.published(self._version.version, self._connection.weights_bytes, time.monotonic() - started_s)
+
+    def _answer(self, *, first: bool) -> Probe | None:
+        """Return what goes with the version that comes, if it is one to be checked."""
+        every = self._config.probe_every
+        due = every and (first or (self._version.version + 1) % every == 0)
+        return self._probe() if self._probe is not None and due else None
 
     def _checkpoint(self) -> None:
-        assert self._save is not None
+        """Write one if this rank does; if that fails, the run goes on."""
+        if self._save is None:
+            self._saved_step = self.step
+            return
         started_s = time.monotonic()
-        path = self._save(self.step)
+        try:
+            path = self._save(self.progress, self._version, complete=self.complete)
+        except CheckpointError as error:
+            self._metrics.not_saved()
+            log.error("%s", error)
+            return
+        self._saved_step = self.step
         self._metrics.saved(time.monotonic() - started_s)
         log.info("checkpoint written: step=%d path=%s", self.step, path)
-
-    def _digest(self, experience: Experience) -> None:
-        for tensor in (experience.sequences, experience.action_log_probs, experience.advantages, experience.reward):
-            assert tensor is not None
-            self.digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

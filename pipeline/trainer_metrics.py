@@ -51,6 +51,7 @@ class TrainerMetrics:
         self._published = writer.counter("rlhfd_weight_syncs_total", result="ok")
         self._published_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
         self._saved = writer.counter("rlhfd_checkpoints_total", result="ok")
+        self._not_saved = writer.counter("rlhfd_checkpoints_total", result="error")
         self._save_s = writer.histogram("rlhfd_checkpoint_duration_seconds")
         self._save_time = writer.gauge("rlhfd_checkpoint_last_success_timestamp_seconds")
 
@@ -106,6 +107,11 @@ class TrainerMetrics:
         """Show where training starts from."""
         self._version.set(version)
 
+    def resumed(self, steps: int) -> None:
+        """Count the steps that an earlier instance of the run has taken; its counters are gone."""
+        if self._leads:
+            self._steps.inc(steps)
+
     def stepped(self, stats: StepStats, batches: list[Experience], for_version: int) -> None:
         """Count a step and show what came of it."""
         for batch in batches:
@@ -152,3 +158,7 @@ class TrainerMetrics:
         self._saved.inc()
         self._save_s.observe(duration_s)
         self._save_time.set(time.time())
+
+    def not_saved(self) -> None:
+        """Count a checkpoint that could not be written."""
+        self._not_saved.inc()

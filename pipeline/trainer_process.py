@@ -5,21 +5,28 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as distributed
 
-from pipeline.checkpoints import save_checkpoint
+from pipeline.checkpoint_notes import checkpoints_dir
+from pipeline.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.config import Config
 from pipeline.devices import process_device
 from pipeline.errors import ExitCode
 from pipeline.learner import Learner
 from pipeline.models import Critic, load_actor, load_critic, load_tokenizer
+from pipeline.probe import answer, probe_tokens
+from pipeline.resume import Resumption
 from pipeline.role import Report, RoleContext, reward_source
 from pipeline.stream import Connection, open_connection
-from pipeline.trainer import Trainer
+from pipeline.trainer import CheckpointWriter, Trainer
 from pipeline.trainer_metrics import TrainerMetrics
+from pipeline.training_state import Progress, tensors_of
+from pipeline.weights import Probe, WeightsVersion
+from pipeline.workspace import identity_of
 
 _IDLE_S = 0.25
 
@@ -46,14 +53,14 @@ def run(config: Config, context: RoleContext) -> ExitCode:
                 trainer.stop()
             elif not trainer.poll():
                 trainer.wait(_IDLE_S)
-        trainer.close()
+        saved = trainer.close()
         if trainer.complete:
             context.report(Report(state="finished"))
     finally:
         connection.close()
         if distributed.is_initialized():
             distributed.destroy_process_group()
-    return ExitCode.OK
+    return ExitCode.OK if saved else ExitCode.FAILED
 
 
 def batches_ahead(config: Config) -> int:
@@ -84,7 +91,7 @@ def all_ranks_agree(ready: bool) -> bool:
 
 
 def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
-    """Load the models, from the newest published weights if a trainer was here before, and join them to the daemon."""
+    """Load the models, set them to where training begins (`pipeline.resume`), and join them to the daemon."""
     device = process_device()
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     models: dict[str, torch.nn.Module] = {"actor": actor}
@@ -94,17 +101,14 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
             if config.model.critic is None
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
-    newest = connection.newest()
-    if newest is not None:
-        connection.restore(**{name: model.state_dict() for name, model in models.items()})
-        log.info("took over from a dead trainer: version=%d", newest.version)
     metrics = TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config))
 
     def agree(ready: bool) -> bool:
+        if config.trainer.world_size == 1:
+            return ready
         with metrics.meeting():
             return all_ranks_agree(ready)
 
-    step = 0 if newest is None else newest.version * config.trainer.publish_every
     learner = Learner(
         config.trainer,
         config.rollout.algorithm,
@@ -112,25 +116,67 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         models.get("critic"),
         temperature=config.rollout.temperature,
         kl_coef=config.trainer_kl_coef,
-        step=step,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         on_phase=metrics.phase,
     )
-    save = functools.partial(
-        save_checkpoint,
-        Path(config.daemon.state_dir) / "checkpoints",
-        actor=actor,
-        critic=models.get("critic"),
-        tokenizer=load_tokenizer(config.model.actor),
-    )
-    return Trainer(
+    resumption = Resumption(config, connection, learner, models, device)
+    start = resumption.find()
+    # Nothing of what another rank still reads is replaced.
+    agree(True)
+    if context.index == 0:
+        resumption.settle(start)
+    trainer = Trainer(
         config,
         learner,
         connection,
         models,
         metrics,
         device=device,
-        agree=agree if config.trainer.world_size > 1 else lambda ready: ready,
-        save=save if context.index == 0 else None,
-        step=step,
+        agree=agree,
+        save=checkpoint_writer(config, models, learner, device) if context.index == 0 else None,
+        start=start,
+        probe=question(config, actor, device),
     )
+    if start.rollback:
+        agree(True)
+        published = connection.newest()
+        if context.index and published is not None:
+            connection.start_over(published)
+    return trainer
+
+
+def question(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:
+    """Return what asks the actor that which workers are asked too; None where there is nothing to ask."""
+    tokens = probe_tokens(config, load_tokenizer(config.model.actor))
+    return functools.partial(answer, actor, tokens, device) if tokens else None
+
+
+def checkpoint_writer(
+    config: Config, models: Mapping[str, torch.nn.Module], learner: Learner, device: torch.device
+) -> CheckpointWriter:
+    """Return what writes this run's checkpoints."""
+    tokenizer = load_tokenizer(config.model.actor)
+    described, identity = config.model_dump(mode="json"), identity_of(config)
+
+    def save(progress: Progress, version: WeightsVersion, *, complete: bool) -> Path:
+        note = CheckpointNote(
+            identity,
+            progress.step,
+            version.version,
+            progress.position,
+            complete,
+            digest=f"{progress.digest:016x}",
+            fingerprint=f"{version.fingerprint:016x}",
+            config=described,
+        )
+        return save_checkpoint(
+            checkpoints_dir(config),
+            note,
+            actor=models["actor"],
+            tokenizer=tokenizer,
+            critic=models.get("critic"),
+            state=tensors_of(learner, progress, device),
+            keep=config.trainer.keep_checkpoints,
+        )
+
+    return save

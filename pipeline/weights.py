@@ -1,13 +1,19 @@
 """Policy weights in shared memory: the trainer publishes versions, workers copy the newest between rollouts.
 
     page 0      magic, slots, slot bytes, data offset, manifest bytes; `newest` (slot + 1, 0 before the first publish)
-    512         one header of 64 B a slot: sequence, version, fingerprint, trained_through
+    512         one header of 64 B a slot: sequence, version, fingerprint, trained_through, history, rollback,
+                log-prob and tokens of the probe
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
     data        the slots, page-aligned
 
 A slot's sequence is odd while it is written. The publisher takes the slot after the newest: sequence odd, tensors,
 fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and looks at its sequence
 before and after; if it changed, or the fingerprint is wrong, the copy is thrown away. With several slots nobody waits.
+
+The newest slot is not always the one of the highest version: a trainer that goes on from a checkpoint publishes a lower
+one as a rollback. `history` counts these, so that version 7 of now is told from version 7 of a past that is gone.
+
+A trainer's own state lies in a second such file (`pipeline.policy_versions`), where a version is found by its number.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from pipeline.errors import WeightsError
 
 _MAGIC = b"rlhfd-weights\x00\x00\x01"
 _HEADER = struct.Struct("<16sQQQQ")
+_FLOAT_BITS, _BITS = struct.Struct("<d"), struct.Struct("<Q")
 _NEWEST = 64 // 8
 _SLOT_HEADERS = 512
 _SLOT_HEADER_BYTES = 64
@@ -48,12 +55,40 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
+class Probe(NamedTuple):
+    """Summed log-prob, in nats, that these weights give to the tokens of the run's first prompt."""
+
+    log_prob: float
+    tokens: int
+
+
+Age = tuple[int, int]
+"""A version's number and its history."""
+
+
 class WeightsVersion(NamedTuple):
-    """A published version, the xxh3-64 fingerprint of its bytes, and the first lease that it does not include."""
+    """A published version.
+
+    Attributes:
+        version: Its number.
+        fingerprint: xxh3-64 of its bytes.
+        trained_through: The first lease that it does not include.
+        rollback: Whether it takes the place of a later one.
+        history: Rollbacks up to this version.
+        probe: What a model with these weights answers; None where it was not asked.
+    """
 
     version: int
     fingerprint: int
     trained_through: int = 0
+    rollback: bool = False
+    history: int = 0
+    probe: Probe | None = None
+
+    @property
+    def age(self) -> Age:
+        """What tells it from every other version of a run."""
+        return self.version, self.history
 
 
 def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -77,6 +112,7 @@ class _Mapping:
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         self.memory = memoryview(self._map)
+        self.slots: int
         magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = _HEADER.unpack_from(self.memory)
         if magic != _MAGIC:
             raise WeightsError(f"{path} holds no weights of this version")
@@ -106,7 +142,17 @@ class _Mapping:
 
     def version(self, slot: int) -> WeightsVersion:
         mark = self.slot_mark(slot)
-        return WeightsVersion(*self.marks[mark + 1 : mark + 4])
+        _, version, fingerprint, through, history, rollback, bits, tokens = self.marks[mark : mark + 8]
+        (log_prob,) = _FLOAT_BITS.unpack(_BITS.pack(bits))
+        probe = Probe(log_prob, tokens) if tokens else None
+        return WeightsVersion(version, fingerprint, through, bool(rollback), history, probe)
+
+    def slot_of(self, wanted: Age) -> int | None:
+        """Return the slot that holds a version whole."""
+        for slot in range(self.slots if self.newest() is not None else 0):
+            if self.marks[self.slot_mark(slot)] % 2 == 0 and self.version(slot).age == wanted:
+                return slot
+        return None
 
     def close(self) -> None:
         self.marks.release()
@@ -134,9 +180,8 @@ class WeightsPublisher:
         """
         if not 2 <= slots <= _MAX_SLOTS:
             raise ValueError(f"slots must be 2 to {_MAX_SLOTS}, got {slots}")
-        places = _places(tensors)
-        if not self._matches(path, places):
-            _create(path, places, slots)
+        if not self.matches(path, tensors):
+            _create(path, _places(tensors), slots)
         self._mapping = _Mapping(path)
         self._views = [self._mapping.tensors(slot) for slot in range(self._mapping.slots)]
 
@@ -145,20 +190,33 @@ class WeightsPublisher:
         """Bytes of one version."""
         return int(self._mapping.slot_bytes)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, trained_through: int = 0) -> WeightsVersion:
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        trained_through: int = 0,
+        rollback: bool = False,
+        history: int | None = None,
+        probe: Probe | None = None,
+    ) -> WeightsVersion:
         """Make `version` the newest.
 
         Args:
-            version: Above every version before.
+            version: Above the newest, unless `rollback`.
             tensors: Values, on any device, under the names given at the start.
             trained_through: First lease that these weights do not include; a dead trainer's successor reads it.
+            rollback: Whether what was newest until now is undone by this.
+            history: Rollbacks up to this version; left out, as many as this publisher's file knows of.
+            probe: What a model with these weights answers.
 
         Raises:
             WeightsError: If a tensor is missing, of another shape, or the version is not new.
         """
         newest = self._mapping.newest()
-        if newest is not None and self._mapping.version(newest).version >= version:
-            raise WeightsError(f"version {version} is not above {self._mapping.version(newest).version}")
+        before = None if newest is None else self._mapping.version(newest)
+        if before is not None and before.version >= version and not rollback:
+            raise WeightsError(f"version {version} is not above {before.version}")
         slot = 0 if newest is None else (newest + 1) % self._mapping.slots
         mark, marks = self._mapping.slot_mark(slot), self._mapping.marks
         marks[mark] |= 1
@@ -169,11 +227,28 @@ class WeightsPublisher:
                 raise WeightsError(f"{name}: {shape}, expected {tuple(view.shape)}")
             view.copy_(tensor.detach())
         fingerprint = _fingerprint(self._mapping.slot_memory(slot))
-        marks[mark + 1], marks[mark + 2], marks[mark + 3] = version, fingerprint, trained_through
+        if history is None:
+            history = rollback + (0 if before is None else before.history)
+        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe)
+        (bits,) = _BITS.unpack(_FLOAT_BITS.pack(probe.log_prob if probe else 0.0))
+        words = (version, fingerprint, trained_through, history, int(rollback), bits, probe.tokens if probe else 0)
+        for place, word in enumerate(words, mark + 1):
+            marks[place] = word
         marks[mark] += 1
         # Last: whoever sees this slot as the newest sees it whole.
         marks[_NEWEST] = slot + 1
-        return WeightsVersion(version, fingerprint, trained_through)
+        return published
+
+    def rewind(self, age: Age) -> bool:
+        """Make a version that is still held the newest again, as if none had come after it; return whether it is.
+
+        The slot that is written next is then not the one of this version, however many came after it.
+        """
+        slot = self._mapping.slot_of(age)
+        if slot is None:
+            return False
+        self._mapping.marks[_NEWEST] = slot + 1
+        return True
 
     def close(self) -> None:
         """Unmap; the file stays for the workers."""
@@ -181,12 +256,13 @@ class WeightsPublisher:
         self._mapping.close()
 
     @staticmethod
-    def _matches(path: Path, places: list[TensorPlace]) -> bool:
+    def matches(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether there is a file, and it was made for tensors like these."""
         if not path.exists():
             return False
         mapping = _Mapping(path)
         try:
-            return mapping.places == places
+            return bool(mapping.places == _places(tensors))
         finally:
             mapping.close()
 
@@ -208,22 +284,23 @@ class WeightsReader:
         slot = self._mapping.newest()
         return None if slot is None else self._mapping.version(slot)
 
-    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
-        """Copy the newest version into a model's tensors.
+    def fetch(self, into: Mapping[str, torch.Tensor], *, age: Age | None = None) -> WeightsVersion:
+        """Copy the newest version, or the one of that age, into a model's tensors.
 
         Args:
             into: Targets by published name; every published tensor needs one of its shape.
+            age: Which one; None for the newest.
 
         Returns:
             The version the targets hold now, with its verified fingerprint.
 
         Raises:
-            WeightsError: If nothing was published, a target is missing or misshapen, or no whole copy could be had.
+            WeightsError: If there is no such version, a target is missing or misshapen, or no whole copy could be had.
         """
         for _ in range(_FETCH_ATTEMPTS):
-            slot = self._mapping.newest()
+            slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
             if slot is None:
-                raise WeightsError("no weights were published yet")
+                raise WeightsError("no weights were published yet" if age is None else f"version {age[0]} is gone")
             mark = self._mapping.slot_mark(slot)
             before = self._mapping.marks[mark]
             found = self._mapping.version(slot)
@@ -231,6 +308,10 @@ class WeightsReader:
                 return found
             log.warning("weights of version %d were overtaken while being copied, trying again", found.version)
         raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
+
+    def holds(self, age: Age) -> bool:
+        """Whether a version is there, whole."""
+        return self._mapping.slot_of(age) is not None
 
     def _copy(self, slot: int, into: Mapping[str, torch.Tensor]) -> int:
         with torch.no_grad():

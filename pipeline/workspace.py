@@ -89,7 +89,8 @@ class Workspace:
             raise ConfigError(f"{folder} belongs to another user")
         folder.chmod(0o700)
         layout = ledger_layout(config)
-        workspace = cls._left_behind(folder, identity_of(config), layout)
+        anew = config.trainer.resume == "never"
+        workspace = None if anew else cls._left_behind(folder, identity_of(config), layout)
         try:
             if workspace is None:
                 workspace = cls._fresh(folder, config, layout)

@@ -137,14 +137,14 @@ class _Serial:
             if self._trainer.step != step:
                 step = self._trainer.step
                 self._say(step)
-        self._trainer.close()
+        saved = self._trainer.close()
         self._buffer_turn()
         self._buffer.draining = True
         self._buffer.finish()
         self._worker.close()
         totals = self._buffer.ledger.totals
         log.info("experiences: sealed=%d trained=%d dropped=%d", totals.sealed, totals.trained, sum(totals.dropped))
-        return ExitCode.OK
+        return ExitCode.OK if saved else ExitCode.FAILED
 
     def _stop(self, *_: object) -> None:
         self._stopping = True

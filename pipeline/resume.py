@@ -1,0 +1,199 @@
+"""Where a trainer begins: where a dead one was, at a checkpoint, or anew.
+
+    shared memory holds          what the trainer does
+    weights, their state         goes on from both, exactly; nothing is published again
+    weights alone                publishes the last checkpoint as a rollback: what came after it exists no more;
+                                 where there is none, the models as they started, version 0
+    nothing (a new start)        publishes the last checkpoint of the same run (`trainer.resume`), or version 0
+
+A checkpoint that does not hold what it says is left out for the one before it, loudly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pipeline.checkpoint_notes import Latest, checkpoints_dir, forget_latest, read_latest, why_anew, write_latest
+from pipeline.checkpoints import CheckpointNote, copy_tensors, earlier_of_run, load_state, read_note, verify
+from pipeline.config import Config
+from pipeline.errors import CheckpointError, ConfigError, WeightsError
+from pipeline.models import load_actor, load_critic
+from pipeline.stream import Connection
+from pipeline.training_state import HasTensors, Progress, take_over, tensors_of
+from pipeline.weights import WeightsVersion
+
+_FRESH = "`rlhfd start --fresh` starts anew"
+
+log = logging.getLogger(__name__)
+
+
+class Learns(HasTensors, Protocol):
+    """Who trains (`pipeline.learner.Learner`)."""
+
+    step: int
+
+
+class Start(NamedTuple):
+    """How a trainer begins.
+
+    Attributes:
+        progress: How far training had come.
+        version: Number under which the weights are published first; None where they are published already.
+        rollback: Whether versions that were published before are undone by that.
+        checkpoint: What it goes on from, to be noted as the last one; None where it starts anew.
+        saved_step: Step of the last checkpoint of this run, 0 for none.
+    """
+
+    progress: Progress = Progress()
+    version: int | None = 0
+    rollback: bool = False
+    checkpoint: Latest | None = None
+    saved_step: int = 0
+
+
+class Resumption:
+    """One rank's way to its start; all ranks come to the same one, the first says so."""
+
+    def __init__(
+        self,
+        config: Config,
+        connection: Connection,
+        learner: Learns,
+        models: Mapping[str, torch.nn.Module],
+        device: torch.device,
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            config: The run's.
+            connection: To the daemon.
+            learner: Its tensors and its step are set.
+            models: ``actor`` and, with PPO, ``critic``, as they are at the start of a run; their weights are set.
+            device: Where they are.
+        """
+        self._config = config
+        self._connection = connection
+        self._learner = learner
+        self._models = models
+        self._device = device
+        self._root = checkpoints_dir(config)
+
+    def find(self) -> Start:
+        """Set models and learner to where this trainer begins; change nothing that another rank looks at.
+
+        Raises:
+            ConfigError: If a checkpoint was to be taken, and none of the run can be used.
+            WeightsError: If the newest weights in shared memory cannot be used, and there is no checkpoint.
+        """
+        newest = self._connection.newest()
+        start = self._at_checkpoint_or_anew() if newest is None else self._after(newest)
+        self._learner.step = start.progress.step
+        return start
+
+    def settle(self, start: Start) -> None:
+        """Note what is gone on from; once every rank has found its start, on the first."""
+        if start.version is None:
+            return
+        if start.checkpoint is None:
+            forget_latest(self._root)
+        else:
+            write_latest(self._root, start.checkpoint)
+
+    # Where a trainer was before.
+
+    def _after(self, newest: WeightsVersion) -> Start:
+        latest = read_latest(self._root)
+        try:
+            state = tensors_of(self._learner, Progress(), self._device)
+            if self._connection.restore_training(newest, state):
+                self._connection.restore(**{name: model.state_dict() for name, model in self._models.items()})
+                progress = take_over(state, self._device)
+                self._say(
+                    logging.INFO, "went on where a dead trainer was: version=%d step=%d", newest.version, progress.step
+                )
+                return Start(progress, None, saved_step=0 if latest is None else latest.step)
+        except WeightsError as error:
+            if latest is None:
+                raise
+            self._say(logging.ERROR, "what a dead trainer left in shared memory cannot be used: %s", error)
+        found = self._newest_usable(latest) if latest is not None else None
+        if found is None:
+            self._say(
+                logging.WARNING,
+                "no training state and no checkpoint: rolled back to the start, version=%d -> 0",
+                newest.version,
+            )
+            return Start(rollback=True)
+        folder, note, progress = found
+        if (note.version, note.fingerprint) == (newest.version, f"{newest.fingerprint:016x}"):
+            return Start(progress, None, saved_step=note.step)
+        self._say(logging.WARNING, "rolled back to a checkpoint: version=%d -> %d step=%d path=%s",
+                  newest.version, note.version, note.step, folder)  # fmt: skip
+        return Start(progress, note.version, True, note.latest(folder), note.step)
+
+    # A new start.
+
+    def _at_checkpoint_or_anew(self) -> Start:
+        try:
+            latest = read_latest(self._root)
+        except ConfigError:
+            if self._config.trainer.resume != "never":
+                raise
+            return Start()
+        if latest is None:
+            return Start()
+        if reason := why_anew(self._config, latest):
+            self._say(logging.INFO, "starting anew: the checkpoint is not gone on from: step=%d path=%s reason=%s",
+                      latest.step, self._root / latest.path, reason)  # fmt: skip
+            return Start()
+        found = self._newest_usable(latest)
+        if found is None:
+            raise ConfigError(f"{self._root / latest.path}: no checkpoint of this run can be used; {_FRESH}")
+        folder, note, progress = found
+        changed = "".join(f" {change}" for change in _changes(note.config, self._config))
+        self._say(logging.INFO, "resuming: step=%d path=%s%s (%s)", note.step, folder,
+                  changed and f" changed:{changed}", _FRESH)  # fmt: skip
+        # The buffer began at the position of the last one; if it is another's, it must hear so.
+        return Start(progress, note.version, note.step != latest.step, note.latest(folder), note.step)
+
+    # Checkpoints.
+
+    def _newest_usable(self, latest: Latest) -> tuple[Path, CheckpointNote, Progress] | None:
+        for folder in earlier_of_run(self._root, latest):
+            try:
+                note = read_note(folder)
+                verify(folder, note)
+                return folder, note, self._load(folder)
+            except CheckpointError as error:
+                self._say(logging.ERROR, "a checkpoint cannot be used, trying the one before it: %s", error)
+        return None
+
+    def _load(self, folder: Path) -> Progress:
+        state = tensors_of(self._learner, Progress(), self._device)
+        loaders = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
+        saved = {}
+        for name in self._models:
+            load, path = loaders[name]
+            try:
+                saved[name] = load(path, dtype=self._config.model.dtype, device="cpu").state_dict()
+            except ConfigError as error:
+                raise CheckpointError(f"{path}: {error}") from error
+        for name, model in self._models.items():
+            copy_tensors(saved[name], model.state_dict(), f"{folder} ({name})")
+        load_state(folder, state)
+        return take_over(state, self._device)
+
+    def _say(self, level: int, message: str, *values: object) -> None:
+        if self._connection.rank == 0:
+            log.log(level, message, *values)
+
+
+def _changes(before: Mapping[str, Any], config: Config) -> list[str]:
+    """Return what is otherwise now in how it is trained, as ``trainer.learning_rate=0.0004->0.0001``."""
+    was, now = before.get("trainer", {}), config.model_dump(mode="json")["trainer"]
+    return [f"trainer.{key}={was[key]}->{now[key]}" for key in now if key in was and was[key] != now[key]]
