@@ -117,7 +117,7 @@ def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on
         (tmp_path / "hang").touch()
 
         daemon.wait_until(
-            lambda: total(daemon.metrics(), "rlhfd_tickets_total", result="failed") == 1, "the ticket is given up"
+            lambda: total(daemon.metrics(), "rlhfd_tickets_total", result="failed"), "the ticket is given up"
         )
         daemon.wait_step(daemon.status()["step"] + 3)
 
