@@ -1,6 +1,6 @@
 """Checkpoints: a folder that `from_pretrained` reads, with all that training goes on from; whole or not there at all.
 
-step-000070/   the actor and its tokenizer in Hugging Face's format
+step-000070/   the actor, its tokenizer and image processor in Hugging Face's format
     critic/                      with PPO
     trainer_state.safetensors    optimizer moments, float32 copies, progress, random state
     trainer_state.json           `CheckpointNote`: what it is of, and size and checksum of every other file

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
 _VALUE_HEAD_FILE = "value_head.safetensors"
 
 
@@ -307,6 +309,26 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
             raise ConfigError(f"{field}: the tokenizer in {path} has neither a pad token nor an eos token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+class Preprocessing:
+    """What stands beside the weights in a model's directory: its tokenizer, and what its image processor is made of.
+
+    Args:
+        path: The model's directory.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Copied, not loaded: a trainer never sees an image file, and needs no pillow.
+        self._files = {name: file.read_bytes() for name in _PROCESSOR_FILES if (file := Path(path) / name).is_file()}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write them into a directory."""
+        self._tokenizer.save_pretrained(path)
+        for name, content in self._files.items():
+            (Path(path) / name).write_bytes(content)
 
 
 def load_critic(

@@ -17,7 +17,7 @@ from pipeline.config import Config
 from pipeline.devices import process_device
 from pipeline.errors import ExitCode
 from pipeline.learner import Learner
-from pipeline.models import Critic, load_actor, load_critic, load_tokenizer
+from pipeline.models import Critic, Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.probe import answer, probe_tokens
 from pipeline.resume import Resumption
 from pipeline.role import Report, RoleContext, reward_source
@@ -155,7 +155,7 @@ def checkpoint_writer(
     config: Config, models: Mapping[str, torch.nn.Module], learner: Learner, device: torch.device
 ) -> CheckpointWriter:
     """Return what writes this run's checkpoints."""
-    tokenizer = load_tokenizer(config.model.actor)
+    preprocessing = Preprocessing(config.model.actor, load_tokenizer(config.model.actor))
     described, identity = config.model_dump(mode="json"), identity_of(config)
 
     def save(progress: Progress, version: WeightsVersion, *, complete: bool) -> Path:
@@ -173,7 +173,7 @@ def checkpoint_writer(
             checkpoints_dir(config),
             note,
             actor=models["actor"],
-            tokenizer=tokenizer,
+            tokenizer=preprocessing,
             critic=models.get("critic"),
             state=tensors_of(learner, progress, device),
             keep=config.trainer.keep_checkpoints,

@@ -9,7 +9,8 @@ import torch
 import xxhash
 
 from pipeline.errors import FieldError
-from pipeline.experience import Experience
+from pipeline.experience import Experience, ExperienceVL
+from pipeline.vision_rows import MODEL_KEYWORDS
 
 _PROGRESS = "progress"
 _CPU_GENERATOR = "generator.cpu"
@@ -37,6 +38,11 @@ class Progress(NamedTuple):
     position: int = 0
 
 
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
+    return data
+
+
 def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
     """Return the digest of all experience up to these batches, given the one of all before them.
 
@@ -50,7 +56,11 @@ def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
         for tensor in (experience.sequences, experience.action_log_probs, experience.advantages, experience.reward):
             if tensor is None:
                 raise FieldError("action_log_probs, advantages or reward is missing")
-            link.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            link.update(_bytes_of(tensor))
+        if isinstance(experience, ExperienceVL):
+            for name in MODEL_KEYWORDS:
+                pixels = getattr(experience, name)
+                link.update(b"" if pixels is None else _bytes_of(pixels))
         # 63 bits: it also lies in a signed integer.
         digest = link.intdigest() >> 1
     return digest

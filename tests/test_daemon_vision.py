@@ -95,6 +95,10 @@ def test_steps_with_images_are_those_of_a_serial_run_bit_for_bit(tmp_path: Path,
     ) as daemon:
         serial = ended(daemon)
 
+    checkpoint = tmp_path / "run" / "state" / "checkpoints" / "step-000004"
+    load_actor(checkpoint, dtype="float32", device="cpu")
+    image = str(task / "small.png")
+    assert VisionPrompts(checkpoint, load_tokenizer(checkpoint)).render(Prompt(0, 0, 0, "a", None, (image,))).vision
     assert apart[0] == "4"
     assert apart == serial
     assert total(metrics, "rlhfd_items_trained_total") >= 3 * 8
