@@ -320,7 +320,7 @@ class RolloutWorker:
         newest = None if self._reader is None else self._reader.newest()
         if newest is None or newest == self.held:
             return False
-        return ticket.policy_version != self.held.version or newest.version <= self.held.version
+        return ticket.policy_version != self.held.version or newest.history != self.held.history
 
     def _fetch(self) -> None:
         assert self._reader is not None

@@ -255,3 +255,21 @@ def test_a_rollout_that_does_not_fit_its_extent_fails_for_good_and_says_what_to_
     (failed,) = bench.sent.of(Failed)
     assert not failed.retry
     assert failed.reason.endswith("does not fit: 64 B reserved for 2 rows; raise buffer.row_bytes")
+
+
+def test_weights_of_the_same_number_are_fetched_again_after_a_rollback(bench):
+    def publish(version, value, **options):
+        return bench.publisher.publish(version, {"actor.w": torch.full((2,), value)}, **options)
+
+    publish(1, 1.0)
+    bench.ticket(version=1)
+    bench.worker.step()
+    publish(0, 2.0, rollback=True)
+    again = publish(1, 3.0)
+    publish(2, 4.0)
+
+    bench.ticket(1, version=1)
+    bench.worker.step()
+
+    assert bench.worker.held.history == again.history == 1
+    assert torch.equal(bench.model["actor.w"], torch.full((2,), 4.0))
