@@ -12,23 +12,20 @@ The means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (G
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, Self
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.advantages import k3_kl
-from pipeline.errors import FieldError
 from pipeline.experience import Experience
-from pipeline.losses import masked_mean, masked_moments, policy_loss, value_loss, whiten
+from pipeline.losses import masked_mean, policy_loss, value_loss, whiten
 from pipeline.models import action_log_probs, action_values
 from pipeline.optimizer import ModelOptimizer, learning_rate_ratio
+from pipeline.step_stats import Counts, Observed, StepStats, Stopwatch, Sums, count, stddev, where_nonfinite
 from pipeline.training_batch import TrainingBatch
 
 _CPU_MICRO_BATCH_ROWS = 48
@@ -51,145 +48,6 @@ class TrainerSettings(Protocol):
     critic_warmup_steps: int
     whiten_advantages: bool
     micro_batch_size: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One update in numbers; over all ranks, save the fields that begin with ``row_`` and end with ``_s``.
-
-    Attributes:
-        step: Updates so far, this one included.
-        loss: Sum of the parts.
-        policy_loss: Clipped policy loss; 0 in a step that trains the critic alone.
-        value_loss: Clipped value loss; None without a critic.
-        kl_loss: KL to the reference times its coefficient; None where the coefficient is 0.
-        gradient_norm: Of the actor before clipping; 0 where it was not trained.
-        critic_gradient_norm: Of the critic before clipping; None without a critic.
-        learning_rate: Of the actor in this step.
-        critic_learning_rate: Of the critic in this step; None without a critic.
-        clipped_ratio: Share of the trained actions whose gradient the clip cut off.
-        importance_ratio: Mean of new to sampling probability over the trained actions.
-        kl_nats: Mean k3 KL of the sampling policy to the reference over all actions; None without reference log-probs.
-        entropy_nats: Entropy of the sampling policy: the mean of `action_entropy`, or of -log p of what was sampled,
-            which estimates the same without a forward pass.
-        reward_mean: Of the raw scores of all rows.
-        reward_stddev: Of the raw scores of all rows.
-        rows: Rows in the step.
-        rows_trained: Rows that were not left out.
-        tokens_trained: Actions of those rows.
-        nonfinite: Where NaN or infinity was seen ("loss", "gradient"); if anywhere, no weight was changed.
-        row_importance_ratios: Mean importance ratio of each trained row of this rank.
-        row_kl_nats: Mean k3 KL to the reference of each row of this rank; empty without reference log-probs.
-        row_rewards: Raw score of each row of this rank.
-        forward_s: Seconds in forward passes; on a GPU, seconds to issue them.
-        backward_s: Seconds in backward passes; on a GPU, seconds to issue them.
-        reduce_s: Seconds in which ranks add up counts and gradients.
-        optimizer_s: Seconds in the optimizers, the wait for all that a GPU was issued included.
-    """
-
-    step: int
-    loss: float
-    policy_loss: float
-    value_loss: float | None
-    kl_loss: float | None
-    gradient_norm: float
-    critic_gradient_norm: float | None
-    learning_rate: float
-    critic_learning_rate: float | None
-    clipped_ratio: float
-    importance_ratio: float
-    kl_nats: float | None
-    entropy_nats: float
-    reward_mean: float
-    reward_stddev: float
-    rows: int
-    rows_trained: int
-    tokens_trained: int
-    nonfinite: tuple[str, ...]
-    row_importance_ratios: tuple[float, ...]
-    row_kl_nats: tuple[float, ...]
-    row_rewards: tuple[float, ...]
-    forward_s: float
-    backward_s: float
-    reduce_s: float
-    optimizer_s: float
-
-
-class _Counts(NamedTuple):
-    """Sums over all rows of a step that are known before its losses."""
-
-    rows_trained: float
-    actions_trained: float
-    advantages: float
-    squared_advantages: float
-    rows: float
-    scores: float
-    squared_scores: float
-    actions: float
-    entropies: float
-    kls: float
-    has_reference: float
-
-
-class _Sums(NamedTuple):
-    """Sums over all trained actions of a step; the losses are divided by their number already."""
-
-    policy: float
-    kl: float
-    ratios: float
-    clipped: float
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Observed:
-    """What is shown of an experience whether its rows are trained on or not; `counts` are the last of `_Counts`."""
-
-    counts: Tensor
-    row_scores: list[float]
-    row_kls: list[float]
-
-    @classmethod
-    def of(cls, experience: Experience) -> Self:
-        mask, log_probs = experience.action_mask, experience.action_log_probs
-        scores = (experience.info or {}).get("score", experience.reward)
-        if mask is None or log_probs is None or scores is None:
-            raise FieldError("action_mask, action_log_probs or the score is missing")
-        mask, scores = mask.bool(), scores.float().flatten()
-        entropy = -log_probs if experience.action_entropy is None else experience.action_entropy
-        kls, row_kls = torch.zeros(()), list[float]()
-        if experience.base_action_log_probs is not None:
-            per_action = k3_kl((log_probs - experience.base_action_log_probs).masked_fill(~mask, 0.0), mask)
-            kls = per_action.sum()
-            row_kls = (per_action.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-        counts = torch.tensor(
-            [
-                len(scores),
-                scores.double().sum(),
-                scores.double().square().sum(),
-                mask.sum(),
-                entropy.masked_fill(~mask, 0.0).sum(),
-                kls,
-                experience.base_action_log_probs is not None,
-            ],
-            dtype=torch.float64,
-        )
-        return cls(counts, scores.tolist(), row_kls)
-
-
-class _Stopwatch:
-    """Seconds by phase, and who is told that one begins."""
-
-    def __init__(self, on_phase: Callable[[str], None]) -> None:
-        self._on_phase = on_phase
-        self.seconds = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "optimizer": 0.0}
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        self._on_phase(phase)
-        started_s = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - started_s
 
 
 class Learner:
@@ -275,19 +133,19 @@ class Learner:
             FieldError: If a field that the algorithm needs is missing, or actions are marked in the padding.
             ShapeError: If fields disagree in shape.
         """
-        watch = _Stopwatch(self._on_phase)
+        watch = Stopwatch(self._on_phase)
         batches = [
             TrainingBatch.of(experience, self._algorithm, self._device, needs_reference=self._kl_coef > 0)
             for experience in experiences
         ]
-        observed = [_Observed.of(experience) for experience in experiences]
+        observed = [Observed.of(experience) for experience in experiences]
         with watch.during("reduce"):
-            counts = _Counts(*self._sum_over_ranks(_count(batches, observed)))
+            counts = Counts(*self._sum_over_ranks(count(batches, observed)))
         own_sums, row_ratios = self._accumulate(batches, counts, watch)
         with watch.during("reduce"):
-            sums = _Sums(*self._sum_over_ranks(own_sums))
+            sums = Sums(*self._sum_over_ranks(own_sums))
             norms = [optimizer.reduce() for optimizer in self._optimizers]
-        nonfinite = _nonfinite(sums, norms)
+        nonfinite = where_nonfinite(sums, norms)
         ratios = self._learning_rate_ratios()
         with watch.during("optimizer"):
             for optimizer, ratio in zip(self._optimizers, ratios, strict=True):
@@ -310,7 +168,7 @@ class Learner:
             kl_nats=counts.kls / max(counts.actions, 1) if counts.has_reference else None,
             entropy_nats=counts.entropies / max(counts.actions, 1),
             reward_mean=counts.scores / max(counts.rows, 1),
-            reward_stddev=_stddev(counts.rows, counts.scores, counts.squared_scores),
+            reward_stddev=stddev(counts.rows, counts.scores, counts.squared_scores),
             rows=int(counts.rows),
             rows_trained=int(counts.rows_trained),
             tokens_trained=int(counts.actions_trained),
@@ -352,10 +210,10 @@ class Learner:
         ]
 
     def _accumulate(
-        self, batches: list[TrainingBatch], counts: _Counts, watch: _Stopwatch
+        self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch
     ) -> tuple[Tensor, list[Tensor]]:
         """Run every micro-batch forward and backward; return this rank's sums and its rows' importance ratios."""
-        sums = torch.zeros(len(_Sums._fields), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self._device)
         row_ratios: list[Tensor] = []
         for batch in batches:
             if self._algorithm == "ppo" and self._trainer.whiten_advantages:
@@ -368,8 +226,8 @@ class Learner:
                     sums[4] += self._critic_pass(part, counts.actions_trained, watch)
         return sums, row_ratios
 
-    def _actor_pass(self, part: TrainingBatch, actions: float, row_ratios: list[Tensor], watch: _Stopwatch) -> Tensor:
-        """Add the gradients of the policy and KL losses of a micro-batch; return the first sums of `_Sums`."""
+    def _actor_pass(self, part: TrainingBatch, actions: float, row_ratios: list[Tensor], watch: Stopwatch) -> Tensor:
+        """Add the gradients of the policy and KL losses of a micro-batch; return the first sums of `Sums`."""
         mask = part.action_mask
         trains = self._learning_rate_ratios()[0] > 0
         with watch.during("forward"), torch.set_grad_enabled(trains):
@@ -396,7 +254,7 @@ class Learner:
         row_ratios.append(ratios / mask.sum(dim=1).clamp(min=1))
         return torch.stack([policy.loss.detach(), kl.detach(), ratios.sum(), policy.clipped.sum()]).double()
 
-    def _critic_pass(self, part: TrainingBatch, actions: float, watch: _Stopwatch) -> Tensor:
+    def _critic_pass(self, part: TrainingBatch, actions: float, watch: Stopwatch) -> Tensor:
         assert self._critic is not None and part.values is not None and part.returns is not None
         mask = part.action_mask
         with watch.during("forward"), torch.enable_grad():
@@ -414,21 +272,3 @@ class Learner:
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         return sums.tolist()
-
-
-def _count(batches: Sequence[TrainingBatch], observed: Sequence[_Observed]) -> Tensor:
-    """Add up this rank's `_Counts`."""
-    total = torch.zeros(len(_Counts._fields), dtype=torch.float64)
-    for batch, one in zip(batches, observed, strict=True):
-        moments = masked_moments(batch.advantages, batch.action_mask)
-        total += torch.cat([torch.tensor([len(batch.sequences)]), moments.cpu(), one.counts])
-    return total
-
-
-def _nonfinite(sums: _Sums, norms: Sequence[float]) -> tuple[str, ...]:
-    seen = {"loss": [sums.policy, sums.kl, sums.value], "gradient": norms}
-    return tuple(where for where, values in seen.items() if not all(math.isfinite(value) for value in values))
-
-
-def _stddev(count: float, total: float, squares: float) -> float:
-    return math.sqrt(max(squares / max(count, 1) - (total / max(count, 1)) ** 2, 0.0))

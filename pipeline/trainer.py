@@ -13,8 +13,8 @@ import torch
 from pipeline.config import Config
 from pipeline.errors import CheckpointError
 from pipeline.experience import Experience
-from pipeline.learner import StepStats
 from pipeline.resume import Start
+from pipeline.step_stats import StepStats
 from pipeline.stream import Batch, Connection
 from pipeline.trainer_metrics import TrainerMetrics
 from pipeline.training_state import Progress, digest_after, tensors_of

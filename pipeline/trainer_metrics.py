@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from pipeline.activity import ActivityClock
 from pipeline.experience import Experience
-from pipeline.learner import StepStats
 from pipeline.metrics_slab import SlotWriter
+from pipeline.step_stats import StepStats
 
 
 class TrainerMetrics:

@@ -20,9 +20,10 @@ from pipeline.batching import make_experience_batch, remove_padding_in_sequences
 from pipeline.config import TrainerConfig
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience import Experience, ExperienceVL
-from pipeline.learner import Learner, StepStats
+from pipeline.learner import Learner
 from pipeline.models import Critic, action_log_probs, action_values
 from pipeline.optimizer import ModelOptimizer, learning_rate_ratio
+from pipeline.step_stats import StepStats
 from pipeline.training_batch import TrainingBatch
 from tests import tiny
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pipeline.config import Config
-from pipeline.learner import StepStats
 from pipeline.metrics import SlotName
 from pipeline.metrics_reader import MetricsReader
 from pipeline.metrics_slab import MetricsSlab
+from pipeline.step_stats import StepStats
 from pipeline.trainer import Trainer
 from pipeline.trainer_metrics import TrainerMetrics
 from tests.test_stream import House
