@@ -181,7 +181,9 @@ class Trainer:
         self.progress = Progress(
             self.step + 1,
             digest_after(self.progress.digest, experiences),
-            max(self.progress.position, *(batch.position for batch in self._batches)),
+            # The newest word of it, also where it is lower: prompts may have been taken back since. On several ranks
+            # the first's is the lowest: at worst what the others had of one step is asked again, nothing is left out.
+            batch.position,
         )
         self._batches = []
         if self.step % self._config.publish_every == 0 or self.complete:

@@ -184,3 +184,16 @@ def test_what_was_learned_is_counted(bench):
     assert reading.value("rlhfd_train_experiences_total") == 16
     assert reading.value("rlhfd_tokens_total", kind="trained") == 10
     assert reading.value("rlhfd_policy_version", role="trainer", worker="0") == 2
+
+
+def test_the_position_is_that_of_the_newest_batch_even_if_prompts_were_taken_back(bench):
+    positions = iter([40, 24])
+    trainer = bench.trainer(max_steps=2)
+    poll = trainer._connection.poll
+    trainer._connection.poll = lambda **options: (
+        None if (batch := poll(**options)) is None else batch._replace(position=next(positions))
+    )
+
+    bench.run(trainer)
+
+    assert trainer.progress == (2, trainer.progress.digest, 24)
