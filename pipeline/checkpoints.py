@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint_notes import Latest, flush_folder, read_latest, write_latest
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 
 _STATE = "trainer_state.safetensors"
 _NOTE = "trainer_state.json"
@@ -78,6 +78,7 @@ def save_checkpoint(
     state: Mapping[str, torch.Tensor],
     critic: Any = None,
     keep: int = 0,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the checkpoint of one step, make it the last, and remove those of its run that are not kept.
 
@@ -89,6 +90,7 @@ def save_checkpoint(
         state: What training goes on from beside the weights.
         critic: With PPO, saved in ``critic/`` inside.
         keep: Checkpoints of a run that stay, this one included; 0 for all.
+        on_progress: Called at each part that is done; the models are one each, the state another.
 
     Returns:
         ``root/step-000150``. A folder of that name from before is replaced once the new one is whole.
@@ -101,17 +103,19 @@ def save_checkpoint(
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(root)
-        latest = read_latest(root)
-        run = latest.run if latest is not None else secrets.token_hex(4)
+        run = _run_of(root) or secrets.token_hex(4)
         written_by = {"torch": str(torch.__version__), "transformers": transformers.__version__}
         actor.save_pretrained(temporary)
+        on_progress()
         tokenizer.save_pretrained(temporary)
         if critic is not None:
             critic.save_pretrained(temporary / "critic")
+            on_progress()
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / _STATE)
-        note = msgspec.structs.replace(note, run=run, written_by=written_by, files=_files(temporary))
+        on_progress()
+        note = msgspec.structs.replace(note, run=run, written_by=written_by, files=_files(temporary, on_progress))
         (temporary / _NOTE).write_bytes(msgspec.json.format(msgspec.json.encode(note)) + b"\n")
-        _flush(temporary)
+        _flush(temporary, on_progress)
         _put_in_place(temporary, target)
         write_latest(root, note.latest(target))
     except (OSError, SafetensorError) as error:
@@ -189,23 +193,38 @@ def earlier_of_run(root: Path, latest: Latest) -> Iterator[Path]:
     yield from reversed([folder for step, folder in _of_run(root, latest.run) if step < latest.step])
 
 
-def _files(folder: Path) -> dict[str, FileNote]:
+def _run_of(root: Path) -> str:
+    """Return which run the last checkpoint is of, "" where nothing says so."""
+    try:
+        latest = read_latest(root)
+    except ConfigError as error:
+        # Whatever has become of it, the checkpoint that is written now replaces it.
+        log.warning("%s", error)
+        return ""
+    return "" if latest is None else latest.run
+
+
+def _files(folder: Path, on_progress: Callable[[], None]) -> dict[str, FileNote]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): FileNote(path.stat().st_size, _checksum(path)) for path in paths}
+    return {
+        str(path.relative_to(folder)): FileNote(path.stat().st_size, _checksum(path, on_progress)) for path in paths
+    }
 
 
-def _checksum(path: Path) -> str:
+def _checksum(path: Path, on_progress: Callable[[], None] = lambda: None) -> str:
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
+            on_progress()
     return digest.hexdigest()
 
 
-def _flush(folder: Path) -> None:
+def _flush(folder: Path, on_progress: Callable[[], None]) -> None:
     for path in [*folder.rglob("*"), folder]:
         # A folder is opened and flushed like a file.
         flush_folder(path)
+        on_progress()
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

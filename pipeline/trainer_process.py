@@ -133,7 +133,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         metrics,
         device=device,
         agree=agree,
-        save=checkpoint_writer(config, models, learner, device) if context.index == 0 else None,
+        save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
         start=start,
         probe=question(config, actor, device),
     )
@@ -152,9 +152,13 @@ def question(config: Config, actor: torch.nn.Module, device: torch.device) -> Ca
 
 
 def checkpoint_writer(
-    config: Config, models: Mapping[str, torch.nn.Module], learner: Learner, device: torch.device
+    config: Config,
+    models: Mapping[str, torch.nn.Module],
+    learner: Learner,
+    device: torch.device,
+    on_progress: Callable[[], None],
 ) -> CheckpointWriter:
-    """Return what writes this run's checkpoints."""
+    """Return what writes this run's checkpoints; `on_progress` is called while it does."""
     preprocessing = Preprocessing(config.model.actor, load_tokenizer(config.model.actor))
     described, identity = config.model_dump(mode="json"), identity_of(config)
 
@@ -177,6 +181,7 @@ def checkpoint_writer(
             critic=models.get("critic"),
             state=tensors_of(learner, progress, device),
             keep=config.trainer.keep_checkpoints,
+            on_progress=on_progress,
         )
 
     return save

@@ -170,3 +170,12 @@ def test_a_latest_that_cannot_be_read_is_named(tmp_path):
 
     with pytest.raises(ConfigError, match=r"latest.json.*--fresh"):
         read_latest(tmp_path)
+
+
+def test_a_run_goes_on_saving_though_its_note_was_damaged_meanwhile(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "latest.json").write_text("{")
+
+    save(tmp_path, 2)
+
+    assert read_latest(tmp_path).step == 2
