@@ -131,7 +131,7 @@ class DaemonConfig(_Section):
         default=300.0,
         ge=0,
         description="Seconds without progress until a process is killed and started again, above the longest single "
-        "call of a reward, a checkpoint or a model's own generate; 0: never.",
+        "call of a reward model or a model's own generate; 0: never.",
     )
     progress_timeout_s: float = Field(
         default=1800.0,

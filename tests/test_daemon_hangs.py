@@ -17,6 +17,8 @@ SETTINGS = (
     "trainer.max_steps=0",
     f"daemon.hang_timeout_s={HANG_S}",
     "rollout.reward_functions=['hanging:score']",
+    # Called in the worker itself, where nothing else ends one that hangs.
+    "rollout.reward_timeout_s=0",
 )
 REWARD = """
 import pathlib, threading
