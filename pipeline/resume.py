@@ -109,25 +109,20 @@ class Resumption:
     def _after(self, newest: WeightsVersion) -> Start:
         latest = read_latest(self._root)
         try:
-            state = tensors_of(self._learner, Progress(), self._device)
-            if self._connection.restore_training(newest, state):
-                self._connection.restore(**{name: model.state_dict() for name, model in self._models.items()})
-                progress = take_over(state, self._device)
-                self._say(
-                    logging.INFO, "went on where a dead trainer was: version=%d step=%d", newest.version, progress.step
-                )
-                return Start(progress, None, saved_step=0 if latest is None else latest.step)
+            progress = self._exactly(newest)
         except WeightsError as error:
-            if latest is None:
+            self._say(logging.ERROR, "what a dead trainer left in shared memory cannot be used: %s", str(error))
+            found = self._newest_usable(latest)
+            if found is None:
+                # Models and moments are no longer what they were at the start, either.
                 raise
-            self._say(logging.ERROR, "what a dead trainer left in shared memory cannot be used: %s", error)
-        found = self._newest_usable(latest) if latest is not None else None
+        else:
+            if progress is not None:
+                return Start(progress, None, saved_step=0 if latest is None else latest.step)
+            found = self._newest_usable(latest)
         if found is None:
-            self._say(
-                logging.WARNING,
-                "no training state and no checkpoint: rolled back to the start, version=%d -> 0",
-                newest.version,
-            )
+            self._say(logging.WARNING, "no training state and no checkpoint: rolled back to the start, version=%d -> 0",
+                      newest.version)  # fmt: skip
             return Start(rollback=True)
         folder, note, progress = found
         if (note.version, note.fingerprint) == (newest.version, f"{newest.fingerprint:016x}"):
@@ -135,6 +130,16 @@ class Resumption:
         self._say(logging.WARNING, "rolled back to a checkpoint: version=%d -> %d step=%d path=%s",
                   newest.version, note.version, note.step, folder)  # fmt: skip
         return Start(progress, note.version, True, note.latest(folder), note.step)
+
+    def _exactly(self, newest: WeightsVersion) -> Progress | None:
+        """Take the newest weights and the state that belongs to them, if it is there."""
+        state = tensors_of(self._learner, Progress(), self._device)
+        if not self._connection.restore_training(newest, state):
+            return None
+        self._connection.restore(**{name: model.state_dict() for name, model in self._models.items()})
+        progress = take_over(state, self._device)
+        self._say(logging.INFO, "went on where a dead trainer was: version=%d step=%d", newest.version, progress.step)
+        return progress
 
     # A new start.
 
@@ -163,14 +168,14 @@ class Resumption:
 
     # Checkpoints.
 
-    def _newest_usable(self, latest: Latest) -> tuple[Path, CheckpointNote, Progress] | None:
-        for folder in earlier_of_run(self._root, latest):
+    def _newest_usable(self, latest: Latest | None) -> tuple[Path, CheckpointNote, Progress] | None:
+        for folder in () if latest is None else earlier_of_run(self._root, latest):
             try:
                 note = read_note(folder)
                 verify(folder, note)
                 return folder, note, self._load(folder)
             except CheckpointError as error:
-                self._say(logging.ERROR, "a checkpoint cannot be used, trying the one before it: %s", error)
+                self._say(logging.ERROR, "a checkpoint cannot be used, trying the one before it: %s", str(error))
         return None
 
     def _load(self, folder: Path) -> Progress:

@@ -9,7 +9,7 @@ import torch
 from pipeline.checkpoint_notes import read_latest
 from pipeline.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.config import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, WeightsError
 from pipeline.learner import Learner
 from pipeline.models import Critic
 from pipeline.resume import Resumption, Start
@@ -252,3 +252,21 @@ def test_with_neither_state_nor_checkpoint_the_run_is_rolled_back_to_its_start(s
 
     assert successor.resumption.find() == Start(rollback=True)
     assert successor.holds(before)
+
+
+@pytest.mark.parametrize("checkpoint", ["whole", "damaged", "none"])
+def test_a_damaged_training_state_is_replaced_by_a_checkpoint_or_by_nothing(site, checkpoint):
+    saved = None if checkpoint == "none" else site.save(2)
+    if checkpoint == "damaged":
+        (site.root / "step-000002" / "model.safetensors").unlink()
+    dead = site.trainer()
+    dead.publish(3, Progress(3))
+    dead.connection._versions._training._views[0]["progress"][0] = 99
+    successor = site.trainer(seed=1)
+
+    if checkpoint == "whole":
+        assert successor.resumption.find().version == 2
+        assert successor.holds(saved)
+    else:
+        with pytest.raises(WeightsError, match="no whole copy"):
+            successor.resumption.find()
