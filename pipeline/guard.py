@@ -16,6 +16,7 @@ from pipeline.watchdog import HangLimits, PauseWatch, RunWatch, Standing, Verdic
 
 _DUMP_S = 2.0
 """How long a process gets to write its stacks before it is killed; it is killed as soon as they are there."""
+_QUIET_S = 1.0
 _BUFFER_SILENT_S = 10.0
 """The buffer calls nothing that takes long; health does not wait for `daemon.hang_timeout_s` to say that it hangs."""
 
@@ -139,7 +140,9 @@ class Guard:
     def _standing(self, slot: Slot) -> Standing:
         pid = slot.child.pid if slot.child else 0
         progress = self._slab.progress(slot.role, slot.index)
-        return Standing(slot.name, slot.role, pid, bool(pid) and slot.state == "ready", progress, is_stopped(pid))
+        # One that moves is not stopped; to ask the kernel of each, each time, would cost more than all the rest.
+        stopped = self._fleet.now_s() - progress.beat_s > _QUIET_S and is_stopped(pid)
+        return Standing(slot.name, slot.role, pid, bool(pid) and slot.state == "ready", progress, stopped)
 
     def _view(self) -> RunView:
         now_s, books = self._fleet.now_s(), self._slab.conservation()
@@ -168,10 +171,12 @@ class Guard:
     def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
         books = self._slab.conservation()
         marks = (steps, version, *((books.sealed, books.trained, sum(books.dropped)) if books else ()))
-        run = self._view()
-        is_judged = self._fleet.all_ready() and self._state() == "ready" and not (paused or waits_outside(run))
+        is_judged = self._fleet.all_ready() and self._state() == "ready" and not paused
+        if is_judged and self._config.trainer.kind == "external":
+            is_judged = not waits_outside(self._view())
         if not self._run.look(now_s, marks, is_judged=is_judged):
             return
+        run = self._view()
         limit, found = duration(self._limits.progress_timeout_s), culprit(run)
         reasons = " ".join(explain(run, {}))
         if found is None or self._run.strikes > 1:
