@@ -118,7 +118,7 @@ class Fleet:
             self._metrics.counter("rlhfd_process_starts_total", role=slot.role).inc()
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
-        slot.ended_by, slot.working_on = "", -1
+        slot.ended_by, slot.working_on, slot.last_line = "", -1, ""
         slot.generation += 1
         spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus))
         environment = {

@@ -195,6 +195,8 @@ class Guard:
             "lease" if slot.role == "trainer" else "ticket", verdict.working_on, now_s - verdict.since_s,
             verdict.reason,
         )  # fmt: skip
+        # What is said of its end; its last line will be one of a stack.
+        slot.error = f"hung in {verdict.stage}: {verdict.reason}"
         self._condemned.append(_Condemned(slot, verdict.pid, now_s, slot.lines, slot.lines))
         self._dump(now_s)
         if verdict.reason == "stopped":
