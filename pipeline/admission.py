@@ -15,12 +15,29 @@ they fix each batch's rows, so that a run gives the same experiences whatever th
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Protocol
 
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import Chosen, ExtentRecord, ExtentState, Item, ItemState
 from pipeline.ledger_tables import Run
 from pipeline.messages import Sealed
+
+
+class Prompted(Protocol):
+    """An extent, in the ledger or on disk: how many rows came of which prompts."""
+
+    @property
+    def position(self) -> int:
+        """First prompt position."""
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of the ticket."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that came of them."""
+
 
 Refusal = Literal["", "early", "rolled_back", "fingerprint", "invalid"]
 
@@ -151,7 +168,7 @@ def rolled_back_rows(ledger: Ledger) -> Chosen:
     ]
 
 
-def prompts_of(record: ExtentRecord, rows: list[int], group_size: int) -> Run:
+def prompts_of(record: Prompted, rows: list[int], group_size: int) -> Run:
     """Return the prompts that rows of an extent came of; all of the ticket's if some of them gave no rows."""
     if record.rows != record.prompts * group_size:
         return Run(record.position, record.prompts)

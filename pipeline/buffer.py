@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 
 from pipeline import admission
 from pipeline.admission import Limits
@@ -12,7 +13,8 @@ from pipeline.codec_bounds import extent_bytes_bound
 from pipeline.errors import ArenaFullError, GaveUpError
 from pipeline.leases import Leases, Quarantine, Send
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import ExtentRecord, ExtentState
+from pipeline.ledger_records import Chosen, ExtentRecord, ExtentState
+from pipeline.ledger_tables import Run
 from pipeline.messages import (
     Ack,
     Credit,
@@ -36,6 +38,9 @@ from pipeline.transport import trainer_name, worker_name
 
 # How long a seal waits for word of its weights: the trainer may have died between publishing and saying so.
 _EARLY_S = 60.0
+
+# Writes ready rows of a ledger to disk, with the prompts of tickets that were cut.
+Spool = Callable[[Ledger, Chosen, list[Run]], None]
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +85,7 @@ class Buffer:
         """
         self.ledger = ledger
         self.limits = limits
-        self.draining = False
+        self.draining = self.complete = False
         self.incarnation = random.getrandbits(63) if incarnation is None else incarnation
         self._allocator = allocator
         self._send = send
@@ -96,6 +101,9 @@ class Buffer:
         self._leases = Leases(ledger, limits, self._peers, send, observer, allocator, quarantine)
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
+        if ledger.totals.policy_version >= 0:
+            # What a spool brought of newer weights, and what a rollback had not dropped yet when its buffer was killed.
+            self._leases.drop_rolled_back(0.0)
         for name in [worker_name(i) for i in range(workers)] + [trainer_name(r) for r in range(limits.world_size)]:
             send(name, Welcome(self.incarnation))
 
@@ -133,6 +141,7 @@ class Buffer:
             case PeerDied():
                 self._bury(message, now_s)
             case Drain():
+                self.complete |= message.complete
                 self._drain()
             case _:
                 self._observer.duplicate()
@@ -149,16 +158,35 @@ class Buffer:
         self._leases.lease_batches(now_s)
         self._issue_tickets(now_s)
 
-    def finish(self) -> None:
-        """Count what no trainer will get any more as dropped, so that the books close."""
+    def finish(self, spool: Spool | None = None) -> bool:
+        """Take out what no trainer will get any more, so that the books close.
+
+        Args:
+            spool: Writes it to disk for the next start; None where there is none.
+
+        Returns:
+            Whether nothing was lost that was meant to be spooled.
+        """
         for lease in list(self.ledger.leases()):
             self.ledger.requeue(lease)
+        cut = [Run(record.position, record.prompts) for record in self.ledger.reserved_extents()]
         for record in list(self.ledger.reserved_extents()):
             self._abandon(record)
-        if rest := [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]:
+        rest = [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]
+        reason, whole = "cleared", True
+        if spool is not None and self.ledger.totals.tickets:
+            try:
+                spool(self.ledger, rest, cut)
+                reason = "spooled"
+            except OSError as error:
+                log.error("undelivered experiences lost, the spool cannot be written: rows=%d bytes=%d: %s",
+                          self.ledger.ready, sum(record.nbytes for record, _ in rest), error)  # fmt: skip
+                whole = False
+        elif rest:
             log.info("undelivered experiences discarded: %d", self.ledger.ready)
-            for part in rest:
-                self._leases.free(self.ledger.drop([part], "cleared"))
+        for part in rest:
+            self._leases.free(self.ledger.drop([part], reason))
+        return whole
 
     # Peers.
 

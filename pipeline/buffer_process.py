@@ -16,6 +16,7 @@ from pipeline.messages import Message
 from pipeline.observer import Observer
 from pipeline.quarantine import Quarantine
 from pipeline.role import RoleContext, monotonic_s
+from pipeline.spool import Spool
 from pipeline.transport import BUFFER, Mailbox, Outbox
 from pipeline.workspace import ledger_layout, limits_of
 
@@ -50,9 +51,11 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     mailbox, outboxes = Mailbox(context.folder, BUFFER), Outboxes(context)
     metrics = BufferMetrics(context.metrics)
     clock = ActivityClock(context.metrics, ["wait_data"])
-    buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
+    spool = Spool(config, arena)
     if ledger.totals.tickets:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
+    spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
+    buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
     metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
     context.ready()
     try:
@@ -64,10 +67,11 @@ def run(config: Config, context: RoleContext) -> ExitCode:
                 buffer.handle(message, now_s)
             buffer.step(now_s)
             metrics.publish(buffer, now_s, arena.payload_bytes)
+        whole = True
         if buffer.draining:
-            buffer.finish()
+            whole = buffer.finish(None if buffer.complete else spool.write)
             metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
-        return ExitCode.OK
+        return ExitCode.OK if whole else ExitCode.FAILED
     finally:
         outboxes.close()
         mailbox.close()

@@ -76,13 +76,15 @@ def save(path: Path, arena: Arena, chosen: Chosen, metadata: dict[str, str]) -> 
     try:
         target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # The digests are known once the bytes are written; their header has the same length with and without.
-            start = len(_header(extents, metadata))
+            # The digests are known once the bytes are written; the room for them is left before.
+            header_bytes = _header_room(extents, metadata)
+            start = _LENGTH.size + header_bytes
             for place, (record, _) in enumerate(chosen):
                 digest = copy(source, arena.payload_offset + record.offset, target, start, record.nbytes)
                 extents[place] = msgspec.structs.replace(extents[place], digest=digest)
                 start += record.nbytes
-            os.pwrite(target, _header(extents, metadata), 0)
+            header = _header(extents, metadata).ljust(header_bytes)
+            os.pwrite(target, _LENGTH.pack(header_bytes) + header, 0)
             os.fsync(target)
         finally:
             os.close(target)
@@ -166,6 +168,11 @@ def _name(extent: SavedExtent) -> str:
     return f"ticket-{extent.ticket}"
 
 
+def _header_room(extents: list[SavedExtent], metadata: dict[str, str]) -> int:
+    longest = [msgspec.structs.replace(extent, digest=2**64 - 1) for extent in extents]
+    return -(-len(_header(longest, metadata)) // 4096) * 4096
+
+
 def _header(extents: list[SavedExtent], metadata: dict[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": {**metadata, "extents": msgspec.json.encode(extents).decode()}}
     start = 0
@@ -176,7 +183,4 @@ def _header(extents: list[SavedExtent], metadata: dict[str, str]) -> bytes:
             "data_offsets": [start, start + extent.nbytes],
         }
         start += extent.nbytes
-    packed = json.dumps(header).encode()
-    # A digest has up to 20 digits.
-    padded = -(-(len(packed) + 20 * len(extents)) // 4096) * 4096
-    return _LENGTH.pack(padded) + packed.ljust(padded)
+    return json.dumps(header).encode()

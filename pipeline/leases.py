@@ -76,7 +76,9 @@ class Leases:
             self._ledger.rebase(through)
 
     def lease_batches(self, now_s: float) -> None:
-        """Lease the batches that are due, those whose numbers are vacant first."""
+        """Lease the batches that are due, those whose numbers are vacant first; none before there is a version."""
+        if self._ledger.totals.policy_version < 0:
+            return
         outstanding: dict[str, int] = {}
         for lease in self._ledger.leases():
             name = trainer_name(lease % self._limits.world_size)

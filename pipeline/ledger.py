@@ -272,6 +272,40 @@ class Ledger:
         self._commit()
         return freed
 
+    def restore(self, *, ticket: int, position: int, prompts: int, rows: int, chosen: list[int], policy_version: int,
+                fingerprint: int, offset: int, nbytes: int, checksum: int, now_s: float) -> None:  # fmt: skip
+        """Take in an extent that an earlier ledger had sealed; `chosen` of its rows are ready, the others gone.
+
+        Raises:
+            LedgerError: If its ticket is here already, or there is no record for it.
+        """
+        if ticket in self.extents or not self._free_slots or rows > self.layout.rows_per_extent:
+            raise LedgerError(f"ticket {ticket} of {rows} rows cannot be restored")
+        record = ExtentRecord(
+            self._free_slots.pop(), ExtentState.SEALED, 1, -1, rows, prompts, ticket, position, policy_version,
+            fingerprint, offset, nbytes, checksum, now_s,
+        )  # fmt: skip
+        record.items = [Item(ItemState.READY if row in chosen else ItemState.GONE) for row in range(rows)]
+        self.extents[ticket] = record
+        self.ready += len(chosen)
+        self.totals.sealed += len(chosen)
+        self.totals.tickets = max(self.totals.tickets, ticket + 1)
+        self._put_extent(record)
+        self._put_items(record, 0, rows)
+        self._commit()
+
+    def resume(self, *, position: int, redo: list[Run], versions: list[tuple[int, int]], spool: int) -> None:
+        """Go on where an earlier ledger of the same run ended, whose extents are restored."""
+        self.extents = dict(sorted(self.extents.items()))
+        self.totals.position = max(self.totals.position, position)
+        self.totals.spool = spool
+        for run in redo:
+            self.redo = add_prompts(self.redo, run, most=self.layout.extents)
+        for version, fingerprint in versions:
+            self._put_version(self.versions.note(version, fingerprint))
+        self._put_redo()
+        self._commit()
+
     def publish(self, version: int, fingerprint: int, trained_through: int) -> None:
         """Note the newest policy version and which leases it includes."""
         self.totals.policy_version = version

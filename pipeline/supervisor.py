@@ -39,7 +39,8 @@ from pipeline.transport import BUFFER, Outbox, trainer_name, worker_name
 from pipeline.workspace import Workspace
 
 _TICK_S = 0.25
-_KILL_AFTER_S = 5.0
+# The buffer writes what is undelivered to disk.
+_KILL_AFTER_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +246,9 @@ class Supervisor:
             # All steps it was to take are taken, but for a last checkpoint that nobody could write.
             self._exit_code = self._exit_code or ExitCode.FAILED
         if self._ending:
+            if slot.role == "buffer" and code == ExitCode.FAILED and self._exit_code is ExitCode.OK:
+                self._exit_code = ExitCode.FAILED
+                log.error("what was undelivered is lost: %s", slot.error or slot.last_line)
             return
         if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
             self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
@@ -266,7 +270,7 @@ class Supervisor:
         if slot.finished and code in (ExitCode.OK, ExitCode.FAILED):
             self._finished_ranks.add(slot.index)
             if len(self._finished_ranks) == self._config.trainer.world_size:
-                self._drain("training is complete")
+                self._drain("training is complete", complete=True)
             return
         # A rank cannot go on without the others, nor be joined by a new one: all of them start anew.
         for other in self._fleet.alive("trainer"):
@@ -301,12 +305,12 @@ class Supervisor:
         else:
             self._drain(f"{signal.Signals(number).name} received")
 
-    def _drain(self, reason: str) -> None:
+    def _drain(self, reason: str, *, complete: bool = False) -> None:
         """Let rollouts and steps in progress finish; `_press_on` sees to it that this ends."""
         log.info("draining: %s", reason)
         self._draining_since_s = monotonic_s()
         self._status.state = "draining"
-        self._to_buffer.send(Drain())
+        self._to_buffer.send(Drain(complete))
         self._fleet.signal(self._fleet.alive("trainer", "rollout", "setup"), signal.SIGTERM)
         for slot in self._fleet.alive("trainer", "rollout"):
             slot.state = "draining"

@@ -1,6 +1,8 @@
 """A real daemon whose processes are killed with SIGKILL; what must go on goes on, and the books balance."""
 
+import re
 import signal
+import stat
 
 import pytest
 
@@ -130,4 +132,24 @@ def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):  
         daemon.wait_step(daemon.status()["step"] + 5)
 
         assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_what_was_undelivered_at_a_stop_is_trained_after_the_next_start(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, "buffer.max_staleness=2", task=task) as daemon:
+        daemon.wait_step(3)
+        finish(daemon)
+        (spool,) = (daemon.state_dir / "spool").iterdir()
+        assert stat.S_IMODE(spool.stat().st_mode) == 0o600
+        spooled = int(re.search(r"undelivered experiences spooled: rows=(\d+)", daemon.errors)[1])
+        stopped_at = int(re.search(r"training ended: steps=(\d+)", daemon.errors)[1])
+        assert f"spooled {spooled}" in daemon.errors or not spooled
+
+    with Daemon(tmp_path, *SETTINGS, "buffer.max_staleness=2", task=task, name="second") as daemon:
+        daemon.wait_step(stopped_at + 4)
+        assert f"spool taken in: rows={spooled} " in daemon.errors
+        metrics = daemon.metrics()
+        assert balanced(metrics)
+        assert total(metrics, "rlhfd_items_dropped_total") == 0, "none of it too old, none rolled back"
+        assert not spool.exists()
         finish(daemon)

@@ -125,3 +125,17 @@ def test_a_file_that_was_cut_is_refused(place, cut):
 
     with pytest.raises(DecodeError):
         extent_file.read_extent(extent_file.load(path), 0)
+
+
+@pytest.mark.parametrize("extents", [1, 2, 30, 64, 300])
+def test_every_extent_of_a_file_is_read_as_it_was_however_many_there_are(place, tmp_path, extents):
+    records = [ExtentRecord(n, rows=4, prompts=2, ticket=n, offset=64 * n, nbytes=60 + n % 5) for n in range(extents)]
+    place.whole.payload[: 64 * extents] = bytes(n % 251 for n in range(64 * extents))
+
+    extent_file.save(tmp_path / "many.safetensors", place.arena, [(record, [0]) for record in records], {})
+
+    file = extent_file.load(tmp_path / "many.safetensors")
+    for n, record in enumerate(records):
+        assert extent_file.read_extent(file, n) == bytes(place.whole.extent(record.offset, record.nbytes))
+    with safe_open(tmp_path / "many.safetensors", framework="pt") as opened:
+        assert len(opened.keys()) == extents

@@ -34,6 +34,7 @@ from pipeline.role import RoleContext, monotonic_s, reward_source
 from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_process import new_worker
+from pipeline.spool import Spool
 from pipeline.stream import Connection
 from pipeline.trainer import Trainer
 from pipeline.trainer_process import batches_ahead, new_trainer
@@ -123,6 +124,7 @@ class _Serial:
         self._reader = MetricsReader(self._slab)
         self._arena = Arena(workspace.arena_path)
         self._buffer_metrics = BufferMetrics(self._context("buffer", workspace).metrics)
+        self._spool = Spool(config, self._arena)
         self._buffer = self._new_buffer()
         self._trainer = self._new_trainer(workspace)
         self._worker = self._new_worker(workspace)
@@ -140,11 +142,11 @@ class _Serial:
         saved = self._trainer.close()
         self._buffer_turn()
         self._buffer.draining = True
-        self._buffer.finish()
+        whole = self._buffer.finish(None if self._trainer.complete else self._spool.write)
         self._worker.close()
         totals = self._buffer.ledger.totals
         log.info("experiences: sealed=%d trained=%d dropped=%d", totals.sealed, totals.trained, sum(totals.dropped))
-        return ExitCode.OK if saved else ExitCode.FAILED
+        return ExitCode.OK if saved and whole else ExitCode.FAILED
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
@@ -158,7 +160,9 @@ class _Serial:
     def _new_buffer(self) -> Buffer:
         ledger = Ledger(self._arena.ledger, ledger_layout(self._config))
         config = self._config.model_copy(update={"rollout": self._config.rollout.model_copy(update={"workers": 1})})
-        return new_buffer(config, ledger, self._arena, self._post.send, self._buffer_metrics)
+        metrics = self._buffer_metrics
+        self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
+        return new_buffer(config, ledger, self._arena, self._post.send, metrics)
 
     def _new_trainer(self, workspace: Workspace) -> Trainer:
         torch.set_num_threads(self._config.trainer.threads)
