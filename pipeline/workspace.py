@@ -24,6 +24,7 @@ from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LedgerError
 from pipeline.ledger_records import LedgerLayout
+from pipeline.ledger_tables import MOST_LEASES
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Workspace:
         """
         limits = limits_of(config)
         refuse_small_arena(config, limits)
+        refuse_many_leases(config)
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise ConfigError(f"{folder} belongs to another user")
@@ -181,6 +183,17 @@ def refuse_small_arena(config: Config, limits: Limits) -> None:
         raise ConfigError(
             f"buffer.arena_bytes: {config.buffer.arena_bytes:,} B cannot hold a batch a rank and a ticket: "
             f"{rows} rows {kind} take up to {needed_bytes:,} B"
+        )
+
+
+def refuse_many_leases(config: Config) -> None:
+    """Raise ConfigError when the ranks would hold more batches at once than the ledger has leases for."""
+    trainer = config.trainer
+    leases = (trainer.gradient_accumulation_steps * trainer.publish_every + 1) * trainer.world_size
+    if leases > MOST_LEASES:
+        raise ConfigError(
+            f"trainer.publish_every: {trainer.world_size} ranks would hold {leases:,} batches at once, "
+            f"{trainer.gradient_accumulation_steps} x {trainer.publish_every} to a version; at most {MOST_LEASES:,}"
         )
 
 

@@ -108,3 +108,12 @@ def test_more_room_for_rows_goes_on_with_the_arena_that_was_left(folder):
 
     assert second.taken_over
     assert second.run.run_id == first.run.run_id
+
+
+def test_more_batches_at_once_than_there_are_leases_are_refused(folder):
+    greedy = Config.model_validate(
+        {"trainer": {"publish_every": 2048, "world_size": 2}, "buffer": {"arena_bytes": 1 << 40}}
+    )
+
+    with pytest.raises(ConfigError, match=r"2 ranks would hold 4,098 batches at once, .* at most 4,096"):
+        Workspace.prepare(folder, greedy)
