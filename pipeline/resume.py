@@ -96,13 +96,20 @@ class Resumption:
         return start
 
     def settle(self, start: Start) -> None:
-        """Note what is gone on from; once every rank has found its start, on the first."""
+        """Note what is gone on from; once every rank has found its start, on the first.
+
+        Raises:
+            ConfigError: If nothing can be noted there; checkpoints could not be written, either.
+        """
         if start.version is None:
             return
-        if start.checkpoint is None:
-            forget_latest(self._root)
-        else:
-            write_latest(self._root, start.checkpoint)
+        try:
+            if start.checkpoint is None:
+                forget_latest(self._root)
+            else:
+                write_latest(self._root, start.checkpoint)
+        except OSError as error:
+            raise ConfigError(f"daemon.state_dir: no checkpoints can be written: {error}") from error
 
     # Where a trainer was before.
 

@@ -270,3 +270,12 @@ def test_a_damaged_training_state_is_replaced_by_a_checkpoint_or_by_nothing(site
     else:
         with pytest.raises(WeightsError, match="no whole copy"):
             successor.resumption.find()
+
+
+def test_a_state_directory_that_takes_no_checkpoints_is_refused_at_the_start(site):
+    site.root.parent.mkdir()
+    site.root.write_text("in the way")
+    trainer = site.trainer()
+
+    with pytest.raises(ConfigError, match=r"daemon.state_dir: no checkpoints can be written: .*state/checkpoints"):
+        trainer.resumption.settle(trainer.resumption.find())
