@@ -86,6 +86,7 @@ class Buffer:
         self.ledger = ledger
         self.limits = limits
         self.draining = self.complete = False
+        self.refused = 0
         self.incarnation = random.getrandbits(63) if incarnation is None else incarnation
         self._allocator = allocator
         self._send = send
@@ -104,7 +105,8 @@ class Buffer:
         if ledger.totals.policy_version >= 0:
             # What a spool brought of newer weights, and what a rollback had not dropped yet when its buffer was killed.
             self._leases.drop_rolled_back(0.0)
-        for name in [worker_name(i) for i in range(workers)] + [trainer_name(r) for r in range(limits.world_size)]:
+        self._names = [*map(worker_name, range(workers)), *map(trainer_name, range(limits.world_size))]
+        for name in self._names:
             send(name, Welcome(self.incarnation))
 
     @property
@@ -115,8 +117,12 @@ class Buffer:
     def handle(self, message: Message, now_s: float) -> None:
         """Take note of one message; what follows from it is done in `step`.
 
-        A message that is late, repeated or from a predecessor changes nothing.
+        A message that is late, repeated or from a predecessor changes nothing. One that nobody of this instance could
+        say is refused and counted in `refused`.
         """
+        if not self._is_possible(message):
+            self.refused += 1
+            return
         match message:
             case Hello():
                 self._greet(message, now_s)
@@ -145,6 +151,19 @@ class Buffer:
                 self._drain()
             case _:
                 self._observer.duplicate()
+
+    def _is_possible(self, message: Message) -> bool:
+        totals, world_size = self.ledger.totals, self.limits.world_size
+        match message:
+            case Hello(peer=name) | PeerDied(peer=name) | Sealed(worker=name) | Failed(worker=name):
+                return name in self._names and 0 <= getattr(message, "ticket", 0) < max(1, totals.tickets)
+            case Damaged():
+                return message.trainer == trainer_name(message.lease % world_size)
+            case Published():
+                # A float64 of the metrics counts versions exactly up to there.
+                version, fingerprint = 0 <= message.version < 1 << 53, 0 <= message.fingerprint < 1 << 64
+                return version and fingerprint and 0 <= message.trained_through <= totals.leases + world_size
+        return True
 
     def step(self, now_s: float) -> None:
         """Issue the tickets and lease the batches that the rules allow now.

@@ -17,7 +17,7 @@ from pipeline.observer import Observer
 from pipeline.quarantine import Quarantine
 from pipeline.role import RoleContext, monotonic_s
 from pipeline.spool import Spool
-from pipeline.transport import BUFFER, Mailbox, Outbox
+from pipeline.transport import BUFFER, Mailbox, Outbox, Traffic
 from pipeline.workspace import ledger_layout, limits_of
 
 _IDLE_S = 0.25
@@ -30,12 +30,13 @@ class Outboxes:
 
     def __init__(self, context: RoleContext) -> None:
         self._folder = context.folder
+        self._traffic = Traffic(context.metrics)
         self._open: dict[str, Outbox] = {}
 
     def send(self, peer: str, message: Message) -> None:
         """Queue a message to a peer."""
         if peer not in self._open:
-            self._open[peer] = Outbox(self._folder, peer)
+            self._open[peer] = Outbox(self._folder, peer, self._traffic)
         self._open[peer].send(message)
 
     def close(self) -> None:
@@ -48,7 +49,8 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     """Serve tickets and leases until told to stop."""
     arena = Arena(context.folder / "arena", payload=False)
     ledger = Ledger(arena.ledger, ledger_layout(config))
-    mailbox, outboxes = Mailbox(context.folder, BUFFER), Outboxes(context)
+    traffic = Traffic(context.metrics)
+    mailbox, outboxes = Mailbox(context.folder, BUFFER, traffic), Outboxes(context)
     metrics = BufferMetrics(context.metrics)
     clock = ActivityClock(context.metrics, ["wait_data"])
     spool = Spool(config, arena)
@@ -62,9 +64,10 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         while not context.stopping:
             with clock.during("wait_data"):
                 messages = mailbox.receive(_IDLE_S)
-            now_s = monotonic_s()
+            now_s, refused = monotonic_s(), buffer.refused
             for message in messages:
                 buffer.handle(message, now_s)
+            traffic.drop(BUFFER, buffer.refused - refused)
             buffer.step(now_s)
             metrics.publish(buffer, now_s, arena.payload_bytes)
         whole = True

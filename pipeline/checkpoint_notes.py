@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import UNREADABLE, ConfigError
 from pipeline.workspace import identity_of
 
 
@@ -57,7 +57,7 @@ def read_latest(root: Path) -> Latest | None:
         return msgspec.json.decode(path.read_bytes(), type=Latest)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{path}: {error}; remove it, or start anew with `rlhfd start --fresh`") from error
 
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint_notes import Latest, flush_folder, read_latest, write_latest
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import UNREADABLE, CheckpointError, ConfigError
 
 _STATE = "trainer_state.safetensors"
 _NOTE = "trainer_state.json"
@@ -135,7 +135,7 @@ def read_note(folder: Path) -> CheckpointNote:
     """
     try:
         return msgspec.json.decode((folder / _NOTE).read_bytes(), type=CheckpointNote)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CheckpointError(f"{folder / _NOTE}: {error}") from error
 
 

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from pipeline.arena import Arena
-from pipeline.errors import DecodeError
+from pipeline.errors import UNREADABLE, DecodeError
 from pipeline.ledger_records import Chosen
 
 SUFFIX = ".safetensors"
@@ -116,7 +116,7 @@ def load(path: Path) -> ExtentFile:
             extents = msgspec.json.decode(metadata.pop("extents"), type=list[SavedExtent])
             base = _LENGTH.size + length
             starts = [base + header[_name(extent)]["data_offsets"][0] for extent in extents]
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError, msgspec.DecodeError) as error:
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError, *UNREADABLE) as error:
             raise DecodeError(f"{path} holds no extents of this version: {error}") from error
     return ExtentFile(path, metadata, extents, starts)
 

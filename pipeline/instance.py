@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
+from pipeline.errors import UNREADABLE, ConfigError, NotRunningError, RlhfdError, UnreachableError
 
 CONTROL_SOCKET = "control.sock"
 
@@ -151,7 +151,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
         path = runtime_dir / _RECORD
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise UnreachableError(f"{path} is no record of an instance: {error}") from error
         except PermissionError as error:
             raise UnreachableError(f"cannot read {path}: {error.strerror}") from error
@@ -324,7 +324,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ha
         async with asyncio.timeout(_CLIENT_TIMEOUT_S):
             line = await reader.readuntil(b"\n")
         request = msgspec.json.decode(line, type=dict[str, Any])
-    except (asyncio.LimitOverrunError, asyncio.IncompleteReadError, TimeoutError, msgspec.DecodeError) as error:
+    except (asyncio.LimitOverrunError, asyncio.IncompleteReadError, TimeoutError, *UNREADABLE) as error:
         return {"error": f"no request of one JSON line: {error}"}
     try:
         return await handler(request)
@@ -357,7 +357,7 @@ def request(record: InstanceRecord, command: str, timeout_s: float, **fields: An
         raise UnreachableError(f"pid {record.pid} does not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise UnreachableError(f"pid {record.pid} cannot be reached at {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UnreachableError(f"pid {record.pid} answers with no JSON line: {error}") from error
     if "error" in answer:
         raise RlhfdError(str(answer["error"]))

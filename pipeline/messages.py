@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.errors import DecodeError
+from pipeline.errors import UNREADABLE, DecodeError
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -315,7 +315,6 @@ def decode(data: bytes) -> Message:
     """
     try:
         message: Message = _decoder.decode(data)
-    # msgspec lets an ill-formed string through as UnicodeDecodeError, and deep nesting as RecursionError.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise DecodeError(f"message of {len(data):,} B does not decode: {error}") from error
     return message

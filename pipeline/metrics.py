@@ -275,7 +275,8 @@ METRICS: Final[tuple[Metric, ...]] = (
             channel="buffer peer control", direction="sent received"),
     counter("rlhfd_ipc_bytes_total", EVERY_ROLE, "ZeroMQ payload bytes.",
             channel="buffer peer control", direction="sent received"),
-    counter("rlhfd_ipc_drops_total", EVERY_ROLE, "Messages dropped at a full queue.", channel="buffer peer control"),
+    counter("rlhfd_ipc_drops_total", EVERY_ROLE, "Messages refused: not readable, or of impossible content.",
+            channel="buffer peer control"),
 )
 # fmt: on
 

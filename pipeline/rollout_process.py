@@ -21,7 +21,7 @@ from pipeline.rewards import FunctionReward, load_reward_function
 from pipeline.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
 from pipeline.rollout_metrics import RolloutMetrics
-from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, worker_name
+from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.vision_prompts import VisionPrompts
 from pipeline.vision_rows import VisionRows
 from pipeline.weights import Probe, WeightsVersion
@@ -37,8 +37,9 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     arena = Arena(context.folder / "arena")
     arena.populate()
     metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config))
-    mailbox = Mailbox(context.folder, worker_name(context.index))
-    outbox = Outbox(context.folder, BUFFER)
+    traffic = Traffic(context.metrics)
+    mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
+    outbox = Outbox(context.folder, BUFFER, traffic)
     worker = new_worker(config, context, arena, outbox, metrics)
     context.ready()
     waiting_since_s = monotonic_s()

@@ -31,7 +31,7 @@ from pipeline.experience import Experience
 from pipeline.instance import find
 from pipeline.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
 from pipeline.policy_versions import PolicyVersions
-from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, trainer_name
+from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer_name
 from pipeline.weights import Probe, WeightsVersion
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -318,7 +318,7 @@ class Connection:
 
     def _meet(self, incarnation: int) -> None:
         if self._buffer_incarnation is not None:
-            log.info("the buffer was restarted, telling it what it may have missed")
+            log.debug("the buffer was restarted, telling it what it may have missed")
             for lease in self._acks:
                 self._send(Ack(trainer_name(self.rank), lease))
             if self._published is not None:
@@ -395,14 +395,20 @@ def connect(
 
 
 def open_connection(
-    folder: Path, *, rank: int, world_size: int, prefetch: int = 2, verify_checksum: bool = True
+    folder: Path,
+    *,
+    rank: int,
+    world_size: int,
+    prefetch: int = 2,
+    verify_checksum: bool = True,
+    traffic: Traffic | None = None,
 ) -> Connection:
-    """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`."""
+    """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`; `traffic` counts what is said."""
     lock = _lock_rank(folder, rank)
     arena = Arena(folder / "arena")
     arena.populate()
-    mailbox = Mailbox(folder, trainer_name(rank))
-    outbox = Outbox(folder, BUFFER)
+    mailbox = Mailbox(folder, trainer_name(rank), traffic)
+    outbox = Outbox(folder, BUFFER, traffic)
 
     def on_close() -> None:
         outbox.close(linger_s=1.0)

@@ -25,6 +25,7 @@ from pipeline.stream import Connection, open_connection
 from pipeline.trainer import CheckpointWriter, Trainer
 from pipeline.trainer_metrics import TrainerMetrics
 from pipeline.training_state import Progress, tensors_of
+from pipeline.transport import Traffic
 from pipeline.weights import Probe, WeightsVersion
 from pipeline.workspace import identity_of
 
@@ -42,6 +43,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         world_size=config.trainer.world_size,
         prefetch=batches_ahead(config),
         verify_checksum=config.buffer.checksum,
+        traffic=Traffic(context.metrics),
     )
     join_ranks(config, context)
     trainer = new_trainer(config, context, connection)

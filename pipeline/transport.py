@@ -1,26 +1,31 @@
 """ZeroMQ between the processes of one instance: each listens on one PULL socket and pushes to the others.
 
-Sockets lie in the instance's shared-memory folder (0700), so no path is ever too long for one. Queues are unbounded on
-purpose: tickets, leases and credits already bound what can be under way, and a full queue that drops or blocks would
-lose an acknowledgement.
+Sockets lie in the instance's shared-memory folder (0700), so no path is ever too long for one. What a sender queues is
+unbounded on purpose: tickets, leases and credits already bound what can be under way, and a full queue that drops or
+blocks would lose an acknowledgement. A receiver takes a bounded number ahead: what is beyond waits at its sender, so
+that one that floods it pays with its own memory.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import zmq
 
 from pipeline.errors import ConfigError, DecodeError
 from pipeline.messages import Message, decode, encode
+from pipeline.metrics_writer import MetricWriter
 
 BUFFER = "buffer"
 _MAX_MESSAGE_BYTES = 64 << 20
 _MAX_BURST = 1024
+_MAX_AHEAD = 4096
+_LOG_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,23 @@ class Sender(Protocol):
         """Queue a message; never blocks."""
 
 
+class Traffic:
+    """Counts one process's messages; the channel is named by its receiving end."""
+
+    def __init__(self, metrics: MetricWriter) -> None:
+        self._metrics = metrics
+
+    def count(self, peer: str, direction: Literal["sent", "received"], messages: int, nbytes: int) -> None:
+        """Count messages to or from the mailbox of a peer."""
+        labels = {"channel": BUFFER if peer == BUFFER else "peer", "direction": direction}
+        self._metrics.counter("rlhfd_ipc_messages_total", **labels).inc(messages)
+        self._metrics.counter("rlhfd_ipc_bytes_total", **labels).inc(nbytes)
+
+    def drop(self, peer: str, messages: int) -> None:
+        """Count messages that came to the mailbox of a peer and cannot be what one says."""
+        self._metrics.counter("rlhfd_ipc_drops_total", channel=BUFFER if peer == BUFFER else "peer").inc(messages)
+
+
 class Mailbox:
     """What others say to this process; owns the socket and its file.
 
@@ -50,10 +72,14 @@ class Mailbox:
         received: Messages that did.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, traffic: Traffic | None = None) -> None:
+        self._name = name
+        self._traffic = traffic
+        self._logged_s = -math.inf
+        self._refused_unlogged = 0
         self._path = folder / f"{name}.sock"
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_AHEAD)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         previous = os.umask(0o177)
@@ -70,18 +96,32 @@ class Mailbox:
         """Return what has come, waiting up to `timeout_s` for the first message."""
         deadline = time.monotonic() + timeout_s
         messages: list[Message] = []
-        while len(messages) < _MAX_BURST:
+        nbytes = refused = 0
+        # What is refused counts too: garbage without end must not hold up the work.
+        while len(messages) + refused < _MAX_BURST:
             wait_ms = 0 if messages else max(0, int((deadline - time.monotonic()) * 1000 + 0.999))
             if not self._socket.poll(wait_ms):
-                return messages
+                break
             data = self._socket.recv(zmq.NOBLOCK)
+            nbytes += len(data)
             try:
                 messages.append(decode(data))
-                self.received += 1
             except DecodeError as error:
-                self.refused += 1
-                log.warning("message refused: %s", error)
+                refused += 1
+                self._log_refused(error)
+        self.received += len(messages)
+        self.refused += refused
+        if self._traffic is not None and nbytes:
+            self._traffic.count(self._name, "received", len(messages) + refused, nbytes)
+            self._traffic.drop(self._name, refused)
         return messages
+
+    def _log_refused(self, error: DecodeError) -> None:
+        """Log the first one, then at most one a minute with how many there were since."""
+        self._refused_unlogged += 1
+        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+            log.warning("message refused: to=%s count=%d reason=%s", self._name, self._refused_unlogged, str(error))
+            self._logged_s, self._refused_unlogged = time.monotonic(), 0
 
     def close(self) -> None:
         """Close the socket and remove its file."""
@@ -92,7 +132,9 @@ class Mailbox:
 class Outbox:
     """Sends to one peer, whether it is there already or not; keeps the order."""
 
-    def __init__(self, folder: Path, peer: str) -> None:
+    def __init__(self, folder: Path, peer: str, traffic: Traffic | None = None) -> None:
+        self._peer = peer
+        self._traffic = traffic
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -102,8 +144,11 @@ class Outbox:
 
     def send(self, message: Message) -> None:
         """Queue a message; never blocks."""
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        data = encode(message)
+        self._socket.send(data, zmq.NOBLOCK)
         self.sent += 1
+        if self._traffic is not None:
+            self._traffic.count(self._peer, "sent", 1, len(data))
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Close, giving what is queued up to `linger_s` to leave."""

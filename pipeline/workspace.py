@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from pipeline.admission import Limits
 from pipeline.arena import Arena
 from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES
 from pipeline.config import Config
-from pipeline.errors import ConfigError, LedgerError
+from pipeline.errors import UNREADABLE, ConfigError, LedgerError
 from pipeline.ledger_records import LedgerLayout
 from pipeline.ledger_tables import MOST_LEASES
 
@@ -86,9 +87,7 @@ class Workspace:
         limits = limits_of(config)
         refuse_small_arena(config, limits)
         refuse_many_leases(config)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"{folder} belongs to another user")
+        _make_own(folder)
         folder.chmod(0o700)
         layout = ledger_layout(config)
         anew = config.trainer.resume == "never"
@@ -112,7 +111,7 @@ class Workspace:
         try:
             found = cls.open(folder)
             arena = Arena(folder / "arena", payload=False)
-        except (OSError, msgspec.DecodeError, LedgerError):
+        except (OSError, *UNREADABLE, LedgerError):
             return None
         arena.close()
         if found.run.identity != identity or arena.layout != layout.identity:
@@ -139,6 +138,18 @@ class Workspace:
         (folder / "run.json").touch(mode=0o600)
         (folder / "run.json").write_bytes(msgspec.json.encode(run))
         return cls(folder, run)
+
+
+def _make_own(folder: Path) -> None:
+    """Make the folder unless it is there; a link, or what somebody else made under its name, is not followed."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"{folder} belongs to another user") from None
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{folder} is not a directory") from None
 
 
 def limits_of(config: Config) -> Limits:

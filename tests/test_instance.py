@@ -292,9 +292,11 @@ class TestControl:
             b'"text"\n',
             b"\xff\xfe\x00\n",
             b"{" * 5000 + b"\n",
+            b'{"a":' * 5000 + b"\n",
+            b'{"command": "\xff"}\n',
             b"x" * 200_000 + b"\n",
         ],
-        ids=["empty", "text", "list", "string", "binary", "nested", "too long"],
+        ids=["empty", "text", "list", "string", "binary", "nested", "deep", "ill-formed", "too long"],
     )
     def test_bad_request_is_answered_with_an_error(self, tmp_path: Path, sent: bytes) -> None:
         with serving(tmp_path):

@@ -1,5 +1,6 @@
 """Messages over real ZeroMQ sockets."""
 
+import contextlib
 import stat
 
 import msgspec
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from pipeline import messages
 from pipeline.errors import DecodeError
 from pipeline.messages import Ack, Drain, ExtentRows, Hello, Lease, Sealed
-from pipeline.transport import Mailbox, Outbox
+from pipeline.metrics_slab import MetricsSlab
+from pipeline.transport import Mailbox, Outbox, Traffic
+from tests.slabs import SLOTS, begun, value
 
 EXAMPLES = [
     Hello("worker-0", 2**62, [1, 2]),
@@ -85,6 +88,44 @@ def test_garbage_is_counted_and_does_not_stop_the_mail(tmp_path, mailbox):
     assert receive(mailbox, 1) == [Drain()]
     assert mailbox.refused == 4
     socket.close(linger=0)
+
+
+def test_a_flood_of_garbage_is_one_line_in_the_log_and_does_not_hold_up_the_receiver(tmp_path, mailbox, caplog):
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(f"ipc://{tmp_path / 'buffer.sock'}")
+    for _ in range(3000):
+        socket.send(b"\xc1")
+    calls = 0
+    while mailbox.refused < 3000:
+        assert mailbox.receive(0.2) == []
+        calls += 1
+
+    # Each call ends after a burst, so that whoever calls gets to its own work.
+    assert calls >= 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "message refused: to=buffer count=1 reason=message of 1 B does not decode: "
+        "MessagePack data is malformed: invalid opcode '\\xc1' (byte 0)"
+    ]
+    socket.close(linger=0)
+
+
+def test_what_is_sent_received_and_refused_is_counted(tmp_path):
+    with contextlib.closing(MetricsSlab.create(tmp_path / "metrics", SLOTS)) as slab:
+        traffic = Traffic(begun(slab, "buffer"))
+        box, out = Mailbox(tmp_path, "buffer", traffic), Outbox(tmp_path, "buffer", traffic)
+        out.send(Drain())
+        out._socket.send(b"\xc1\xc1")
+        while box.received + box.refused < 2:
+            box.receive(5.0)
+
+        nbytes = len(messages.encode(Drain()))
+        assert value(slab, "rlhfd_ipc_messages_total", channel="buffer", direction="sent") == 1
+        assert value(slab, "rlhfd_ipc_bytes_total", channel="buffer", direction="sent") == nbytes
+        assert value(slab, "rlhfd_ipc_messages_total", channel="buffer", direction="received") == 2
+        assert value(slab, "rlhfd_ipc_bytes_total", channel="buffer", direction="received") == nbytes + 2
+        assert value(slab, "rlhfd_ipc_drops_total", channel="buffer") == 1
+        out.close()
+        box.close()
 
 
 @settings(max_examples=3000, deadline=None)

@@ -117,3 +117,20 @@ def test_more_batches_at_once_than_there_are_leases_are_refused(folder):
 
     with pytest.raises(ConfigError, match=r"2 ranks would hold 4,098 batches at once, .* at most 4,096"):
         Workspace.prepare(folder, greedy)
+
+
+def test_a_link_or_a_file_under_its_name_is_refused_and_what_it_leads_to_is_left_alone(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "work").touch()
+    for place in (
+        lambda: folder.symlink_to(tmp_path / "mine"),
+        lambda: folder.symlink_to(tmp_path / "no"),
+        folder.touch,
+    ):
+        place()
+
+        with pytest.raises(ConfigError, match="is not a directory"):
+            Workspace.prepare(folder, config())
+
+        assert (tmp_path / "mine" / "work").exists()
+        folder.unlink()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pipeline.errors import UNREADABLE
 from pipeline.lifeline import PARENT_VARIABLE
 from pipeline.role import Report
 
@@ -117,7 +118,7 @@ class LocalChild:
             return
         try:
             report = _report_decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             self._on_line(f"unreadable report: {line[:200]!r}")
             return
         self._on_report(report)
