@@ -27,10 +27,11 @@ _LOOK_S = 0.0002
 
 
 class Target(NamedTuple):
-    """Whom to kill, and at which stage of its work; any stage if none is named."""
+    """Whom to hit, and at which stage of its work; any stage if none is named. With `hangs` it is stopped, not killed."""
 
     role: str
     stage: str = ""
+    hangs: bool = False
 
 
 # A ticket's rows: reserved and being made (generate ... ref_logprob), half written (seal), sealed and not yet settled
@@ -53,6 +54,9 @@ TARGETS = (
     Target("trainer"),
     Target("supervisor"),
     Target("everything"),
+    Target("rollout", "generate", hangs=True),
+    Target("buffer", hangs=True),
+    Target("trainer", "train", hangs=True),
 )
 
 
@@ -112,9 +116,13 @@ class Campaign:
 
     def report(self) -> str:
         """Return the kills by role and stage, and the recovery times."""
-        counts = collections.Counter((kill.target.role, kill.stage) for kill in self.kills)
-        lines = [f"  {role:<10} {stage or '-':<24} {count:>4}" for (role, stage), count in sorted(counts.items())]
-        times = sorted(kill.recovery_s for kill in self.kills)
+        counts = collections.Counter((kill.target.role, kill.target.hangs, kill.stage) for kill in self.kills)
+        lines = [
+            f"  {role:<10} {'stopped' if hangs else 'killed':<8} {stage or '-':<24} {count:>4}"
+            for (role, hangs, stage), count in sorted(counts.items())
+        ]
+        # One that hangs is found after daemon.hang_timeout_s, which is no property of the recovery.
+        times = sorted(kill.recovery_s for kill in self.kills if not kill.target.hangs)
         p50, p99 = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
         return "\n".join(
             [
@@ -160,7 +168,7 @@ class Campaign:
         with self._slab() as slab:
             worker = self._rng.choice([slot.worker for slot in slab.layout.slots if slot.role == target.role])
             stage = self._wait_stage(slab, target, worker)
-            os.kill(slab.pid(target.role, worker), signal.SIGKILL)
+            os.kill(slab.pid(target.role, worker), signal.SIGSTOP if target.hangs else signal.SIGKILL)
         return stage
 
     def _wait_stage(self, slab: MetricsSlab, target: Target, worker: int) -> str:
@@ -172,14 +180,14 @@ class Campaign:
         deadline = time.monotonic() + (_STAGE_TIMEOUT_S if wanted else delay_s)
         seen = False
         while time.monotonic() < deadline:
-            stage = slab.progress(target.role, worker).stage
+            stage = slab.progress(target.role, worker).activity
             if stage == wanted and not after:
                 return stage
             if after and seen and stage != wanted:
                 return target.stage
             seen = stage == wanted
             time.sleep(_LOOK_S)
-        return slab.progress(target.role, worker).stage
+        return slab.progress(target.role, worker).activity
 
     # Progress.
 

@@ -17,7 +17,7 @@ from tests.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-KILLS, FULL_KILLS = 16, 250
+KILLS, FULL_KILLS = 12, 250
 """Kills of each of the two campaigns; the full ones by ``bin/test --chaos``."""
 
 SETTINGS = (
@@ -28,6 +28,7 @@ SETTINGS = (
     "daemon.restart_limit=100000",
     "daemon.restart_delay_s=0.02",
     "daemon.restart_delay_max_s=0.02",
+    "daemon.hang_timeout_s=15",
 )
 ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 
