@@ -62,6 +62,19 @@ def task_settings(task: Path) -> tuple[str, str]:
     return (f"model.actor={task / 'model'}", f"prompts.path={task / 'prompts.jsonl'}")
 
 
+def telling_reward(folder: Path) -> tuple[str, str]:
+    """Write a reward function to a daemon's folder by which responses differ; return the settings that use it.
+
+    The task's model is warmed up so little that every response scores 0 by the task's own reward: nothing would be
+    learned, and the weights would tell nothing.
+    """
+    folder.joinpath("telling.py").write_text(
+        "def score(input_ids, attention_mask, *, response_start, **_):\n"
+        "    return float(input_ids[response_start] % 5)\n"
+    )
+    return 'rollout.reward_functions=["telling:score"]', "rollout.reward_timeout_s=0"
+
+
 class Daemon:
     """One `rlhfd start`; a context manager that leaves no process, and no shared memory where it had to kill.
 

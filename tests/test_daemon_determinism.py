@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
 STEPS = 4
@@ -16,7 +17,8 @@ ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)
 def run(folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] = ()) -> tuple[str, str, str]:  # noqa: F811
     """Run to the end; return steps, fingerprint of the weights and digest of all that was trained on."""
     folder.mkdir()
-    settings = (*SMALL, f"trainer.max_steps={STEPS}", "buffer.max_staleness=0", *sets)
+    steps = (f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1")
+    settings = (*SMALL, *steps, "buffer.max_staleness=0", *telling_reward(folder), *sets)
     with Daemon(folder, *settings, task=task, arguments=arguments) as daemon:
         assert daemon.wait(180.0) == 0, daemon.errors
     found = ENDED.search(daemon.errors)
@@ -37,6 +39,8 @@ def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, t
     assert one[0] == str(STEPS)
     checkpoint = Path("state") / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
     weights = [load_file(tmp_path / name / checkpoint) for name in ("one", "two", "serial")]
+    before = load_file(task / "model" / "model.safetensors")
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights[0].items()), "something was learned"
     for name, tensor in weights[0].items():
         assert (tensor == weights[1][name]).all(), name
         assert (tensor == weights[2][name]).all(), name

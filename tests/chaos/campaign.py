@@ -27,7 +27,7 @@ _LOOK_S = 0.0002
 
 
 class Target(NamedTuple):
-    """Whom to hit, and at which stage of its work; any stage if none is named. With `hangs` it is stopped, not killed."""
+    """Whom to hit, and at which stage of its work, any if none is named; with `hangs` it is stopped, not killed."""
 
     role: str
     stage: str = ""

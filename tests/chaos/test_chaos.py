@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import Campaign
-from tests.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from tests.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -68,7 +68,7 @@ def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_di
     say,
     request: pytest.FixtureRequest,
 ):
-    settings = (*SETTINGS, "buffer.max_staleness=0")
+    settings = (*SETTINGS, *telling_reward(tmp_path), "buffer.max_staleness=0")
     with Campaign(tmp_path, *settings, task=task, seed=request.config.getoption("--chaos-seed")) as campaign:
         for _ in range(kills):
             campaign.kill()
@@ -79,6 +79,7 @@ def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_di
 
     folder = tmp_path / "undisturbed"
     folder.mkdir()
+    telling_reward(folder)
     steps = f"trainer.max_steps={disturbed[0]}"
     with Daemon(folder, *settings, steps, task=task, arguments=("--serial",)) as serial:
         assert serial.wait(1800.0) == 0, serial.errors[-4000:]
@@ -93,7 +94,7 @@ def test_two_ranks_ahead_of_their_workers_train_every_row_exactly_once(
     say,
     request: pytest.FixtureRequest,
 ):
-    settings = (*SETTINGS, "trainer.world_size=2", "buffer.max_staleness=2")
+    settings = (*SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", "buffer.max_staleness=2")
     with Campaign(tmp_path, *settings, task=task, seed=1 + request.config.getoption("--chaos-seed")) as campaign:
         for _ in range(kills):
             campaign.kill()
