@@ -96,6 +96,7 @@ class Buffer:
         self._prompts_in_source = prompts_in_source
         self._barren_prompts = 0
         self._peers: dict[str, int] = {}
+        self._pids: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
         self._waiting: dict[str, str] = {}
         self._early: dict[int, tuple[Sealed, float]] = {}
@@ -216,7 +217,7 @@ class Buffer:
             return
         if known is not None:
             self._forget(hello.peer)
-        self._peers[hello.peer] = hello.incarnation
+        self._peers[hello.peer], self._pids[hello.peer] = hello.incarnation, hello.pid
         self._send(hello.peer, Welcome(self.incarnation))
         if self.draining:
             self._send(hello.peer, Drain())
@@ -232,11 +233,13 @@ class Buffer:
         return self._peers.get(peer) == incarnation
 
     def _bury(self, died: PeerDied, now_s: float) -> None:
-        self._forget(died.peer)
         role, _, index = died.peer.partition("-")
-        if role == "worker":
-            self._orphan(int(index), held=[])
-        elif role == "trainer" and died.working_on >= 0:
+        # Its successor may have said hello before: the two words come over different sockets.
+        if died.peer not in self._peers or died.pid == self._pids[died.peer]:
+            self._forget(died.peer)
+            if role == "worker":
+                self._orphan(int(index), held=[], blamed=died.working_on)
+        if role == "trainer" and died.working_on >= 0:
             self._leases.blame(died.peer, died.working_on, now_s)
 
     def _forget(self, peer: str) -> None:
@@ -254,10 +257,16 @@ class Buffer:
 
     # Tickets.
 
-    def _orphan(self, worker: int, *, held: list[int]) -> None:
-        for record in list(self.ledger.reserved_extents()):
-            if record.owner == worker and record.ticket not in held:
+    def _orphan(self, worker: int, *, held: list[int], blamed: int | None = None) -> None:
+        """Take tickets from a dead worker; the one that it was at, the oldest if nobody knows, has had its attempt."""
+        lost = [record for record in self.ledger.reserved_extents() if record.owner == worker]
+        for record in [record for record in lost if record.ticket not in held]:
+            blamed = record.ticket if blamed is None else blamed
+            if record.ticket == blamed:
                 self._reissue(record, "its worker died")
+            else:
+                self._observer.ticket_ended("reissued")
+                self.ledger.excuse(record)
 
     def _reissue(self, record: ExtentRecord, reason: str) -> None:
         if record.attempt >= self._max_attempts:

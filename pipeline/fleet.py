@@ -35,6 +35,7 @@ class Slot:
         lines: Lines that the child has printed.
         ended_by: Who killed the child, where that is known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
         working_on: The ticket or lease that the last child was at when it died, -1 for none.
+        last_pid: The last child's pid.
     """
 
     role: str
@@ -55,6 +56,7 @@ class Slot:
     lines: int = 0
     ended_by: str = ""
     working_on: int = -1
+    last_pid: int = 0
 
     @property
     def name(self) -> str:
@@ -201,6 +203,7 @@ class Fleet:
         # Its gauges go with the fold: a last look at what it showed.
         self._on_reaped(slot)
         booted = slot.state != "starting"
+        slot.last_pid = slot.child.pid if slot.child is not None else 0
         slot.child, slot.last_exit, slot.state = None, code, "ended"
         if slot.role != "setup":
             slot.working_on = self._slab.progress(slot.role, slot.index).working_on

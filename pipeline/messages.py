@@ -24,13 +24,15 @@ class Hello(Message, frozen=True):
     """A worker or trainer rank introduces itself, on its start and whenever a new buffer says `Welcome`.
 
     `held` are the tickets or leases it has in hand; the buffer gives the others of its name to its successor.
-    `fresh`: it was given none yet, so a trainer's weights are the newest version and nothing beyond.
+    `fresh`: it was given none yet, so a trainer's weights are the newest version and nothing beyond. `pid` tells it
+    from a predecessor whose death is reported late.
     """
 
     peer: str
     incarnation: int
     held: list[int] = []
     fresh: bool = True
+    pid: int = 0
 
 
 class WantTickets(Message, frozen=True):
@@ -120,6 +122,7 @@ class PeerDied(Message, frozen=True):
 
     peer: str
     working_on: int = -1
+    pid: int = 0
 
 
 class Drain(Message, frozen=True):

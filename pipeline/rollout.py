@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -264,7 +265,8 @@ class RolloutWorker:
             self._reader.close()
 
     def _hello(self) -> Hello:
-        return Hello(self._name, self._incarnation, [*self._unsettled, *(ticket.ticket for ticket in self._tickets)])
+        held = [*self._unsettled, *(ticket.ticket for ticket in self._tickets)]
+        return Hello(self._name, self._incarnation, held, pid=os.getpid())
 
     def _meet(self, incarnation: int) -> None:
         self._buffer_incarnation = incarnation

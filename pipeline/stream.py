@@ -301,7 +301,7 @@ class Connection:
 
     def _hello(self) -> Hello:
         held = [*self._in_hand, *(lease.lease for lease in self._leases)]
-        return Hello(trainer_name(self.rank), self._incarnation, held, fresh=self._newest_lease < 0)
+        return Hello(trainer_name(self.rank), self._incarnation, held, self._newest_lease < 0, os.getpid())
 
     def _handle(self, message: Message) -> None:
         match message:

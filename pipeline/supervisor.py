@@ -261,12 +261,13 @@ class Supervisor:
             self._rank_ended(slot, code)
         else:
             if slot.role == "rollout":
-                self._to_buffer.send(PeerDied(worker_name(slot.index), slot.working_on))
+                self._to_buffer.send(PeerDied(worker_name(slot.index), slot.working_on, slot.last_pid))
             self._retry(slot, code)
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
         # One that was killed because another rank died is not to blame for what it was at.
-        self._to_buffer.send(PeerDied(trainer_name(slot.index), -1 if slot.ended_by == "group" else slot.working_on))
+        working_on = -1 if slot.ended_by == "group" else slot.working_on
+        self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
         if slot.finished and code in (ExitCode.OK, ExitCode.FAILED):
             self._finished_ranks.add(slot.index)
             if len(self._finished_ranks) == self._config.trainer.world_size:

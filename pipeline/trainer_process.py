@@ -74,6 +74,11 @@ def join_ranks(config: Config, context: RoleContext) -> None:
     """Meet the other ranks of this generation, over a file in the instance's folder: no port is taken for it."""
     if config.trainer.world_size == 1:
         return
+    if context.index == 0:
+        # Those of generations before: each leaves a file when it is killed.
+        for left in context.folder.glob("ranks-*"):
+            if int(left.name.partition("-")[2]) < context.generation:
+                left.unlink(missing_ok=True)
     backend = "nccl" if process_device().type == "cuda" else "gloo"
     distributed.init_process_group(
         backend,

@@ -116,9 +116,11 @@ class Workspace:
         arena.close()
         if found.run.identity != identity or arena.layout != layout.identity:
             return None
-        # Sockets and ranks of the dead are of no use to anyone.
-        for left in [*folder.glob("*.sock"), *folder.glob("*.lock"), *folder.glob("*.new")]:
-            left.unlink(missing_ok=True)
+        # Sockets and locks of the dead are of no use to anyone, and a meeting point of theirs would make ranks wait for
+        # them: generations are counted anew.
+        for pattern in ("*.sock", "*.lock", "*.new", "ranks-*"):
+            for left in folder.glob(pattern):
+                left.unlink(missing_ok=True)
         return dataclasses.replace(found, taken_over=True)
 
     @classmethod

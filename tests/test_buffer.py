@@ -166,11 +166,36 @@ def test_a_dead_workers_ticket_goes_to_another_with_the_same_prompts():
     bench.say(Published(0, 9, 0), *worker(0, tickets=1))
     (ticket,) = bench.heard("worker-0", Ticket)
 
-    bench.say(PeerDied("worker-0"), *worker(1))
+    bench.say(PeerDied("worker-0", working_on=ticket.ticket), *worker(1))
 
     again = bench.heard("worker-1", Ticket)[0]
     assert (again.ticket, again.position, again.prompts, again.attempt) == (ticket.ticket, ticket.position, 2, 2)
     assert bench.counts.ended == {"reissued": 1}
+
+
+def test_only_the_ticket_that_a_worker_died_of_has_had_its_attempt():
+    bench = Bench()
+    bench.say(Published(0, 9, 0), *worker(0, tickets=2))
+    first, second = bench.heard("worker-0", Ticket)
+
+    bench.say(PeerDied("worker-0", working_on=first.ticket), *worker(1, tickets=2))
+
+    assert {again.ticket: again.attempt for again in bench.heard("worker-1", Ticket)} == {
+        first.ticket: 2,
+        second.ticket: 1,
+    }
+
+
+def test_a_death_that_is_reported_after_the_successors_hello_takes_nothing_from_it():
+    bench = Bench()
+    bench.say(Published(0, 9, 0), Hello("worker-0", 1, pid=100), WantTickets("worker-0", 1, 1))
+    bench.say(Hello("worker-0", 2, pid=200), WantTickets("worker-0", 2, 1))
+
+    bench.say(PeerDied("worker-0", pid=100), *worker(1))
+
+    first, second = bench.heard("worker-0", Ticket)
+    assert (first.to, second.to) == (1, 2)
+    assert second.ticket not in [ticket.ticket for ticket in bench.heard("worker-1", Ticket)]
 
 
 def test_a_restarted_worker_does_not_keep_its_predecessors_ticket():

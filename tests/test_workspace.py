@@ -41,6 +41,7 @@ def test_children_read_the_configuration_that_the_supervisor_wrote(folder):
 def test_what_a_killed_supervisor_left_is_taken_over(folder):
     first = Workspace.prepare(folder, config())
     (folder / "buffer.sock").touch()
+    (folder / "ranks-2").touch()
     inode = first.arena_path.stat().st_ino
 
     second = Workspace.prepare(folder, config())
@@ -49,6 +50,7 @@ def test_what_a_killed_supervisor_left_is_taken_over(folder):
     assert second.run.run_id == first.run.run_id
     assert second.arena_path.stat().st_ino == inode
     assert not (folder / "buffer.sock").exists()
+    assert not (folder / "ranks-2").exists(), "the second generation of ranks would wait for dead ones there"
 
 
 def test_another_runs_arena_is_replaced(folder):
