@@ -210,22 +210,25 @@ class ExtentAllocator:
 def refuse_larger_than_free(folder: Path, nbytes: int, what: str) -> None:
     """Raise ConfigError when `folder`'s file system cannot hold `nbytes` more."""
     system = os.statvfs(folder)
-    free_bytes = system.f_bavail * system.f_frsize
-    if nbytes > free_bytes:
-        total_bytes = system.f_blocks * system.f_frsize
-        raise ConfigError(
-            f"{what} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}"
-        )
+    if nbytes > system.f_bavail * system.f_frsize:
+        raise no_room(folder, nbytes, what)
+
+
+def no_room(folder: Path, nbytes: int, what: str) -> ConfigError:
+    """Return the error that names what did not fit, and what `folder`'s file system has."""
+    system = os.statvfs(folder)
+    free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
+    return ConfigError(f"{what} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}")
 
 
 def allocate(descriptor: int, nbytes: int, what: str) -> None:
-    """Allocate every page of a shared file, or raise ConfigError naming the size."""
+    """Allocate every page of a shared file, or raise ConfigError naming both sizes."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise ConfigError(f"{what} of {nbytes:,} B does not fit into shared memory") from error
+        raise no_room(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent, nbytes, what) from error
 
 
 def _round_up(nbytes: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from pipeline import oom
-from pipeline.errors import ExitCode
+from pipeline.errors import ExitCode, GaveUpError
 from pipeline.launchers.local import LaunchSpec, LocalChild
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.placement import Place
@@ -113,7 +113,11 @@ class Fleet:
         return (slot for slot in self.slots if slot.role in roles)
 
     def start(self, slot: Slot, *, threads: int = 1) -> None:
-        """Start a child in a slot."""
+        """Start a child in a slot.
+
+        Raises:
+            GaveUpError: If this machine has no process or file descriptor for it.
+        """
         now_s = self._clock()
         if slot.role != "setup":
             self._slab.begin(slot.role, slot.index)
@@ -131,13 +135,17 @@ class Fleet:
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        slot.child = LocalChild(
-            spec,
-            environment,
-            on_report=lambda report: self._report(slot, report),
-            on_line=lambda line: self._line(slot, line),
-            on_exit=lambda code: self._ended(slot, code),
-        )
+        try:
+            slot.child = LocalChild(
+                spec,
+                environment,
+                on_report=lambda report: self._report(slot, report),
+                on_line=lambda line: self._line(slot, line),
+                on_exit=lambda code: self._ended(slot, code),
+            )
+        except OSError as error:
+            # No process or descriptor to be had: whoever waits for this child would wait for ever.
+            raise GaveUpError(f"{slot.name} cannot be started: {error}") from error
         self._on_change(slot)
 
     def retry(self, slot: Slot) -> float | None:

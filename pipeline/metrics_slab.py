@@ -217,7 +217,12 @@ class MetricsSlab:
             temporary.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC:
                 raise
-            raise ConfigError(f"the metrics slab of {layout.nbytes:,} B does not fit into {path.parent}") from error
+            system = os.statvfs(path.parent)
+            free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
+            raise ConfigError(
+                f"a metrics slab of {layout.nbytes:,} B does not fit: "
+                f"{free_bytes:,} B free of {total_bytes:,} B on {path.parent}"
+            ) from error
         finally:
             os.close(descriptor)
 

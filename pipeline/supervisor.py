@@ -27,6 +27,7 @@ from pipeline.instance import (
     unwind_on_signals,
 )
 from pipeline.instance_status import InstanceStatus
+from pipeline.launchers.local import allow_descriptors
 from pipeline.messages import Drain, PeerDied
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
@@ -53,6 +54,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
     """
     config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
+    allow_descriptors(1 + config.rollout.workers + config.trainer.world_size, config.rollout.reward_processes)
     hold_signals()
     with InstanceLock(Path(config.daemon.runtime_dir)):
         # Bound before anything is made: a port in use is the commonest reason why a start fails.

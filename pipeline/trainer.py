@@ -20,6 +20,8 @@ from pipeline.trainer_metrics import TrainerMetrics
 from pipeline.training_state import Progress, digest_after, tensors_of
 from pipeline.weights import Probe, WeightsVersion
 
+_IDLE_STEPS = 20
+
 log = logging.getLogger(__name__)
 
 
@@ -94,6 +96,8 @@ class Trainer:
         self._probe = probe
         self._batches: list[Batch] = []
         self._published_step, self._saved_step = start.progress.step, start.saved_step
+        self._tried_step = start.saved_step
+        self._idle_steps = 0
         # Other ranks publish nothing; what they hold is what the first publishes.
         self._version = WeightsVersion(start.version or 0, 0)
         if start.version is None:
@@ -189,9 +193,17 @@ class Trainer:
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
         self._metrics.stepped(stats, experiences, batch.for_version)
+        self._warn_if_idle(stats)
         every = self._config.save_every
-        if every and self.step // every > self._saved_step // every and self.step == self._published_step:
+        # A full disk is tried again when the next one is due, not at each step.
+        if every and self.step // every > self._tried_step // every and self.step == self._published_step:
             self._checkpoint()
+
+    def _warn_if_idle(self, stats: StepStats) -> None:
+        """Say once that steps go by without anything to learn from: GRPO where all rewards of a group are equal."""
+        self._idle_steps = 0 if stats.tokens_trained else self._idle_steps + 1
+        if self._idle_steps == _IDLE_STEPS:
+            log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", _IDLE_STEPS)
 
     def _publish(self, version: int | None = None, *, rollback: bool = False) -> None:
         """Publish, which acknowledges: a trainer that dies before it gets every batch since the last version again."""
@@ -221,6 +233,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         """Write one if this rank does; if that fails, the run goes on."""
+        self._tried_step = self.step
         if self._save is None:
             self._saved_step = self.step
             return

@@ -9,6 +9,7 @@ run.json      which run this is
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.admission import Limits
-from pipeline.arena import Arena
+from pipeline.arena import PAGE_BYTES, Arena, no_room
 from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES
 from pipeline.config import Config
 from pipeline.errors import UNREADABLE, ConfigError, LedgerError
@@ -97,8 +98,12 @@ class Workspace:
                 workspace = cls._fresh(folder, config, layout)
             workspace.config_path.touch(mode=0o600)
             workspace.config_path.write_text(config.model_dump_json())
-        except BaseException:
+        except BaseException as error:
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            refusal = no_room(folder, PAGE_BYTES, "a file") if full else None
             shutil.rmtree(folder, ignore_errors=True)
+            if refusal is not None:
+                raise refusal from error
             raise
         return workspace
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,12 +13,38 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pipeline.errors import UNREADABLE
+from pipeline.errors import UNREADABLE, ConfigError
 from pipeline.lifeline import PARENT_VARIABLE
 from pipeline.role import Report
 
 _MAX_LINE_BYTES = 64 << 10
+_DESCRIPTORS = 128
+_DESCRIPTORS_A_CHILD = 8
+_DESCRIPTORS_A_SCORER = 4
+_MOST_DESCRIPTORS = 65536
 _report_decoder = msgspec.json.Decoder(Report)
+
+
+def allow_descriptors(children: int, scorers: int) -> None:
+    """Raise this process's limit of open files, which children inherit, as far as it may be.
+
+    Args:
+        children: Processes of the instance: the supervisor holds pipes of each, the buffer sockets.
+        scorers: Reward processes of one worker, which holds a socket of each.
+
+    Raises:
+        ConfigError: If it stays below what they need, naming both numbers.
+    """
+    needed = _DESCRIPTORS + max(_DESCRIPTORS_A_CHILD * children, _DESCRIPTORS_A_SCORER * scorers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if max(soft, most) < needed:
+        raise ConfigError(
+            f"the limit of open files is {max(soft, most):,}, {needed:,} are needed: raise it (ulimit -n, LimitNOFILE=)"
+        )
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
@@ -51,34 +78,36 @@ class LocalChild:
             on_report: Called with each report of the child.
             on_line: Called with each line it prints.
             on_exit: Called with its exit code, or minus the signal, after all its lines and reports.
+
+        Raises:
+            OSError: If there is no process or file descriptor to be had; nothing is left open then.
         """
         self.spec = spec
         self._on_report = on_report
         self._on_line = on_line
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        reports, reports_child = os.pipe()
-        lines, lines_child = os.pipe()
+        pipes = _pipes()
+        reports, reports_child, lines, lines_child = pipes
         variables = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         # A child that could tell systemd that it is ready would speak for the whole service.
         variables.pop("NOTIFY_SOCKET", None)
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "pipeline.launchers.child",
-                str(reports_child),
-                msgspec.json.encode(spec).decode(),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=lines_child,
-            stderr=lines_child,
-            pass_fds=(reports_child,),
-            env=variables,
-            # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
-            start_new_session=True,
-        )
+        module = "pipeline.launchers.child"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(reports_child), msgspec.json.encode(spec).decode()],
+                stdin=subprocess.DEVNULL,
+                stdout=lines_child,
+                stderr=lines_child,
+                pass_fds=(reports_child,),
+                env=variables,
+                # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
+                start_new_session=True,
+            )
+        except OSError:
+            for descriptor in pipes:
+                os.close(descriptor)
+            raise
         os.close(reports_child)
         os.close(lines_child)
         self._pidfd = os.pidfd_open(self._process.pid)
@@ -141,3 +170,13 @@ class LocalChild:
             if line:
                 self._deliver(descriptor, line)
         os.close(descriptor)
+
+
+def _pipes() -> tuple[int, int, int, int]:
+    first = os.pipe()
+    try:
+        return (*first, *os.pipe())
+    except OSError:
+        for descriptor in first:
+            os.close(descriptor)
+        raise
