@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config import Config
-from pipeline.errors import UNREADABLE, ConfigError
+from pipeline.errors import ConfigError
+from pipeline.messages import UNREADABLE
 from pipeline.workspace import identity_of
 
 

@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint_notes import Latest, flush_folder, read_latest, write_latest
-from pipeline.errors import UNREADABLE, CheckpointError, ConfigError
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.messages import UNREADABLE
 
 _STATE = "trainer_state.safetensors"
 _NOTE = "trainer_state.json"

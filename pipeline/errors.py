@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
-
-import msgspec
-
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises at bytes that hold nothing of the wanted type; ill-formed text and deep nesting among it."""
 
 
 class ExitCode(enum.IntEnum):

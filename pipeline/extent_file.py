@@ -15,8 +15,9 @@ import msgspec
 import xxhash
 
 from pipeline.arena import Arena
-from pipeline.errors import UNREADABLE, DecodeError
+from pipeline.errors import DecodeError
 from pipeline.ledger_records import Chosen
+from pipeline.messages import UNREADABLE
 
 SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")

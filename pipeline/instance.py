@@ -28,7 +28,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.errors import UNREADABLE, ConfigError, NotRunningError, RlhfdError, UnreachableError
+from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
+from pipeline.messages import UNREADABLE
 
 CONTROL_SOCKET = "control.sock"
 

@@ -6,11 +6,14 @@ messages in flight behind, so whoever is addressed compares `to` with its own in
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
-from pipeline.errors import UNREADABLE, DecodeError
+from pipeline.errors import DecodeError
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises at bytes that hold nothing of the wanted type; ill-formed text and deep nesting among it."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

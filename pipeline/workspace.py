@@ -24,9 +24,10 @@ from pipeline.admission import Limits
 from pipeline.arena import PAGE_BYTES, Arena, no_room
 from pipeline.codec_bounds import EXTENT_OVERHEAD_BYTES
 from pipeline.config import Config
-from pipeline.errors import UNREADABLE, ConfigError, LedgerError
+from pipeline.errors import ConfigError, LedgerError
 from pipeline.ledger_records import LedgerLayout
 from pipeline.ledger_tables import MOST_LEASES
+from pipeline.messages import UNREADABLE
 
 log = logging.getLogger(__name__)
 

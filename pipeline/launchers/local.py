@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pipeline.errors import UNREADABLE, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.lifeline import PARENT_VARIABLE
+from pipeline.messages import UNREADABLE
 from pipeline.role import Report
 
 _MAX_LINE_BYTES = 64 << 10

@@ -9,10 +9,11 @@ from pipeline import codec, extent_file
 from pipeline.arena import Arena
 from pipeline.checkpoint_notes import Latest, read_latest, write_latest
 from pipeline.config import Config
-from pipeline.errors import UNREADABLE, ConfigError, DecodeError, UnreachableError
+from pipeline.errors import ConfigError, DecodeError, UnreachableError
 from pipeline.extent_file import SUFFIX
 from pipeline.instance import InstanceRecord
 from pipeline.ledger_records import ExtentRecord, LedgerLayout
+from pipeline.messages import UNREADABLE
 from pipeline.quarantine_reader import read
 from pipeline.role import Report
 from pipeline.workspace import Workspace, ledger_layout
