@@ -321,6 +321,11 @@ class MetricsConfig(_Section):
     enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address it listens on.")
     port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0 for any that is free.")
+    tls_cert: Path | None = Field(default=None, description="Certificate chain in PEM; with it the server speaks TLS.")
+    tls_key: Path | None = Field(default=None, description="The certificate's private key, of mode 0600.")
+    token_file: Path | None = Field(
+        default=None, description="File of mode 0600 with a bearer token, asked for by all but /healthz and /readyz."
+    )
 
 
 class ClusterConfig(_Section):
@@ -423,6 +428,9 @@ def conflicts(config: Config) -> list[Conflict]:
         keys = ("rollout.reward_functions", "model.reward")
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
     found += _flow_conflicts(config)
+    if (config.metrics.tls_cert is None) != (config.metrics.tls_key is None):
+        keys = ("metrics.tls_cert", "metrics.tls_key")
+        found.append(Conflict(keys, "needs metrics.tls_key, and that needs it"))
     # Names of the agreed interface whose parts are still to be built: better refused than ignored.
     for key, value in (("rollout.engine", rollout.engine), ("cluster.engine", config.cluster.engine)):
         if value in ("vllm", "ray"):

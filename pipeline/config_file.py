@@ -34,7 +34,9 @@ RUNTIME_DIR_VARIABLE = "RLHFD_RUNTIME_DIR"
 _PREFIX = "RLHFD_"
 _FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
 _MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
-_PATH_KEYS = {*_FOLDER_KEYS, *_MODEL_KEYS, "prompts.path"}
+_PATH_KEYS = {
+    *_FOLDER_KEYS, *_MODEL_KEYS, "prompts.path", "metrics.tls_cert", "metrics.tls_key", "metrics.token_file",
+}  # fmt: skip
 _SECTIONS: dict[str, BaseModel] = {name: info.default for name, info in Config.model_fields.items()}
 _TYPE_MESSAGES = {
     "int_type": "must be an integer",

@@ -1,25 +1,36 @@
 """The HTTP server of an instance: metrics for Prometheus, health and readiness for whoever watches.
 
 It runs inside the supervisor's event loop, and a request costs that loop no more than its handler: no client, however
-slow, holds up another one.
+slow, holds up another one. Connections are bounded: the oldest goes when one too many comes, and one that has not sent
+a whole request in time. What is no HTTP is answered with 400 and not logged, for it would be a line for each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
+import hmac
+import ipaddress
 import logging
+import os
 import socket
+import ssl
+import stat
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pipeline.config import MetricsConfig
 from pipeline.errors import ConfigError
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,6 +39,11 @@ _GRACE_S: Final = 0.5
 _STOP_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
 _KEEP_ALIVE_S: Final = 75
+_REQUEST_TIMEOUT_S: Final = 10.0
+_MOST_CONNECTIONS: Final = 256
+_MOST_HEADER_BYTES: Final = 16 << 10
+_MOST_TOKEN_BYTES: Final = 4096
+_OPEN_PATHS: Final = ("/healthz", "/readyz")
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +52,60 @@ Health = Callable[[], tuple[bool, dict[str, Any]]]
 Ready = Callable[[], tuple[bool, dict[str, Any]]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may ask: everybody who reaches the port, unless there is a token; in the clear, unless there is TLS."""
+
+    tls: ssl.SSLContext | None = None
+    token: bytes = dataclasses.field(default=b"", repr=False)
+
+    @classmethod
+    def of(cls, config: MetricsConfig) -> Access:
+        """Read what a configuration names.
+
+        Raises:
+            ConfigError: If a file cannot be read or used, or others than its user may read what is secret.
+        """
+        token = b""
+        if config.token_file is not None:
+            token = _secret("metrics.token_file", config.token_file).strip()
+            if not token or len(token) > _MOST_TOKEN_BYTES:
+                raise ConfigError(f"metrics.token_file: {config.token_file} holds no token of 1 to 4,096 bytes")
+        if config.tls_cert is None or config.tls_key is None:
+            return cls(None, token)
+        _secret("metrics.tls_key", config.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # A password is asked for on the terminal otherwise.
+            context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"metrics.tls_cert: cannot use {config.tls_cert} and its key: {error}") from error
+        return cls(context, token)
+
+    def admits(self, scope: Scope) -> bool:
+        """Whether a request may be answered."""
+        if not self.token or scope["path"] in _OPEN_PATHS:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + self.token)
+
+
+def _secret(key: str, path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ConfigError(f"{key}: {path} is open to other users, it must have mode 0600")
+            return file.read(1 << 20)
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
+
+
 class HttpServer:
     """Listens from `bind` on, answers from `start` on; requests that come in between wait."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, access: Access) -> None:
         self._listener = listener
+        self._access = access
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.host: str
@@ -48,25 +113,31 @@ class HttpServer:
         self.host, self.port = listener.getsockname()[:2]
 
     @classmethod
-    def bind(cls, host: str, port: int) -> HttpServer:
-        """Take the address; port 0 takes any that is free.
+    def bind(cls, host: str, port: int, access: Access | None = None) -> HttpServer:
+        """Take the address; port 0 takes any that is free. One that others reach is warned of, unless there is a token.
 
         Raises:
             ConfigError: If it is in use, or none of this machine's.
         """
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            return cls(socket.create_server((host, port), family=family, backlog=_BACKLOG))
+            server = cls(socket.create_server((host, port), family=family, backlog=_BACKLOG), access or Access())
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(f"metrics.port {port} on {host} is in use") from error
             where = f"metrics.port {port} on {host}" if error.errno == errno.EACCES else f"metrics.host {host}"
             raise ConfigError(f"{where} cannot be bound: {error.strerror or error}") from error
+        if not server._access.token and not ipaddress.ip_address(server.host).is_loopback:
+            log.warning(
+                "metrics are open to everybody who reaches %s: metrics.token_file asks for a token", server.host
+            )
+        return server
 
     @property
     def url(self) -> str:
         """Where it is reached, without a path."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self._access.tls is None else 'https'}://{host}:{self.port}"
 
     async def start(self, metrics: Metrics, health: Health, ready: Ready) -> None:
         """Answer requests from now on.
@@ -77,12 +148,14 @@ class HttpServer:
             ready: Gives whether the instance is ready (200, else 503) and what /readyz says.
         """
         config = uvicorn.Config(
-            _application(metrics, health, ready),
-            http="h11",
+            _Guard(_application(metrics, health, ready), self._access),
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",
+            headers=[("X-Content-Type-Options", "nosniff")],
+            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -90,6 +163,8 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=2,
         )
+        config.load()
+        config.ssl = self._access.tls
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         self._task.add_done_callback(_report)
@@ -122,6 +197,41 @@ class _Server(uvicorn.Server):
     def abort_connections(self) -> None:
         for connection in [*self.server_state.connections]:
             connection.transport.abort()
+
+
+class _Connection(H11Protocol):
+    """One connection, cut when it is the oldest of too many or sends no whole request in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._made_s = self.loop.time()
+        self._due = self.loop.call_later(_REQUEST_TIMEOUT_S, self._cut_silent)
+        if len(self.connections) > _MOST_CONNECTIONS:
+            ours = (connection for connection in self.connections if isinstance(connection, _Connection))
+            min(ours, key=lambda connection: connection._made_s).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._due.cancel()
+        super().connection_lost(exc)
+
+    def _cut_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+
+class _Guard:
+    """Lets through what `Access` admits."""
+
+    def __init__(self, application: ASGIApp, access: Access) -> None:
+        self._application = application
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._access.admits(scope):
+            await self._application(scope, receive, send)
+        else:
+            refused = PlainTextResponse("a bearer token is needed\n", 401, headers={"WWW-Authenticate": "Bearer"})
+            await refused(scope, receive, send)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -31,7 +31,7 @@ from pipeline.launchers.local import allow_descriptors
 from pipeline.messages import Drain, PeerDied
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
-from pipeline.page import HttpServer
+from pipeline.page import Access, HttpServer
 from pipeline.placement import Place
 from pipeline.restarts import RestartLimits
 from pipeline.role import count_warnings, monotonic_s
@@ -58,7 +58,8 @@ def run(loaded: LoadedConfig) -> ExitCode:
     hold_signals()
     with InstanceLock(Path(config.daemon.runtime_dir)):
         # Bound before anything is made: a port in use is the commonest reason why a start fails.
-        http = HttpServer.bind(config.metrics.host, config.metrics.port) if config.metrics.enabled else None
+        web = config.metrics
+        http = HttpServer.bind(web.host, web.port, Access.of(web)) if web.enabled else None
         try:
             workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
         except BaseException:
@@ -166,7 +167,7 @@ class Supervisor:
             log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
 
     def _metrics_url(self) -> str:
-        return "" if self._http is None else f"http://{self._config.metrics.host}:{self._http.port}/metrics"
+        return "" if self._http is None else f"{self._http.url}/metrics"
 
     def _is_prepared(self) -> bool:
         return not sort_digits.is_used(self._loaded.config) or sort_digits.is_prepared(

@@ -6,16 +6,20 @@ import logging
 import os
 import signal
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.exposition import choose_encoder
 
+from pipeline.config import MetricsConfig
 from pipeline.errors import ConfigError
-from pipeline.page import OPENMETRICS_TYPE, TEXT_TYPE, HttpServer, wants_openmetrics
+from pipeline.page import OPENMETRICS_TYPE, TEXT_TYPE, Access, HttpServer, wants_openmetrics
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -45,8 +49,9 @@ async def served(
     metrics: Callable[[bool], bytes] = exposition,
     health: Callable[[], tuple[bool, dict[str, Any]]] = healthy,
     ready: Callable[[], tuple[bool, dict[str, Any]]] = is_ready,
+    access: Access | None = None,
 ) -> AsyncIterator[HttpServer]:
-    server = HttpServer.bind("127.0.0.1", 0)
+    server = HttpServer.bind("127.0.0.1", 0, access)
     await server.start(metrics, health, ready)
     try:
         yield server
@@ -255,5 +260,167 @@ def test_signals_stay_the_supervisors() -> None:
                 assert await received.get() == number
 
             assert (await get(server, "/healthz")).status_code == 200
+
+    in_loop(check)
+
+
+# Who may ask.
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text("a-token-of-the-test\n")
+    return path
+
+
+def test_with_a_token_all_but_health_and_readiness_ask_for_it(token_file: Path) -> None:
+    access = Access.of(MetricsConfig(token_file=token_file))
+
+    async def check() -> None:
+        async with served(access=access) as server, httpx.AsyncClient(trust_env=False, base_url=server.url) as client:
+
+            async def code(path: str, *headers: tuple[str, str]) -> int:
+                return (await client.get(path, headers=[*headers])).status_code
+
+            right = ("Authorization", "Bearer a-token-of-the-test")
+            assert await code("/metrics", right) == 200
+            assert [await code(path) for path in ("/healthz", "/readyz", "/metrics", "/")] == [200, 200, 401, 401]
+            for wrong in ("Bearer a-token-of-the-tes", "Bearer a-token-of-the-testt", "Bearer", "Basic eDp5", ""):
+                assert await code("/metrics", ("Authorization", wrong)) == 401
+            assert await code("/metrics", right, ("Authorization", "Bearer x")) == 401
+            assert (await client.get("/metrics")).headers["www-authenticate"] == "Bearer"
+
+    in_loop(check)
+    assert "a-token" not in repr(access)
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "words"),
+    [
+        (0o640, "token", "is open to other users, it must have mode 0600"),
+        (0o604, "token", "is open to other users, it must have mode 0600"),
+        (0o600, " \n", "holds no token"),
+        (0o600, "x" * 5000, "holds no token of 1 to 4,096 bytes"),
+        (None, "", "No such file or directory"),
+    ],
+    ids=["group", "others", "empty", "long", "missing"],
+)
+def test_a_token_file_that_is_no_secret_is_refused(token_file: Path, mode: int | None, text: str, words: str) -> None:
+    token_file.write_text(text)
+    if mode:
+        token_file.chmod(mode)
+    else:
+        token_file.unlink()
+
+    with pytest.raises(ConfigError, match=rf"^metrics\.token_file: .*{words}"):
+        Access.of(MetricsConfig(token_file=token_file))
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> MetricsConfig:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", "req", *options.split(), *names], check=True, capture_output=True, timeout=30)
+    key.chmod(0o600)
+    return MetricsConfig(tls_cert=cert, tls_key=key)
+
+
+@pytest.mark.needs("openssl")
+def test_with_a_certificate_it_speaks_tls_and_nothing_else(certificate: MetricsConfig) -> None:
+    async def check() -> None:
+        async with served(access=Access.of(certificate)) as server:
+            trusted = ssl.create_default_context(cafile=certificate.tls_cert)
+            async with httpx.AsyncClient(trust_env=False, verify=trusted) as client:
+                assert (await client.get(f"https://127.0.0.1:{server.port}/metrics")).content == b"up 1\n"
+                with pytest.raises(httpx.HTTPError):
+                    await client.get(f"http://127.0.0.1:{server.port}/metrics")
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await get(server, "/metrics")
+            assert server.url == f"https://127.0.0.1:{server.port}"
+
+    in_loop(check)
+
+
+@pytest.mark.needs("openssl")
+def test_a_key_that_others_may_read_or_a_file_that_is_no_certificate_is_refused(certificate: MetricsConfig) -> None:
+    assert certificate.tls_key and certificate.tls_cert
+    certificate.tls_key.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"^metrics\.tls_key: .* is open to other users"):
+        Access.of(certificate)
+
+    certificate.tls_key.chmod(0o600)
+    certificate.tls_cert.write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"^metrics\.tls_cert: cannot use "):
+        Access.of(certificate)
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_an_address_that_others_reach_is_warned_of(host: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    HttpServer.bind(host, 0).close()
+    HttpServer.bind(host, 0, Access(token=b"x")).close()
+
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+
+
+def test_answers_name_no_server_and_only_reading_is_allowed() -> None:
+    async def check() -> None:
+        async with served() as server, httpx.AsyncClient(trust_env=False, base_url=server.url) as client:
+            answer = await client.get("/metrics")
+            codes = [(await client.request(name, "/metrics")).status_code for name in ("HEAD", "POST", "PUT", "DELETE")]
+
+        assert codes == [200, 405, 405, 405]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "server" not in answer.headers
+
+    in_loop(check)
+
+
+def test_a_crowd_of_idle_and_dripping_clients_does_not_hold_up_a_scrape(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with served() as server:
+            crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(400)]
+            for _, writer in crowd[300:350]:
+                writer.write(b"G")
+            for _, writer in crowd[350:]:
+                writer.write(b"\x00\xff garbage\r\n\r\n")
+
+            started_s = time.monotonic()
+            assert (await get(server, "/metrics")).content == b"up 1\n"
+            assert time.monotonic() - started_s < 1.0
+
+            # One too many puts out the oldest.
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(crowd[0][0].read(), 5) == b""
+            for _, writer in crowd:
+                writer.transport.abort()
+
+    in_loop(check)
+    assert caplog.records == []
+
+
+def test_a_client_that_sends_no_whole_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.page._REQUEST_TIMEOUT_S", 0.1)
+
+    async def check() -> None:
+        async with served() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /metrics HT")
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+
+    in_loop(check)
+
+
+def test_a_header_without_end_is_refused() -> None:
+    async def check() -> None:
+        async with served() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 40_000)
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
 
     in_loop(check)
