@@ -68,7 +68,7 @@ def test_forged_messages_neither_crash_the_buffer_nor_unbalance_its_books(reques
 
 
 def _forged(rng, bench):
-    known = [*bench.ledger.extents, *bench.ledger.leases(), 0, 1, 2, 4, 8, 9, bench.ledger.totals.policy_version]
+    known = [*bench.ledger.extents, *bench.ledger.leases(), 0, 1, 2, 4, 8, 9, 2**31, bench.ledger.totals.policy_version]
     kinds = [kind for kind in KINDS if kind is not messages.Drain or rng.random() < 0.01]
     return forged(rng, rng.choice(kinds), NAMES, known)
 
