@@ -17,8 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import pipeline
+from pipeline.arena import Arena
 from pipeline.errors import CheckpointError, ConfigError, GaveUpError
 from pipeline.fleet import Fleet
 from pipeline.launchers.local import allow_descriptors
@@ -26,6 +28,7 @@ from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.placement import Place
 from pipeline.restarts import RestartLimits
+from pipeline.weights import WeightsPublisher
 from tests.test_checkpoints import files_of_at_most
 from tests.test_quarantine import place
 from tests.test_trainer import Bench
@@ -66,6 +69,25 @@ def open_files_of_at_most(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# Shared memory.
+
+
+@pytest.mark.parametrize("name", ["arena", "weights", "metrics"])
+def test_every_page_is_allocated_when_a_file_is_made(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "arena":
+        Arena.create(path, payload_bytes=1 << 20, ledger_bytes=1 << 16, layout=1)
+    elif name == "weights":
+        # The training state's file is of the same make.
+        WeightsPublisher(path, {"w": torch.zeros(1 << 16)}).close()
+    else:
+        MetricsSlab.create(path, [SlotName("supervisor"), SlotName("buffer")]).close()
+
+    found = path.stat()
+    # A page that is missing is a SIGBUS at the first write to it, once others have filled the file system.
+    assert found.st_blocks * 512 >= found.st_size > 0
 
 
 # File descriptors.
