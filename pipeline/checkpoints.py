@@ -102,7 +102,7 @@ def save_checkpoint(
     target = root / f"step-{note.step:06d}"
     temporary = root / f".{target.name}.{os.getpid()}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(root)
         run = _run_of(root) or secrets.token_hex(4)
         written_by = {"torch": str(torch.__version__), "transformers": transformers.__version__}
