@@ -61,10 +61,11 @@ TARGETS = (
 
 
 class Kill(NamedTuple):
-    """One kill: who, at which stage it really was, and how long training took to go on."""
+    """One kill: who, at which stage it really was, which states rows were in, how long training took to go on."""
 
     target: Target
     stage: str
+    states: tuple[str, ...]
     recovery_s: float
 
 
@@ -105,29 +106,34 @@ class Campaign:
         """Kill the next target and wait until training has gone on."""
         target = self._next()
         before = self._trained()
+        states = self._states()
         stage = self._strike(target)
         started_s = time.monotonic()
         if target.role in ("supervisor", "everything"):
             self._revive()
         self._wait_trained(before)
-        kill = Kill(target, stage, time.monotonic() - started_s)
+        kill = Kill(target, stage, states, time.monotonic() - started_s)
         self.kills.append(kill)
         return kill
 
     def report(self) -> str:
-        """Return the kills by role and stage, and the recovery times."""
-        counts = collections.Counter((kill.target.role, kill.target.hangs, kill.stage) for kill in self.kills)
+        """Return the kills by process and stage, and how long it took until training went on."""
+        groups: dict[tuple[str, str, str], list[float]] = collections.defaultdict(list)
+        for kill in self.kills:
+            groups[kill.target.role, "stopped" if kill.target.hangs else "killed", kill.stage].append(kill.recovery_s)
         lines = [
-            f"  {role:<10} {'stopped' if hangs else 'killed':<8} {stage or '-':<24} {count:>4}"
-            for (role, hangs, stage), count in sorted(counts.items())
+            f"  {role:<10} {how:<8} {stage or '-':<24} {len(times):>4} {sorted(times)[len(times) // 2]:>8.1f} s"
+            for (role, how, stage), times in sorted(groups.items())
         ]
+        states = collections.Counter(state for kill in self.kills for state in kill.states)
         # One that hangs is found after daemon.hang_timeout_s, which is no property of the recovery.
         times = sorted(kill.recovery_s for kill in self.kills if not kill.target.hangs)
         p50, p99 = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
         return "\n".join(
             [
-                f"{len(self.kills)} kills, {self.lives} lives of the supervisor, by process and what it was at:",
+                f"{len(self.kills)} kills, {self.lives} lives of the supervisor; process, stage, count, median",
                 *lines,
+                "kills while rows were " + ", ".join(f"{state}: {count}" for state, count in sorted(states.items())),
                 f"kill until a further batch is trained: p50 {p50:.1f} s, p99 {p99:.1f} s, most {times[-1]:.1f} s",
             ]
         )
@@ -204,6 +210,18 @@ class Campaign:
             books = slab.conservation()
             return 0 if books is None else books.trained
         return 0
+
+    def _states(self) -> tuple[str, ...]:
+        """Return the states that some row is in: being rolled out or written, waiting, with a trainer."""
+        with contextlib.suppress(OSError, LedgerError), self._slab() as slab:
+            if (books := slab.conservation()) is not None:
+                held = {
+                    "reserved": books.writing_items,
+                    "ready": books.ready_items,
+                    "leased": books.leased_items,
+                }
+                return tuple(state for state, rows in held.items() if rows)
+        return ()
 
     def _wait_trained(self, before: int) -> None:
         self.daemon.wait_until(lambda: self._trained() > before, f"more than {before} rows trained", RECOVERY_TIMEOUT_S)
