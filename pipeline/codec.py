@@ -39,7 +39,7 @@ from pipeline.codec_vision import (
     vision_stop,
 )
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
-from pipeline.experience import Experience, ExperienceVL
+from pipeline.experience import SCORE_FIELDS, Experience, ExperienceVL
 
 SEQUENCE_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = (
@@ -211,9 +211,7 @@ def _spans(experience: Experience) -> _Spans:
         row = int(np.flatnonzero(~present.any(axis=1))[0])
         raise FieldError(f"attention_mask: row {row} has no token")
     start, end = present.argmax(axis=1), width - present[:, ::-1].argmax(axis=1)
-    if experience.action_log_probs is None:
-        raise FieldError("action_log_probs is missing")
-    action_columns = experience.action_log_probs.shape[1]
+    action_columns = _action_columns(experience)
     first = np.zeros(rows, np.int64)
     if experience.action_mask is not None:
         taken = as_array(experience.action_mask) != 0
@@ -224,6 +222,18 @@ def _spans(experience: Experience) -> _Spans:
             raise FieldError(f"action_mask: row {int(beyond[0])} masks in an action behind its last token")
     actions = np.maximum(end - np.maximum(start, width - action_columns + first), 0)
     return _Spans(start, end, actions, width, action_columns)
+
+
+def _action_columns(experience: Experience) -> int:
+    """Return A, as `pipeline.row_checks` counts it for a row: 0 where no field says that there are actions."""
+    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
+        value = getattr(experience, name)
+        if value is not None:
+            if value.ndim != 2:
+                raise ShapeError(f"{name}: {tuple(value.shape)}, expected (B, A)")
+            return int(value.shape[1])
+    scores = [getattr(experience, name) for name in SCORE_FIELDS]
+    return max((value.shape[1] for value in scores if value is not None and value.ndim == 2), default=0)
 
 
 def _header(fields: dict[str, torch.Tensor], spans: _Spans, vision: VisionPart | None) -> ExtentHeader:
@@ -247,6 +257,9 @@ def _header(fields: dict[str, torch.Tensor], spans: _Spans, vision: VisionPart |
 def _columns_of(name: str, value: torch.Tensor, spans: _Spans) -> Literal["S", "A", ""]:
     expected = spans.width if name in SEQUENCE_FIELDS else spans.action_columns
     if name not in SEQUENCE_FIELDS and not (name in ACTION_FIELDS and value.ndim == 2):
+        return ""
+    if name in SCORE_FIELDS and value.shape[1] == 1 != expected:
+        # One number a row, with a dimension of its own, as LightRFT has it.
         return ""
     if value.ndim != 2 or value.shape[1] != expected:
         raise ShapeError(f"{name}: {tuple(value.shape)}, expected ({len(value)}, {expected})")

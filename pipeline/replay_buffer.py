@@ -36,7 +36,6 @@ from pipeline.codec_layout import ExtentHeader, read_header
 from pipeline.errors import (
     ArenaFullError,
     BufferClosedError,
-    ConfigError,
     DeadlineError,
     DecodeError,
     FieldError,
@@ -60,6 +59,7 @@ from pipeline.messages import (
 from pipeline.replay.link import Link, Links, Settings, make_folder, sweep, write_private
 from pipeline.replay.server import ReplayServer
 from pipeline.replay_rows import RowKind, bytes_bound, kinds_of, rows_on_cpu
+from pipeline.row_checks import check_finite, check_kinds
 
 ROWS_PER_EXTENT = 1024
 _LEAST_EXTENTS = 2048
@@ -121,7 +121,8 @@ class DetachedReplayBuffer:
             timeout_s: Longest wait of `append` and `sample`, None for no end.
 
         Raises:
-            ConfigError: If a number makes no sense, or shared memory has no room for the arena.
+            FieldError: If a number makes no sense.
+            ConfigError: If shared memory has no room for the arena.
         """
         _check_int("sample_batch_size", sample_batch_size, 1, _MOST_BATCH_ROWS)
         _check_int("limit", limit, 0, sys.maxsize)
@@ -185,17 +186,23 @@ class DetachedReplayBuffer:
         All rows come in together, or none. More than `ROWS_PER_EXTENT` rows come in as several appends of that many.
 
         Args:
-            experience: A batch on any device, padded or not, left as it is. All rows that a buffer ever gets have the
-                same fields. Without an `attention_mask` every column is taken for a token.
+            experience: A batch on any device, padded or packed, left as it is. All rows that a buffer ever gets have
+                the same fields. Without an `attention_mask` every column is taken for a token.
             timeout_s: Longest wait for room, None for the buffer's `timeout_s`, `math.inf` for no end.
 
         Raises:
             ArenaFullError: If there never will be room: the message names the sizes.
             BufferClosedError: If the buffer was closed.
             DeadlineError: If there was no room in time; nothing was added.
-            FieldError: If a field is missing, is no tensor, or is not what it is in the rows before.
+            FieldError: If a field is no tensor or not what it is in the rows before, a number under the action mask is
+                NaN or infinite, or `experience` is none.
             ShapeError: If there is no row, or fields disagree on their shape.
         """
+        if not isinstance(experience, Experience):
+            raise FieldError(f"append takes an Experience, not a {type(experience).__name__}; rows go into extend")
+        if isinstance(experience.sequences, list):
+            self.extend(split_experience_batch(experience), timeout_s=timeout_s)
+            return
         deadline_s = self._deadline(timeout_s)
         experience = rows_on_cpu(experience)
         if len(experience.sequences) <= ROWS_PER_EXTENT:
@@ -218,6 +225,7 @@ class DetachedReplayBuffer:
         """
         if not items:
             raise ShapeError("extend: no items")
+        check_kinds(items)
         if all(item.attention_mask is None for item in items):
             items = [dataclasses.replace(item, attention_mask=torch.ones_like(item.sequences)) for item in items]
         self.append(make_experience_batch(items), timeout_s=timeout_s)
@@ -255,6 +263,7 @@ class DetachedReplayBuffer:
             memory = self._arena.extent(ticket.offset, ticket.nbytes)
             try:
                 encoded = codec.encode(experience, memory)
+                check_finite(vars(experience))
                 self._check_kind(read_header(memory[: encoded.nbytes])[0])
             except Exception as error:
                 _settle(link, Failed(link.name, ticket.ticket, str(error), retry=False), ticket.ticket)
@@ -436,12 +445,12 @@ class _TooSmallError(Exception):
 
 def _check_int(name: str, number: int, least: int, most: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-        raise ConfigError(f"{name} must be an int from {least} to {most:,}, got {number!r}")
+        raise FieldError(f"{name} must be an int from {least} to {most:,}, got {number!r}")
 
 
 def _check_wait(timeout_s: float | None) -> None:
     if timeout_s is not None and not timeout_s >= 0:
-        raise ConfigError(f"timeout_s must be None or a number of seconds, got {timeout_s!r}")
+        raise FieldError(f"timeout_s must be None or a number of seconds, got {timeout_s!r}")
 
 
 def _disconnect(links: Links, server: ReplayServer | None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,11 +171,20 @@ def check_finite(columns: dict[str, Any]) -> None:
         column = columns[name]
         if name == "action_mask" or column is None or not len(column) or not column[0].is_floating_point():
             continue
-        # One reading of the field: a sum is finite only if all its terms are. A sum may overflow, so then look closer.
-        total = column.sum() if isinstance(column, Tensor) else torch.cat([row.reshape(-1) for row in column]).sum()
-        if not bool(torch.isfinite(total)):
+        whole = column if isinstance(column, Tensor) else torch.cat([row.reshape(-1) for row in column])
+        if not math.isfinite(_sum(whole)):
             for row, value in enumerate(column):
                 _check_row_finite(name, row, value, None if mask is None else mask[row])
+
+
+def _sum(tensor: Tensor) -> float:
+    """Read a field once: a sum is finite only if all its terms are. It may overflow, and then all must be looked at."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
+        # In this thread: among busy processes torch waits for its other threads far longer than the sum takes.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(tensor.numpy().sum())
+    return tensor.sum().item()
 
 
 def _check_row_finite(name: str, row: int, value: Tensor, mask: Tensor | None) -> None:

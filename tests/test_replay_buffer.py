@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline import DetachedReplayBuffer
-from pipeline.batching import remove_padding_in_sequences, split_experience_batch
+from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.errors import (
     ArenaFullError,
     BufferClosedError,
@@ -22,7 +22,7 @@ from pipeline.errors import (
     FieldError,
     ShapeError,
 )
-from pipeline.experience import Experience, ExperienceVL
+from pipeline.experience import BufferItem, Experience, ExperienceVL
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import LedgerLayout
 from tests.experiences import made_up
@@ -206,9 +206,70 @@ def test_experience_that_never_fits_is_an_error_at_once():
         assert buffer.sample().sequences.shape[1] <= 11
 
 
+def test_rows_of_lightrft_have_scores_of_one_number():
+    """values, returns and advantages of shape (1,), as its page says; rows of one action have A = 1 besides."""
+    items = [
+        BufferItem(
+            sequences=torch.arange(1, 4 + row),
+            action_log_probs=torch.full((2 + row,), -0.5),
+            base_action_log_probs=torch.full((2 + row,), -0.25),
+            values=torch.tensor([row + 0.5]),
+            returns=torch.tensor([row + 1.0]),
+            advantages=torch.tensor([row - 1.0]),
+            attention_mask=torch.ones(3 + row, dtype=torch.long),
+            action_mask=torch.ones(2 + row, dtype=torch.bool),
+            info={"reward": 1.0, "response_length": 2 + row},
+        )
+        for row in range(2)
+    ]
+    with buffer_of(2) as buffer:
+        buffer.extend(items)
+        batch = buffer.sample()
+    assert batch.sequences.tolist() == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert [batch.values.tolist(), batch.returns.tolist()] == [[[0.5], [1.5]], [[1.0], [2.0]]]
+    assert batch.advantages.tolist() == [[-1.0], [0.0]]
+    assert batch.info["response_length"].tolist() == [2, 3]
+
+
+def test_a_packed_batch_and_one_without_actions_go_in_too():
+    items = remove_padding_in_sequences(split_experience_batch(numbered(range(2))))
+    expected = make_experience_batch(items)
+    with buffer_of(2) as buffer:
+        buffer.append(make_experience_batch(items, packing_samples=True))
+        batch = buffer.sample()
+    for name in ("sequences", "attention_mask", "action_mask", "action_log_probs", "reward"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+
+    with buffer_of(2) as buffer:
+        buffer.extend([BufferItem(torch.tensor([5, 6, 7])), BufferItem(torch.tensor([8]))])
+        batch = buffer.sample()
+    assert batch.sequences.tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert batch.action_log_probs is None
+
+
+def test_numbers_that_are_not_finite_are_refused_where_they_count():
+    broken = numbered(range(2))
+    broken.action_log_probs[1, 3] = float("nan")
+    with buffer_of(2) as buffer:
+        free_bytes = buffer.stats().free_bytes
+        buffer.append(broken)
+        assert numbers_of(buffer.sample()) == [0, 1], "row 1 has two actions: column 3 is padding"
+
+        broken.action_log_probs[1, 1] = float("nan")
+        with pytest.raises(FieldError, match="row 1: action_log_probs is nan in column 1 of 4; it must be finite"):
+            buffer.append(broken)
+
+        assert (buffer.stats().sealed, buffer.stats().free_bytes) == (2, free_bytes)
+
+
 def test_bad_input_is_refused_by_name_and_takes_no_room():
     with buffer_of(2) as buffer:
         free_bytes = buffer.stats().free_bytes
+        with pytest.raises(FieldError, match="append takes an Experience, not a list; rows go into extend"):
+            buffer.append(split_experience_batch(numbered(range(2))))
+        with pytest.raises(FieldError, match="row 1 is a NoneType, not a BufferItem"):
+            buffer.extend([*split_experience_batch(numbered([0])), None])
         with pytest.raises(ShapeError, match="extend: no items"):
             buffer.extend([])
         with pytest.raises(ShapeError, match="without rows"):
@@ -229,9 +290,9 @@ def test_bad_input_is_refused_by_name_and_takes_no_room():
         assert buffer.stats().free_bytes == free_bytes
 
     for arguments in ((0,), (True,), (2.0,), (8, -1), (8193,)):
-        with pytest.raises(ConfigError, match=r"must be an int from \d to [\d,]+, got"):
+        with pytest.raises(FieldError, match=r"must be an int from \d to [\d,]+, got"):
             DetachedReplayBuffer(*arguments)
-    with pytest.raises(ConfigError, match="timeout_s must be None or a number of seconds, got -1"):
+    with pytest.raises(FieldError, match="timeout_s must be None or a number of seconds, got -1"):
         DetachedReplayBuffer(8, timeout_s=-1)
     with pytest.raises(ConfigError, match="does not fit"):
         DetachedReplayBuffer(8, arena_bytes=1 << 60)
