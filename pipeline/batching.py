@@ -278,7 +278,8 @@ def _kept_columns(items: Sequence[BufferItem]) -> list[tuple[int, int, int, int]
     real[:, width - action_width :] |= acted
     # argmax gives the first of equal elements.
     starts, ends = real.byte().argmax(dim=1).tolist(), (width - real.flip(1).byte().argmax(dim=1)).tolist()
-    any_real = real.any(dim=1).tolist()
+    # An action that nothing attends to is no token either.
+    any_real = attended.any(dim=1).tolist()
     firsts, any_action = [-1] * len(items), [False] * len(items)
     if action_width:
         firsts, any_action = acted.byte().argmax(dim=1).tolist(), acted.any(dim=1).tolist()

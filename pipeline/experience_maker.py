@@ -192,11 +192,16 @@ class NaiveExperienceMaker(ExperienceMaker):
         Args:
             value: ``(B, A)`` float32, the value of the state before each action, zero after the last one.
             reward: ``(B, A)`` float32, zero after the last action.
-            num_actions: A.
+            num_actions: A; columns beyond it are left out.
 
         Returns:
             ``(B, A)`` float32.
+
+        Raises:
+            ShapeError: If `value` and `reward` are not as wide, or not of as many rows as each other.
         """
+        if value.dim() != 2 or not 1 <= num_actions <= value.shape[1]:
+            raise ShapeError(f"value has shape {tuple(value.shape)}, num_actions is {num_actions}")
         mask = torch.ones_like(value[:, :num_actions], dtype=torch.bool)
         return generalized_advantages(
             value[:, :num_actions], reward[:, :num_actions], mask, gamma=self.gamma, lam=self.lam
@@ -227,12 +232,12 @@ class NaiveExperienceMaker(ExperienceMaker):
 
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
-            FieldError: If a prompt is not padded on the left, a model returns what is no finite number, or pixels,
-                grids, counts and image tokens do not account for each other.
+            FieldError: If prompts are no tensor or not padded on the left, a model returns what is no finite number, or
+                pixels, grids, counts and image tokens do not account for each other.
             RewardError: If a score is no finite number; with `drop_errored`, if no row has one.
         """
-        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         check_prompts(input_ids, attention_mask)
+        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         group_size = self.num_generation if self.use_grpo else 1
         answers = _repeat_answers(gt_answer, len(input_ids), group_size)
         vision = take_vision(generate_kwargs, input_ids)

@@ -207,6 +207,8 @@ def test_rows_without_anything_to_strip_by() -> None:
         remove_padding_in_sequences(
             changed({"attention_mask": torch.zeros(5).long(), "action_mask": torch.zeros(3).bool()})
         )
+    with pytest.raises(ShapeError, match="row 1: attention_mask of 5 columns has no real token"):
+        remove_padding_in_sequences(changed({"attention_mask": torch.zeros(5).long()}))
     with pytest.raises(FieldError, match="row 1: attention_mask is None"):
         remove_padding_in_sequences(changed({"attention_mask": None}))
 

@@ -455,16 +455,28 @@ def test_equal_scores_leave_small_noise_from_the_kl_alone() -> None:
     [
         (PROMPTS, MASK[:, 1:], ShapeError, r"\(2, 3\), attention_mask \(2, 2\)"),
         (PROMPTS[:0], MASK[:0], ShapeError, "at least one prompt"),
+        (PROMPTS, None, FieldError, "attention_mask is a NoneType, not a tensor"),
+        ([[4, 5]], MASK, FieldError, "input_ids is a list, not a tensor"),
         (PROMPTS, MASK * 0, ShapeError, "row 0: attention_mask has no real token"),
         (PROMPTS, MASK.flip(1), FieldError, "row 0: the prompt has padding after a real token"),
         (PROMPTS, torch.tensor([[1, 0, 1], [1, 1, 1]]), FieldError, "row 0: .* pad on the left"),
     ],
 )
 def test_prompts_that_are_not_left_padded_are_refused(
-    prompts: Tensor, mask: Tensor, error: type[Exception], message: str
+    prompts: Any, mask: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         maker().make_experience(prompts, mask, max_length=7)
+
+
+def test_advantages_of_more_actions_than_there_are_columns_are_refused() -> None:
+    value, reward = torch.ones(2, 4), torch.ones(2, 4)
+    assert maker().calculate_advantage(value, reward, 3).shape == (2, 3)
+    for num_actions in (0, 5):
+        with pytest.raises(ShapeError, match=rf"value has shape \(2, 4\), num_actions is {num_actions}"):
+            maker().calculate_advantage(value, reward, num_actions)
+    with pytest.raises(ShapeError, match=r"values \(2, 4\), rewards \(2, 3\)"):
+        maker().calculate_advantage(value, reward[:, :3], 4)
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,7 @@ def test_stop_token_ids_have_three_forms(given: Any, expected: Any) -> None:
     assert parse_stop_token_ids(given) == expected
 
 
-@pytest.mark.parametrize("given", [[[7], []], [7, [8]], [["7"]], "77"])
+@pytest.mark.parametrize("given", [[[7], []], [7, [8]], [["7"]], "77", 1.5, torch.tensor(7), [None]])
 def test_other_stop_token_ids_are_refused(given: Any) -> None:
     with pytest.raises(FieldError, match="stop_token_ids is"):
         parse_stop_token_ids(given)

@@ -143,8 +143,11 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
 
     Raises:
         ShapeError: If the shapes differ, or a prompt has no real token.
-        FieldError: If a prompt has padding after a real token, or ids are no integers.
+        FieldError: If a prompt has padding after a real token, ids are no integers, or one is no tensor.
     """
+    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not isinstance(given, Tensor):
+            raise FieldError(f"{name} is a {type(given).__name__}, not a tensor")
     if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape or not len(input_ids):
         raise ShapeError(
             f"input_ids of shape {tuple(input_ids.shape)}, attention_mask {tuple(attention_mask.shape)}: "

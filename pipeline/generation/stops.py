@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +30,19 @@ def parse_stop_token_ids(
         return ()
     if isinstance(stop_token_ids, int):
         return ((stop_token_ids,),)
-    if all(isinstance(element, int) for element in stop_token_ids):
-        return (tuple(stop_token_ids),) if stop_token_ids else ()  # type: ignore[arg-type]
-    sequences = []
-    for element in stop_token_ids:
-        if isinstance(element, int) or not element or not all(isinstance(token, int) for token in element):
-            raise FieldError(
-                f"stop_token_ids is {stop_token_ids!r}: an int, a list of ints (one stop sequence), or a list of "
-                "such lists, none of them empty (alternatives)"
-            )
-        sequences.append(tuple(element))
-    return tuple(sequences)
+    given: Sequence[Any] = stop_token_ids if isinstance(stop_token_ids, list | tuple) else [None]
+    if all(isinstance(element, int) for element in given):
+        return (tuple(given),) if given else ()
+    if not all(_is_sequence_of_ints(element) for element in given):
+        raise FieldError(
+            f"stop_token_ids is {stop_token_ids!r}: an int, a list of ints (one stop sequence), or a list of "
+            "such lists, none of them empty (alternatives)"
+        )
+    return tuple(tuple(element) for element in given)
+
+
+def _is_sequence_of_ints(element: object) -> bool:
+    return isinstance(element, list | tuple) and bool(element) and all(isinstance(token, int) for token in element)
 
 
 def response_lengths(
