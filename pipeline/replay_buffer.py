@@ -105,6 +105,25 @@ class DetachedReplayBuffer:
         limit: Batches at which producers wait, 0 for as many as the arena holds.
         timeout_s: Longest wait of a call that names none, None for no end.
         path: Folder in shared memory by which another process finds the buffer.
+
+    Examples:
+        A buffer that batches rows into groups of 8; producer and consumer are in one process here:
+
+        >>> experience = Experience(
+        ...     sequences=torch.arange(24).reshape(8, 3),
+        ...     action_log_probs=torch.full((8, 2), -0.5),
+        ...     reward=torch.arange(8.0),
+        ...     attention_mask=torch.ones(8, 3, dtype=torch.int64),
+        ...     action_mask=torch.ones(8, 2, dtype=torch.bool),
+        ... )
+        >>> buffer = DetachedReplayBuffer(sample_batch_size=8, limit=16)
+        >>> buffer.append(experience)
+        >>> buffer.get_length()
+        1
+        >>> batch = buffer.sample(to_device="cpu")
+        >>> batch.reward
+        tensor([0., 1., 2., 3., 4., 5., 6., 7.])
+        >>> buffer.close()
     """
 
     def __init__(

@@ -113,6 +113,7 @@ def test_each_name_of_the_seeds_shows_an_example() -> None:
     shown = {example.name.rpartition("pipeline.")[2].partition(".")[2] for example in examples()}
 
     assert {
+        "DetachedReplayBuffer",
         "Experience",
         "NaiveExperienceMaker",
         "is_vl_experience",
