@@ -162,11 +162,17 @@ class Leases:
         self._set_aside("checksum", [(record, admission.ready_rows(record)) for record in found], damaged.reason)
 
     def blame(self, trainer: str, lease: int, now_s: float) -> None:
-        """Note that a trainer died at a batch; rows at which one died twice are not delivered again."""
+        """Note that a trainer died at a batch; rows at which one died twice are not delivered again.
+
+        A successor that was there before the word of it has the batch already, and takes no other one under its
+        number: it is left with it, and only its own death would set the rows aside.
+        """
         rank = int(trainer.partition("-")[2])
         if lease not in self._ledger.leases() or lease % self._limits.world_size != rank:
             return
         self._ledger.blame(lease)
+        if trainer in self._peers:
+            return
         poison = [
             (record, chosen)
             for record, rows in self._ledger.leases()[lease]

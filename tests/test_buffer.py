@@ -489,6 +489,22 @@ def test_deaths_are_remembered_through_a_restart_of_the_buffer():
     assert bench.counts.aside == {"killed_trainer": 8}
 
 
+def test_a_batch_that_the_successor_holds_when_word_of_the_second_death_comes_is_not_taken_from_it():
+    """Its number would go to other rows, and the successor's word for the batch in its hands would count for those."""
+    bench = Bench()
+    (lease,) = leased(bench)
+    bench.say(PeerDied("trainer-0", working_on=lease.lease))
+
+    bench.say(*trainer(2))
+    bench.say(PeerDied("trainer-0", working_on=lease.lease, pid=77))
+
+    (again,) = bench.heard("trainer-0", Lease)
+    assert (again.lease, again.parts) == (lease.lease, lease.parts)
+    assert bench.ledger.leases().keys() == {lease.lease} and bench.counts.aside == {}
+    bench.say(PeerDied("trainer-0", working_on=lease.lease))
+    assert bench.counts.aside == {"killed_trainer": 8}, "the next death sets it aside"
+
+
 def test_a_batch_that_a_dead_trainer_only_held_is_not_blamed():
     bench = Bench(limits(max_staleness=1))
     first, second = leased(bench)
