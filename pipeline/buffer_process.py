@@ -21,6 +21,7 @@ from pipeline.transport import BUFFER, Mailbox, Outbox, Traffic
 from pipeline.workspace import ledger_layout, limits_of
 
 _IDLE_S = 0.25
+_LAST_WORDS_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
             traffic.drop(BUFFER, buffer.refused - refused)
             buffer.step(now_s)
             metrics.publish(buffer, now_s, arena.payload_bytes)
+        _hear_last_words(buffer, mailbox)
         whole = True
         if buffer.draining:
             whole = buffer.finish(None if buffer.complete else spool.write)
@@ -80,6 +82,17 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         mailbox.close()
         ledger.close()
         arena.close()
+
+
+def _hear_last_words(buffer: Buffer, mailbox: Mailbox) -> None:
+    """Take note of what was said before SIGTERM came: the signal may overtake a last version, or the drain itself."""
+    until_s = monotonic_s() + _LAST_WORDS_S
+    while (left_s := until_s - monotonic_s()) > 0:
+        messages = mailbox.receive(0.0 if buffer.draining else left_s)
+        if not messages:
+            return
+        for message in messages:
+            buffer.handle(message, monotonic_s())
 
 
 def new_buffer(

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ class Supervisor:
         self._http = http
         self._exit_code = ExitCode.OK
         self._draining_since_s: float | None = None
+        self._drain_word = Drain()
+        # Trainer ranks that were at work when the drain began.
+        self._owing: list[Slot] = []
         self._killed_s: float | None = None
         self._finished_ranks: set[int] = set()
         self._ended = asyncio.Event()
@@ -115,15 +119,19 @@ class Supervisor:
             await self._http.start(self._status.metrics, self._status.health, self._status.ready)
         self._view.start()
         try:
-            self._start_first()
+            self._do(self._start_first)
             while not self._ended.is_set():
-                self._tick()
+                self._do(self._tick)
                 await asyncio.sleep(_TICK_S) if self._fleet.alive() or not self._ending else None
-        except RlhfdError as error:
-            self._abort(error.exit_code, str(error))
         finally:
             await self._leave(control)
         return self._exit_code
+
+    def _do(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except RlhfdError as error:
+            self._abort(error.exit_code, str(error))
 
     # The start.
 
@@ -249,9 +257,12 @@ class Supervisor:
             # All steps it was to take are taken, but for a last checkpoint that nobody could write.
             self._exit_code = self._exit_code or ExitCode.FAILED
         if self._ending:
-            if slot.role == "buffer" and code == ExitCode.FAILED and self._exit_code is ExitCode.OK:
+            if slot.role == "buffer" and self._killed_s is None:
+                self._last_buffer_ended(slot, code)
+            elif slot in self._owing and code not in (ExitCode.OK, ExitCode.FAILED) and self._exit_code is ExitCode.OK:
                 self._exit_code = ExitCode.FAILED
-                log.error("what was undelivered is lost: %s", slot.error or slot.last_line)
+                log.error("%s ended (%d) before its last checkpoint, the next start goes on from the one before",
+                          slot.name, code)  # fmt: skip
             return
         if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
             self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
@@ -296,6 +307,17 @@ class Supervisor:
         if slot.role != "rollout" or not usable:
             self._abort(ExitCode.GAVE_UP, f"{slot.name} failed ({how}): {words}")
 
+    def _last_buffer_ended(self, slot: Slot, code: int) -> None:
+        """Nobody else can write to disk what is undelivered: unless it came to that itself, it is started again."""
+        died = code not in (ExitCode.OK, ExitCode.FAILED, ExitCode.BAD_CONFIG)
+        if died and self._fleet.retry(slot) is not None:
+            log.warning(
+                "buffer ended (%d) before it had written what is undelivered, restart: %s", code, slot.last_line
+            )
+        elif code:
+            self._exit_code = self._exit_code or ExitCode.FAILED
+            log.error("what was undelivered is lost: %s", slot.error or slot.last_line)
+
     # The end.
 
     @property
@@ -311,20 +333,32 @@ class Supervisor:
 
     def _drain(self, reason: str, *, complete: bool = False) -> None:
         """Let rollouts and steps in progress finish; `_press_on` sees to it that this ends."""
-        log.info("draining: %s", reason)
+        if reason:
+            log.info("draining: %s", reason)
         self._draining_since_s = monotonic_s()
         self._status.state = "draining"
-        self._to_buffer.send(Drain(complete))
+        self._owing = [slot for slot in self._fleet.alive("trainer") if slot.state == "ready"]
+        self._drain_word = Drain(complete)
+        self._to_buffer.send(self._drain_word)
         self._fleet.signal(self._fleet.alive("trainer", "rollout", "setup"), signal.SIGTERM)
         for slot in self._fleet.alive("trainer", "rollout"):
             slot.state = "draining"
 
     def _abort(self, code: ExitCode, reason: str) -> None:
-        """End at once because going on makes no sense."""
+        """End because going on makes no sense; what is trained and what is undelivered still goes to disk."""
         if self._exit_code is ExitCode.OK:
             self._exit_code = code
             log.error("%s", reason)
-        self._kill_all()
+        if self._ending:
+            self._kill_all()
+            return
+        ranks = self._fleet.alive("trainer")
+        able = len(ranks) == self._config.trainer.world_size and all(slot.state == "ready" for slot in ranks)
+        self._drain("")
+        self._fleet.signal(self._fleet.alive("rollout", "setup", *(() if able else ("trainer",))), signal.SIGKILL)
+        for slot in self._fleet.of("buffer"):
+            if not slot.alive and code is ExitCode.GAVE_UP:
+                slot.state = "backoff"
 
     def _kill_all(self) -> None:
         self._killed_s = self._killed_s or monotonic_s()
@@ -338,9 +372,17 @@ class Supervisor:
                 log.warning("cut at daemon.drain_timeout_s: %s", ", ".join(slot.name for slot in working))
                 self._fleet.signal(working, signal.SIGKILL)
             elif not working and (overdue_s > 0 or not self._is_leased()):
-                self._fleet.signal(self._fleet.alive("buffer"), signal.SIGTERM)
+                # Once, and none that still starts: without its handler it would die of it.
+                for slot in [slot for slot in self._fleet.alive("buffer") if slot.state == "ready"]:
+                    self._fleet.signal([slot], signal.SIGTERM)
+                    slot.state = "draining"
                 if overdue_s > _KILL_AFTER_S:
-                    self._fleet.signal(self._fleet.alive("buffer"), signal.SIGKILL)
+                    log.error("what was undelivered is lost: the buffer has not ended within %g s", _KILL_AFTER_S)
+                    self._exit_code = self._exit_code or ExitCode.FAILED
+                    self._kill_all()
+            for slot in [slot for slot in self._fleet.of("buffer") if slot.state == "backoff"]:
+                self._start(slot)
+                self._to_buffer.send(self._drain_word)
         if not self._fleet.alive():
             self._ended.set()
 

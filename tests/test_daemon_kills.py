@@ -1,5 +1,6 @@
 """A real daemon whose processes are killed with SIGKILL; what must go on goes on, and the books balance."""
 
+import json
 import re
 import signal
 import stat
@@ -153,3 +154,40 @@ def test_what_was_undelivered_at_a_stop_is_trained_after_the_next_start(tmp_path
         assert total(metrics, "rlhfd_items_dropped_total") == 0, "none of it too old, none rolled back"
         assert not spool.exists()
         finish(daemon)
+
+
+def spooled_rows(daemon):
+    return [int(rows) for rows in re.findall(r"undelivered experiences spooled: rows=(\d+)", daemon.errors)]
+
+
+def test_a_stop_while_the_buffer_is_dead_still_spools_what_is_undelivered(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2", "daemon.restart_delay_s=30", "daemon.restart_delay_max_s=30")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+        daemon.signal(signal.SIGKILL, "buffer-0")
+        daemon.wait_logged("buffer ended (killed by signal 9), restart in")
+
+        finish(daemon)
+
+        assert len(spooled_rows(daemon)) == 1
+        assert len(list((daemon.state_dir / "spool").iterdir())) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("--serial",)])
+def test_a_start_that_fails_costs_nothing_of_what_the_run_before_it_left(tmp_path, task, arguments):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+        finish(daemon)
+        (rows,) = spooled_rows(daemon)
+        assert rows > 0
+        step = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"]
+
+    broken = 'rollout.reward_functions=["nowhere:score"]'
+    with Daemon(tmp_path, *settings, broken, task=task, name="broken", arguments=arguments) as daemon:
+        assert daemon.wait() == 78, daemon.errors
+        assert f"spool taken in: rows={rows} " in daemon.errors
+
+    # The trainer may have got to some of it before the worker's end.
+    more = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"] - step
+    assert spooled_rows(daemon) == [rows - 32 * more]

@@ -23,7 +23,7 @@ from pipeline.buffer_metrics import BufferMetrics
 from pipeline.buffer_process import new_buffer
 from pipeline.config import Config
 from pipeline.config_file import LoadedConfig
-from pipeline.errors import ConfigError, ExitCode
+from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.instance import InstanceLock, hold_signals, ignore_signals, shm_directory, unwind_on_signals
 from pipeline.ledger import Ledger
 from pipeline.messages import Message
@@ -105,9 +105,22 @@ def run(loaded: LoadedConfig) -> ExitCode:
             if sort_digits.is_used(loaded.config):
                 sort_digits.prepare(sort_digits.directory_of(config.daemon.state_dir))
             return _Serial(config, workspace).run()
+        except RlhfdError:
+            _spool_undelivered(config, workspace)
+            raise
         finally:
             ignore_signals()
             workspace.remove()
+
+
+def _spool_undelivered(config: Config, workspace: Workspace) -> None:
+    """Write what a run that failed has not trained to disk, for its next start."""
+    if not workspace.metrics_path.exists():
+        return
+    arena = Arena(workspace.arena_path, payload=False)
+    metrics = BufferMetrics(MetricsSlab.attach(workspace.metrics_path).writer("buffer", 0))
+    buffer = new_buffer(config, Ledger(arena.ledger, ledger_layout(config)), arena, lambda peer, message: None, metrics)
+    buffer.finish(Spool(config, arena).write)
 
 
 class _Serial:
