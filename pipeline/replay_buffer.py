@@ -206,7 +206,9 @@ class DetachedReplayBuffer:
 
         Args:
             experience: A batch on any device, padded or packed, left as it is. All rows that a buffer ever gets have
-                the same fields. Without an `attention_mask` every column is taken for a token.
+                the same fields. Without an `attention_mask` every column is taken for a token. Labels and references
+                travel as tensors only, not as lists. Scores ``(B, 1)`` are one number a row, but beside a single
+                action column one an action; use ``(B,)`` where rows of one action come in by themselves.
             timeout_s: Longest wait for room, None for the buffer's `timeout_s`, `math.inf` for no end.
 
         Raises:
