@@ -157,6 +157,12 @@ def ready_rows(record: ExtentRecord) -> list[int]:
     return [row for row, item in enumerate(record.items) if item.state is ItemState.READY]
 
 
+def held_rows(record: ExtentRecord) -> list[int]:
+    """Return the rows of a sealed extent that wait for a batch or are in one."""
+    gone = ItemState.GONE
+    return [row for row, item in enumerate(record.items) if item.state is not gone]
+
+
 def rolled_back_rows(ledger: Ledger) -> Chosen:
     """Return ready rows that were written by weights which are rolled back."""
     newest, versions = ledger.totals.policy_version, ledger.versions

@@ -139,6 +139,9 @@ class ExtentAllocator:
     """First-fit allocation of extents; lives in the buffer alone, rebuilt from the ledger after a restart.
 
     Invariant: the free ranges are sorted, disjoint and never adjacent, and ``free_bytes`` is their sum.
+
+    Attributes:
+        holds: Whether what is released stays taken for now, for somebody reads it (`hold`).
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -146,6 +149,8 @@ class ExtentAllocator:
         self.free_bytes = capacity_bytes
         self._offsets = [0]
         self._sizes = [capacity_bytes]
+        self.holds = False
+        self._released: list[Extent] = []
 
     def reserve(self, nbytes: int) -> Extent:
         """Take the first free range that holds `nbytes`.
@@ -184,7 +189,21 @@ class ExtentAllocator:
 
     def release(self, extent: Extent) -> None:
         """Give an extent back, merging it with its free neighbours."""
-        self._give(extent.offset, _round_up(max(extent.nbytes, 1), ALIGNMENT_BYTES))
+        if self.holds:
+            self._released.append(extent)
+        else:
+            self._give(extent.offset, _round_up(max(extent.nbytes, 1), ALIGNMENT_BYTES))
+
+    def hold(self) -> None:
+        """Let no extent that is taken now be reserved anew before `let_go`."""
+        self.holds = True
+
+    def let_go(self) -> None:
+        """Give back what was released since `hold`."""
+        self.holds = False
+        for extent in self._released:
+            self.release(extent)
+        self._released = []
 
     def _take(self, index: int, offset: int, nbytes: int) -> Extent:
         start, size = self._offsets[index], self._sizes[index]

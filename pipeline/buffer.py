@@ -208,6 +208,19 @@ class Buffer:
             self._leases.free(self.ledger.drop([part], reason))
         return whole
 
+    def freeze(self) -> tuple[Chosen, list[Run]]:
+        """Return the rows that are neither trained nor dropped, leased ones among them, and the prompts under way.
+
+        The bytes of these rows stay as they are until `thaw`, whatever becomes of the rows.
+        """
+        self._allocator.hold()
+        chosen = [(record, rows) for record in self.ledger.sealed_extents() if (rows := admission.held_rows(record))]
+        return chosen, [Run(record.position, record.prompts) for record in self.ledger.reserved_extents()]
+
+    def thaw(self) -> None:
+        """Let the room of rows that have left since `freeze` be used again."""
+        self._allocator.let_go()
+
     # Peers.
 
     def _greet(self, hello: Hello, now_s: float) -> None:
@@ -316,7 +329,8 @@ class Buffer:
             extent = self._allocator.reserve(nbytes)
         except ArenaFullError as error:
             if (
-                not self.ledger.reserved
+                not self._allocator.holds
+                and not self.ledger.reserved
                 and not self.ledger.leased
                 and self.ledger.ready < self.limits.sample_batch_size
             ):

@@ -25,6 +25,10 @@ class BufferMetrics:
             result: writer.counter("rlhfd_quarantine_files_total", result=result)
             for result in ("kept", "full", "error")
         }
+        self._journals = {
+            whole: writer.counter("rlhfd_journal_writes_total", result="ok" if whole else "error")
+            for whole in (True, False)
+        }
         self._refused = {
             reason: writer.counter("rlhfd_buffer_pushes_total", result=result)
             for reason, result in (("fingerprint", "invalid"), ("invalid", "invalid"), ("rolled_back", "stale"))
@@ -76,6 +80,10 @@ class BufferMetrics:
     def quarantine_file(self, result: Kept) -> None:
         """Count what became of a copy of quarantined rows."""
         self._files[result].inc()
+
+    def journal_written(self, whole: bool) -> None:
+        """Count a write of the journal, or one that failed."""
+        self._journals[whole].inc()
 
     def duplicate(self) -> None:
         """Count a repeated message."""

@@ -7,6 +7,7 @@ import logging
 from pipeline.activity import ActivityClock
 from pipeline.arena import Arena, ExtentAllocator
 from pipeline.buffer import Buffer
+from pipeline.buffer_journal import BufferJournal
 from pipeline.buffer_metrics import BufferMetrics
 from pipeline.config import Config
 from pipeline.errors import ExitCode
@@ -59,6 +60,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
     spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
     buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
+    journal = BufferJournal(config, arena, metrics.journal_written)
     metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
     context.ready()
     try:
@@ -70,11 +72,15 @@ def run(config: Config, context: RoleContext) -> ExitCode:
                 buffer.handle(message, now_s)
             traffic.drop(BUFFER, buffer.refused - refused)
             buffer.step(now_s)
+            journal.step(buffer, now_s)
             metrics.publish(buffer, now_s, arena.payload_bytes)
         _hear_last_words(buffer, mailbox)
         whole = True
         if buffer.draining:
+            journal.close(buffer)
             whole = buffer.finish(None if buffer.complete else spool.write)
+            if whole:
+                journal.remove()
             metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
         return ExitCode.OK if whole else ExitCode.FAILED
     finally:

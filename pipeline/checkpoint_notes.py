@@ -31,6 +31,7 @@ class Latest(msgspec.Struct, frozen=True):
         complete: Whether its run had taken all of its steps.
         path: Its folder, from this file's on.
         run: Tells the checkpoints of one run, however often it was started, from another's.
+        fingerprint: Of its weights as published, in hexadecimal.
     """
 
     identity: str
@@ -40,6 +41,7 @@ class Latest(msgspec.Struct, frozen=True):
     complete: bool
     path: str
     run: str = ""
+    fingerprint: str = ""
 
 
 def checkpoints_dir(config: Config) -> Path:

@@ -67,7 +67,10 @@ class CheckpointNote(msgspec.Struct, frozen=True):
 
     def latest(self, folder: Path) -> Latest:
         """Return the note by which this checkpoint is found."""
-        return Latest(self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run)
+        return Latest(
+            self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run,
+            self.fingerprint,
+        )  # fmt: skip
 
 
 def save_checkpoint(

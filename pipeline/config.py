@@ -265,6 +265,12 @@ class BufferConfig(_Section):
         lt=2**62,
         description="Most bytes of the copies of quarantined experience under daemon.state_dir; 0: no copies.",
     )
+    journal_interval_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds after which what the buffer holds is written to daemon.state_dir again, as after each "
+        "checkpoint: what a crash of the machine costs at most; 0: never.",
+    )
 
 
 class TrainerConfig(_Section):
@@ -435,6 +441,11 @@ def conflicts(config: Config) -> list[Conflict]:
     for key, value in (("rollout.engine", rollout.engine), ("cluster.engine", config.cluster.engine)):
         if value in ("vllm", "ray"):
             found.append(Conflict((key,), f'"{value}" is not there yet in this version'))
+    if config.buffer.journal_interval_s and trainer.kind == "external":
+        keys = ("buffer.journal_interval_s", "trainer.kind")
+        found.append(
+            Conflict(keys, "must be 0 with a trainer of one's own: which rows its checkpoints hold is unknown")
+        )
     if trainer.micro_batch_size is not None and trainer.micro_batch_size > config.sample_batch_size:
         keys = ("trainer.micro_batch_size", "buffer.sample_batch_size", "rollout.algorithm")
         message = f"must be at most the {config.sample_batch_size} rows of buffer.sample_batch_size"

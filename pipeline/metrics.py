@@ -224,6 +224,8 @@ METRICS: Final[tuple[Metric, ...]] = (
             reason="checksum killed_trainer fingerprint rolled_back invalid"),
     counter("rlhfd_quarantine_files_total", BUFFER,
             "Copies of quarantined items on disk by result (kept, full, error).", result="kept full error"),
+    counter("rlhfd_journal_writes_total", BUFFER, "Writes of the buffer's journal by result (ok, error).",
+            result="ok error"),
     counter("rlhfd_items_requeued_total", BUFFER, "Items put back by reason (expired, holder_died, nacked).",
             reason="expired holder_died nacked"),
     counter("rlhfd_items_duplicate_total", "buffer trainer", "Repeats of an item detected and dropped (push, train).",

@@ -74,6 +74,7 @@ def test_the_last_one_is_named_in_plain_json(tmp_path):
 
     assert {key: named[key] for key in named if key != "run"} == {
         "identity": "this", "step": 73, "version": 73, "position": 730, "complete": True, "path": "step-000073",
+        "fingerprint": "0b",
     }  # fmt: skip
     assert read_latest(tmp_path) == Latest(**named)
 

@@ -2,11 +2,16 @@
 
 import json
 import re
+import shutil
 import signal
 import stat
 
+import msgspec
 import pytest
 
+from pipeline import extent_file
+from pipeline.checkpoint_notes import read_latest
+from pipeline.spool import Books
 from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -191,3 +196,43 @@ def test_a_start_that_fails_costs_nothing_of_what_the_run_before_it_left(tmp_pat
     # The trainer may have got to some of it before the worker's end.
     more = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"] - step
     assert spooled_rows(daemon) == [rows - 32 * more]
+
+
+def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2", "buffer.journal_interval_s=0.2", "trainer.save_every=1")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+
+        def journalled():
+            """Hold the trainer where it is; return journal and checkpoint once they go together."""
+            daemon.signal(signal.SIGSTOP, "trainer-0")
+            written = total(daemon.metrics(), "rlhfd_journal_writes_total", result="ok")
+            daemon.wait_until(
+                lambda: total(daemon.metrics(), "rlhfd_journal_writes_total", result="ok") > written + 2, "journals"
+            )
+            (path,) = (daemon.state_dir / "journal").glob(f"*{extent_file.SUFFIX}")
+            file, latest = extent_file.load(path), read_latest(daemon.state_dir / "checkpoints")
+            # It may have been stopped before word of its version left it.
+            if file.extents and msgspec.json.decode(file.metadata["books"], type=Books).include(latest):
+                return file, latest
+            daemon.signal(signal.SIGCONT, "trainer-0")
+            return None
+
+        file, latest = daemon.wait_until(journalled, "a journal goes with the checkpoint")
+        family = daemon.family()
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        wait_until(lambda: not any(map(is_alive, family)), 5.0, "no process of it is left")
+        shutil.rmtree(daemon.shm_dir)
+
+    held = sum(len(extent.chosen) for extent in file.extents)
+    newer = sum(len(extent.chosen) for extent in file.extents if extent.policy_version > latest.version)
+    with Daemon(tmp_path, *settings, task=task, name="second") as daemon:
+        daemon.wait_step(latest.step + 4)
+        assert f"journal taken in: rows={held} " in daemon.errors
+        assert f"resuming: step={latest.step} " in daemon.errors
+        metrics = daemon.metrics()
+        assert balanced(metrics)
+        assert total(metrics, "rlhfd_items_dropped_total") == newer
+        finish(daemon)
+        assert list((daemon.state_dir / "journal").iterdir()) == []

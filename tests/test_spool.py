@@ -9,7 +9,7 @@ from pipeline.admission import Limits
 from pipeline.arena import Arena, ExtentAllocator
 from pipeline.buffer import Buffer
 from pipeline.checkpoint_notes import Latest, write_latest
-from pipeline.config import Config, DaemonConfig, RolloutConfig, TrainerConfig
+from pipeline.config import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import DROP_REASONS, LedgerLayout
 from pipeline.ledger_tables import Run
@@ -30,7 +30,8 @@ LIMITS = Limits(
 class Start:
     """One start of a run: an arena of its own, and the state folder that outlives it."""
 
-    def __init__(self, tmp_path, name, arena=None):
+    def __init__(self, tmp_path, name, arena=None, limits=LIMITS, journal_interval_s=0.0):
+        self.limits = limits
         self.state_dir = tmp_path / "state"
         self.arena_path = arena or tmp_path / name
         if arena is None:
@@ -40,17 +41,19 @@ class Start:
         self.config = Config(
             daemon=DaemonConfig(state_dir=self.state_dir),
             rollout=RolloutConfig(num_generations=2),
+            buffer=BufferConfig(journal_interval_s=journal_interval_s),
             trainer=TrainerConfig(max_steps=100),
         )
         self.spool = Spool(self.config, self.arena)
         self.sent, self.damaged, self.rolled = [], [], {}
+        self.seals = 0
 
     def take_in(self):
         self.spool.take_in(self.ledger, 1.0, self.damaged.append)
 
     def serve(self):
         self.buffer = Buffer(
-            self.ledger, ExtentAllocator(self.arena.payload_bytes), LIMITS,
+            self.ledger, ExtentAllocator(self.arena.payload_bytes), self.limits,
             lambda peer, message: self.sent.append(message), Counts(), workers=1,
         )  # fmt: skip
 
@@ -65,7 +68,9 @@ class Start:
         return found
 
     def seal(self, ticket, version=1, fingerprint=11):
-        experience = made_up(rows=4, seed=ticket.ticket)
+        # Every roll-out is another, also that of a prompt that was rolled out before.
+        self.seals += 1
+        experience = made_up(rows=4, seed=self.seals)
         self.rolled[ticket.ticket] = experience
         encoded = codec.encode(experience, self.arena.extent(ticket.offset, ticket.nbytes))
         self.say(Sealed("worker-0", ticket.ticket, 4, encoded.nbytes, encoded.checksum, version, fingerprint))
@@ -73,6 +78,10 @@ class Start:
     def close(self):
         self.ledger.close()
         self.arena.close()
+
+    @property
+    def journal_path_exists(self):
+        return self.spool.journal_path.exists()
 
     @property
     def dropped(self):

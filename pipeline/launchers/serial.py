@@ -19,6 +19,7 @@ from pipeline import log as logs
 from pipeline import sort_digits
 from pipeline.arena import Arena
 from pipeline.buffer import Buffer
+from pipeline.buffer_journal import BufferJournal
 from pipeline.buffer_metrics import BufferMetrics
 from pipeline.buffer_process import new_buffer
 from pipeline.config import Config
@@ -139,6 +140,7 @@ class _Serial:
         self._buffer_metrics = BufferMetrics(self._context("buffer", workspace).metrics)
         self._spool = Spool(config, self._arena)
         self._buffer = self._new_buffer()
+        self._journal = BufferJournal(config, self._arena, self._buffer_metrics.journal_written)
         self._trainer = self._new_trainer(workspace)
         self._worker = self._new_worker(workspace)
 
@@ -155,7 +157,10 @@ class _Serial:
         saved = self._trainer.close()
         self._buffer_turn()
         self._buffer.draining = True
+        self._journal.close(self._buffer)
         whole = self._buffer.finish(None if self._trainer.complete else self._spool.write)
+        if whole:
+            self._journal.remove()
         self._worker.close()
         totals = self._buffer.ledger.totals
         log.info("experiences: sealed=%d trained=%d dropped=%d", totals.sealed, totals.trained, sum(totals.dropped))
@@ -196,6 +201,7 @@ class _Serial:
         for message in self._post.take(BUFFER):
             self._buffer.handle(message, now_s)
         self._buffer.step(now_s)
+        self._journal.step(self._buffer, now_s)
         self._buffer_metrics.publish(self._buffer, now_s, self._arena.payload_bytes)
 
     def _worker_turn(self) -> None:
