@@ -134,7 +134,8 @@ class Spool:
             return
         lost = self._restore(file, ledger, now_s)
         runs = [*books.redo, *(self._prompts(extent) for extent in lost)]
-        if not is_spool:
+        if not is_spool or (not lived and latest is not None and latest.version < books.policy_version):
+            # Where no checkpoint was written at the stop, the training since the last one is undone as well.
             runs += self._undone(file, books, 0 if latest is None else latest.position)
         versions = books.versions if ledger.totals.policy_version < 0 else []
         ledger.resume(position=books.position, redo=runs, versions=versions, spool=books.number)
@@ -181,7 +182,7 @@ class Spool:
         return None
 
     def _undone(self, file: ExtentFile, books: Books, position: int) -> list[Run]:
-        """Return the prompts from a position on of which a journal holds no row: their training is undone."""
+        """Return the prompts from a position on of which a file holds no row: their training is undone."""
         undone = []
         for run in sorted([*books.redo, *map(self._prompts, file.extents), Run(books.position, 0)]):
             if run.position > position:

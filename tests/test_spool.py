@@ -188,6 +188,27 @@ def test_rows_that_were_trained_do_not_come_again(starts):
     assert second.view()[0] == {(2, 4, 2), (2, 4, 3)}
 
 
+def test_prompts_whose_training_is_in_no_checkpoint_are_issued_again(starts):
+    """A run that failed, or whose trainer was killed at the stop: its spool is of later weights than its checkpoint."""
+    first = starts("first")
+    first.serve()
+    first.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 3))
+    for ticket in first.heard(Ticket):
+        first.seal(ticket, 0, 10)
+    first.say(Hello("trainer-0", 1), Credit("trainer-0", 1, 1))
+    first.say(Published(1, 11, 1))
+    first.ledger.acknowledge(first.ledger.lease([(first.ledger.extents[2], [0, 1])]))
+    first.say(Drain())
+    first.buffer.finish(first.spool.write)
+    checkpoint(first, version=0, position=0)
+
+    second = starts("second")
+    second.take_in()
+
+    assert second.view()[0] == {(2, 4, 2), (2, 4, 3)}, "these come again by themselves"
+    assert second.ledger.redo == [Run(0, 5), Run(6, 6)], "undone, and those of the tickets that were cut"
+
+
 def test_a_run_that_is_complete_leaves_no_spool(starts):
     first = starts("first")
     first.serve()
