@@ -125,6 +125,11 @@ class DaemonConfig(_Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least level that is logged."
     )
+    log_texts: bool = Field(
+        default=False,
+        description="Whether what a reward function or chat template raised or returned is logged in its own words, "
+        "which may quote prompts, responses and answers.",
+    )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.")
     startup_timeout_s: float = Field(default=300.0, gt=0, description="Seconds that the roles get from start to ready.")
     hang_timeout_s: float = Field(

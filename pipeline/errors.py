@@ -18,9 +18,21 @@ class ExitCode(enum.IntEnum):
 
 
 class RlhfdError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Attributes:
+        bare: The message for a log: without words of somebody else's code, which may quote prompts and answers.
+    """
 
     exit_code: ExitCode = ExitCode.FAILED
+
+    def __init__(self, message: str = "", *, bare: str = "") -> None:
+        super().__init__(message)
+        self.bare = bare or message
+
+    def told(self, *, texts: bool) -> str:
+        """Return the whole message if it may hold `texts`, else the bare one."""
+        return str(self) if texts else self.bare
 
 
 class ConfigError(RlhfdError):
@@ -65,8 +77,8 @@ class RewardError(RlhfdError):
     `raised` tells a function that raised from one that returned something else.
     """
 
-    def __init__(self, message: str, *, raised: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, bare: str = "", raised: bool = False) -> None:
+        super().__init__(message, bare=bare)
         self.raised = raised
 
 

@@ -215,7 +215,7 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") ->
     else:
         token_ids = _render_chat(prompt, tokenizer)
     if not token_ids:
-        raise FieldError(f"prompt {prompt.index} has no tokens after tokenizing: {prompt.prompt!r:.80}")
+        raise FieldError(f"prompt {prompt.index} has no tokens after tokenizing")
     return token_ids
 
 
@@ -234,7 +234,12 @@ def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     else:
         images: list[JsonValue] = [{"type": "image"} for _ in prompt.images]
         messages = [{"role": "user", "content": [*images, {"type": "text", "text": text_or_messages}]}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    # A template is somebody else's code, and may quote the prompt in what it raises.
+    except Exception as error:
+        bare = f"prompt {prompt.index} does not suit the tokenizer's chat template, which raised {type(error).__name__}"
+        raise ConfigError(f"{bare}: {error}", bare=bare) from error
     return list(encoded["input_ids"])
 
 

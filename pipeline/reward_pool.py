@@ -82,12 +82,13 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What came of the row with this number."""
+    """What came of the row with this number; a problem in words, and in words fit for a log."""
 
     number: int = -1
     score: float = 0.0
     problem: Problem = ""
     text: str = ""
+    bare: str = ""
 
 
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -127,6 +128,7 @@ class RewardPool:
         processes: How many rows are scored at the same time.
         on_problem: Told why a row has no score, once a row.
         on_progress: Called once a second at least while rows are scored.
+        log_texts: Whether what a function raised or returned is logged in its own words.
     """
 
     def __init__(
@@ -138,7 +140,9 @@ class RewardPool:
         processes: int = 1,
         on_problem: Callable[[Problem], None] = lambda problem: None,
         on_progress: Callable[[], None] = lambda: None,
+        log_texts: bool = False,
     ) -> None:
+        self.log_texts = log_texts
         self._timeout_s = timeout_s
         self._on_problem = on_problem
         self._on_progress = on_progress
@@ -223,7 +227,8 @@ class RewardPool:
         for row, score in problems:
             self._on_problem(score.problem)
             if row in [first for first, _ in problems[:_PROBLEMS_LOGGED]]:
-                log.warning("reward errored: row=%d reason=%s: %s", row, score.problem, score.text)
+                text = score.text if self.log_texts or not score.bare else score.bare
+                log.warning("reward errored: row=%d reason=%s: %s", row, score.problem, text)
         return torch.tensor([math.nan if score.problem else score.score for score in scores], dtype=torch.float32)
 
     def close(self) -> None:

@@ -92,7 +92,9 @@ def _score(reward: FunctionReward, row: RowToScore) -> RowScore:
     try:
         return RowScore(row.number, float(reward(**keywords)))
     except RewardError as error:
-        return RowScore(row.number, problem="exception" if error.raised else "invalid", text=str(error))
+        return RowScore(
+            row.number, problem="exception" if error.raised else "invalid", text=str(error), bare=error.bare
+        )
 
 
 if __name__ == "__main__":

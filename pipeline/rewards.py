@@ -204,11 +204,15 @@ def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywor
         result = function(ids, mask, **keywords)
     # Somebody else's code may raise anything, and which row did must be told.
     except Exception as error:
-        raise RewardError(f"{name} raised {error!r} for row {row}", raised=True) from error
+        bare = f"{name} raised {type(error).__name__} for row {row}"
+        raise RewardError(f"{name} raised {error!r} for row {row}", bare=bare, raised=True) from error
     try:
         score = float(result)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RewardError(f"{name} returned {_shown(result)} for row {row}; a reward is a finite number") from error
+    # What is returned may be anything too.
+    except Exception as error:
+        returned = "{} returned {} for row {}; a reward is a finite number".format
+        bare = returned(name, f"a {type(result).__name__}", row)
+        raise RewardError(returned(name, _shown(result), row), bare=bare) from error
     if not math.isfinite(score):
         raise RewardError(f"{name} returned {score} for row {row}; a reward is a finite number")
     return score

@@ -185,6 +185,7 @@ class RolloutWorker:
         checksum: bool = True,
         initial_version: int = -1,
         check: Callable[[WeightsVersion], None] = lambda fetched: None,
+        log_texts: bool = False,
     ) -> None:
         """Introduce this worker to the buffer.
 
@@ -201,6 +202,7 @@ class RolloutWorker:
             checksum: Whether sealed extents carry one.
             initial_version: The version of the weights as loaded; -1 if only published ones count.
             check: Called with each version fetched; raises MistrustedError if the model does not compute with it.
+            log_texts: Whether reasons may quote prompts, responses and answers.
         """
         self.draining = False
         self.held = WeightsVersion(initial_version, 0)
@@ -215,6 +217,7 @@ class RolloutWorker:
         self._group_size = group_size
         self._checksum = checksum
         self._check = check
+        self._log_texts = log_texts
         self._reader: WeightsReader | None = None
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
@@ -288,8 +291,9 @@ class RolloutWorker:
         except (RewardError, FieldError, ShapeError, ArenaFullError) as error:
             # The rollout itself is unusable: the same prompts would give the same again.
             # As text: a kept record must not hold the error's frames, and by them the arena.
-            log.error("rollout failed: ticket=%d position=%d reason=%s", ticket.ticket, ticket.position, str(error))
-            return self._failed(ticket, str(error), retry=False)
+            reason = error.told(texts=self._log_texts)
+            log.error("rollout failed: ticket=%d position=%d reason=%s", ticket.ticket, ticket.position, reason)
+            return self._failed(ticket, reason, retry=False)
 
     def _seal(self, ticket: Ticket, rolled: Rolled) -> Sealed:
         experience = rolled.experience

@@ -132,7 +132,9 @@ def new_worker(
     try:
         refuse_broken_reward(roller, config.row_bytes)
     except RewardError as error:
-        raise ConfigError(f"rollout.reward_functions: {error}") from error
+        # At the first start somebody looks on, who needs the whole of it.
+        told = error.told(texts=config.daemon.log_texts or context.generation <= 1)
+        raise ConfigError(f"rollout.reward_functions: {told}") from error
     return RolloutWorker(
         roller,
         arena,
@@ -144,6 +146,7 @@ def new_worker(
         clock=monotonic_s,
         group_size=config.group_size,
         checksum=config.buffer.checksum,
+        log_texts=config.daemon.log_texts,
         check=weights_check(config, actor, tokenizer, device),
         initial_version=0 if config.trainer.kind == "external" else -1,
     )
@@ -193,6 +196,7 @@ def reward_functions(config: Config, tokenizer: Any, metrics: RolloutMetrics) ->
         processes=rollout.reward_processes,
         on_problem=metrics.reward_errored,
         on_progress=metrics.beat,
+        log_texts=config.daemon.log_texts,
     )
     pool.wait_ready()
     return pool

@@ -70,7 +70,7 @@ def main(reports: int, spec_json: str) -> int:
     try:
         return int(_run(config, context))
     except RlhfdError as error:
-        report(Report(error=str(error)))
+        report(Report(error=error.told(texts=config.daemon.log_texts)))
         return int(error.exit_code)
     except Exception as error:
         logging.getLogger(__name__).exception("%s failed", context.name)
