@@ -2,7 +2,7 @@
 
     runtime_dir/lock            flock of the live supervisor, holds its pid; one left by a kill is taken over
     runtime_dir/instance.json   the record: who runs, since when, and where its shared memory is
-    shm_dir/control.sock        one JSON line in, one JSON line out
+    shm_dir/control.sock        a JSON line out for each JSON line in
 
 Sockets lie in shared memory rather than in the runtime directory: the path of a unix socket has at most 107 bytes.
 """
@@ -291,10 +291,10 @@ async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
         nonlocal clients
         clients += 1
         try:
-            answer = {"error": "too many clients"} if clients > _CLIENTS else await _answer(reader, writer, handler)
-            writer.write(msgspec.json.encode(answer) + b"\n")
-            async with asyncio.timeout(_CLIENT_TIMEOUT_S):
-                await writer.drain()
+            if refusal := "too many clients" if clients > _CLIENTS else _refusal(writer):
+                await _tell(writer, {"error": refusal})
+            else:
+                await _converse(reader, writer, handler)
         except (OSError, TimeoutError) as error:
             log.debug("control client lost: %s", error)
         finally:
@@ -313,24 +313,56 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> dict[str, Any]:
+def _refusal(writer: asyncio.StreamWriter) -> str:
+    """Why this client is not answered; empty if it is."""
     credentials = writer.get_extra_info("socket").getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
     )
     pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-    if uid not in (0, os.geteuid()):
-        log.warning("control client refused: pid=%d uid=%d", pid, uid)
-        return {"error": f"uid {uid} may not control this instance"}
+    if uid in (0, os.geteuid()):
+        return ""
+    log.warning("control client refused: pid=%d uid=%d", pid, uid)
+    return f"uid {uid} may not control this instance"
+
+
+async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
+    """Answer line by line until the client has no more to ask, or sends no whole line."""
+    answered, problem = False, ""
+    while not problem:
+        try:
+            async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+                answer = await _answer(await reader.readuntil(b"\n"), handler)
+        except asyncio.IncompleteReadError as error:
+            if not error.partial:
+                return
+            problem = f"it ends after {len(error.partial):,} B"
+        except asyncio.LimitOverrunError:
+            problem = f"more than {_REQUEST_BYTES:,} B"
+        except TimeoutError:
+            if answered:
+                return
+            problem = f"none within {_CLIENT_TIMEOUT_S:g} s"
+        await _tell(writer, {"error": f"no request of one JSON line: {problem}"} if problem else answer)
+        answered = True
+        # One that asks without a pause leaves the others their turn.
+        await asyncio.sleep(0)
+
+
+async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
     try:
-        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
-            line = await reader.readuntil(b"\n")
         request = msgspec.json.decode(line, type=dict[str, Any])
-    except (asyncio.LimitOverrunError, asyncio.IncompleteReadError, TimeoutError, *UNREADABLE) as error:
+    except UNREADABLE as error:
         return {"error": f"no request of one JSON line: {error}"}
     try:
         return await handler(request)
     except RlhfdError as error:
         return {"error": str(error)}
+
+
+async def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+    writer.write(msgspec.json.encode(answer) + b"\n")
+    async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+        await writer.drain()
 
 
 def request(record: InstanceRecord, command: str, timeout_s: float, **fields: Any) -> dict[str, Any]:

@@ -214,6 +214,14 @@ class _Connection(H11Protocol):
         self._due.cancel()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            super().send_400_response(msg)
+        else:
+            # Behind a request whose answer is not out yet: no 400 fits in between, and that answer would be an error.
+            self.cycle.disconnected = True
+            self.transport.abort()
+
     def _cut_silent(self) -> None:
         if self.cycle is None:
             self.transport.abort()

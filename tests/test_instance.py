@@ -246,8 +246,8 @@ def answer_to(folder: Path, sent: bytes, *, end: bool = False) -> dict[str, Any]
         client.sendall(sent)
         if end:
             client.shutdown(socket.SHUT_WR)
-        received = b"".join(iter(lambda: client.recv(65536), b""))
-    return msgspec.json.decode(received, type=dict[str, Any])
+        with client.makefile("rb") as answers:
+            return msgspec.json.decode(answers.readline(), type=dict[str, Any])
 
 
 @pytest.fixture
@@ -305,6 +305,19 @@ class TestControl:
             except ConnectionError:
                 # With bytes of the request still unread, the kernel may throw the answer away.
                 assert len(sent) > 65536
+
+    def test_lines_of_one_connection_are_answered_in_turn_whatever_is_between_them(self, tmp_path: Path) -> None:
+        with serving(tmp_path), knock(tmp_path) as client:
+            client.sendall(b'{"a": 1}\nnonsense\n' + b'{"b": 2}\n{"c"')
+            client.shutdown(socket.SHUT_WR)
+
+            with client.makefile("rb") as answers:
+                told = [msgspec.json.decode(line, type=dict[str, Any]) for line in answers]
+
+        assert [told[0], told[2]] == [{"echo": {"a": 1}}, {"echo": {"b": 2}}]
+        assert told[1]["error"].startswith("no request of one JSON line")
+        assert told[3] == {"error": "no request of one JSON line: it ends after 4 B"}
+        assert len(told) == 4
 
     def test_half_a_request_is_answered_with_an_error(self, tmp_path: Path) -> None:
         with serving(tmp_path):
