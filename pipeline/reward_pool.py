@@ -129,6 +129,9 @@ class RewardPool:
         on_problem: Told why a row has no score, once a row.
         on_progress: Called once a second at least while rows are scored.
         log_texts: Whether what a function raised or returned is logged in its own words.
+
+    Attributes:
+        problem: The first problem of the last call, if it had one.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class RewardPool:
         log_texts: bool = False,
     ) -> None:
         self.log_texts = log_texts
+        self.problem: RowScore | None = None
         self._timeout_s = timeout_s
         self._on_problem = on_problem
         self._on_progress = on_progress
@@ -224,6 +228,7 @@ class RewardPool:
             rows = [_with_images(row, vision.rows([place])) for place, row in enumerate(rows)]
         scores = self._score(rows)
         problems = [(row, score) for row, score in enumerate(scores) if score.problem]
+        self.problem = problems[0][1] if problems else None
         for row, score in problems:
             self._on_problem(score.problem)
             if row in [first for first, _ in problems[:_PROBLEMS_LOGGED]]:

@@ -133,7 +133,9 @@ def new_worker(
         refuse_broken_reward(roller, config.row_bytes)
     except RewardError as error:
         # At the first start somebody looks on, who needs the whole of it.
-        told = error.told(texts=config.daemon.log_texts or context.generation <= 1)
+        texts = config.daemon.log_texts or context.generation <= 1
+        problem = reward.problem if isinstance(reward, RewardPool) else None
+        told = error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
         raise ConfigError(f"rollout.reward_functions: {told}") from error
     return RolloutWorker(
         roller,
