@@ -17,7 +17,7 @@ from tests.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F40
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-KILLS, FULL_KILLS = 12, 250
+KILLS, FULL_KILLS = 5, 250
 """Kills of each of the two campaigns; the full ones by ``bin/test --chaos``."""
 
 SETTINGS = (

@@ -17,8 +17,8 @@ from tests.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
-SOAK_S, FULL_SOAK_S = 75.0, 1200.0
-WARM_UP_S = 30.0
+SOAK_S, FULL_SOAK_S = 60.0, 1200.0
+WARM_UP_S = 25.0
 """Until caches and allocators of a new process have grown to what they need."""
 RESTARTED = ("rollout-1", "buffer-0")
 """Killed by turns, so that those that live through it are seen to hold nothing of the dead."""
