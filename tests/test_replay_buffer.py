@@ -1,6 +1,5 @@
 """The replay buffer between real processes: each row once, whoever is killed; nothing is left behind."""
 
-import contextlib
 import os
 import pickle
 import signal
@@ -25,6 +24,7 @@ from pipeline.errors import (
 from pipeline.experience import BufferItem, Experience, ExperienceVL
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import LedgerLayout
+from tests.daemon import is_alive
 from tests.experiences import made_up
 from tests.replay_crew import Crew, numbered, numbers_of
 
@@ -48,13 +48,8 @@ def until(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
-        os.sched_yield()
-
-
-def alive(pid):
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+        # Short: what is waited for may last a millisecond.
+        time.sleep(0.0005)
 
 
 # One process.
@@ -388,7 +383,7 @@ def test_a_forgotten_buffer_ends_with_its_object():
 
     del buffer
 
-    until(lambda: not folder.exists() and not alive(server))
+    until(lambda: not folder.exists() and not is_alive(server))
 
 
 # Several processes.
@@ -557,7 +552,7 @@ def test_a_killed_owner_takes_server_and_folder_along(crew):
 
     with pytest.raises(BufferClosedError, match=f"its owner, pid {owner}, died|owner, pid {owner}, or ended with it"):
         buffer.sample(timeout_s=20)
-    until(lambda: not Path(path).exists() and not alive(server))
+    until(lambda: not Path(path).exists() and not is_alive(server))
     buffer.close()
     with pytest.raises(BufferClosedError, match="no replay buffer in"):
         DetachedReplayBuffer.attach(path)
@@ -568,7 +563,7 @@ def test_an_owner_that_ends_without_closing_leaves_nothing(crew):
     ((path, server),) = crew.wait(owner, "made")
     crew.wait(owner, "done")
 
-    until(lambda: not Path(path).exists() and not alive(server))
+    until(lambda: not Path(path).exists() and not is_alive(server))
 
 
 def test_what_a_killed_owner_and_a_killed_server_left_is_swept(crew):
@@ -577,7 +572,7 @@ def test_what_a_killed_owner_and_a_killed_server_left_is_swept(crew):
     os.kill(server, signal.SIGSTOP)
     crew.kill(owner)
     os.kill(server, signal.SIGKILL)
-    until(lambda: not alive(server))
+    until(lambda: not is_alive(server))
     assert Path(path, "arena").exists()
     with buffer_of(2) as living:
         # The sweep takes the dead one and no living one.
@@ -592,7 +587,7 @@ def test_a_server_that_dies_again_and_again_is_given_up_with_its_reason():
         for _ in range(5):
             assert buffer.stats().sealed == 0
             os.kill(pid := buffer._server.pid, signal.SIGKILL)
-            until(lambda pid=pid: not alive(pid))
+            until(lambda pid=pid: not is_alive(pid))
 
         with pytest.raises(
             BufferClosedError, match=r"its server, pid \d+, ended with -9, for the 5th time in a minute"
