@@ -94,6 +94,6 @@ def test_a_chat_template_that_raises_is_named_without_what_it_said():
             raise ValueError(f"no role for {messages[0]['content']}")
 
     with pytest.raises(ConfigError, match=f"ValueError: no role for {_MARKER}") as raised:
-        render(Prompt(2, [{"role": "x", "content": _MARKER}], None), Tokenizer())
+        render(Prompt(0, 0, 2, [{"role": "x", "content": _MARKER}], None), Tokenizer())
 
     assert raised.value.bare == "prompt 2 does not suit the tokenizer's chat template, which raised ValueError"
