@@ -116,6 +116,11 @@ class Campaign:
         self.kills.append(kill)
         return kill
 
+    def settle(self) -> None:
+        """Wait until every process is up and training has gone on once more."""
+        self.daemon.wait_ready(RECOVERY_TIMEOUT_S)
+        self._wait_trained(self._trained())
+
     def report(self) -> str:
         """Return the kills by process and stage, and how long it took until training went on."""
         groups: dict[tuple[str, str, str], list[float]] = collections.defaultdict(list)
