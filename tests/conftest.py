@@ -34,12 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not of a kind that was asked for in full."""
+    """Leave out what is not of a kind that was asked for in full, or of no use but in full."""
     asked = [kind for kind in LONG if config.getoption(kind)]
     if asked:
         kept = [item for item in items if any(item.get_closest_marker(kind) for kind in asked)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+    else:
+        kept = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 @pytest.fixture

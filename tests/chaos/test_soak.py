@@ -15,10 +15,10 @@ import pytest
 
 from tests.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.integration, pytest.mark.soak]
+pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.full]
 
-SOAK_S, FULL_SOAK_S = 60.0, 1200.0
-WARM_UP_S = 25.0
+SOAK_S = 1200.0
+WARM_UP_S = 60.0
 """Until caches and allocators of a new process have grown to what they need."""
 RESTARTED = ("rollout-1", "buffer-0")
 """Killed by turns, so that those that live through it are seen to hold nothing of the dead."""
@@ -67,16 +67,15 @@ def growth(samples: list[Held], field: str) -> float:
 
 
 @pytest.mark.timeout(1800)
-def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, request: pytest.FixtureRequest, say):  # noqa: F811
-    length_s = FULL_SOAK_S if request.config.getoption("--soak") else SOAK_S
+def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, say):  # noqa: F811
     settings = (*SMALL, "trainer.max_steps=0", "rollout.workers=2", "daemon.restart_limit=1000")
     histories: dict[tuple[str, int], list[Held]] = defaultdict(list)
     segment_bytes = []
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_ready()
         began_s = time.monotonic()
-        restarts_due_s = [began_s + length_s * share for share in (0.3, 0.5, 0.7)]
-        while (now_s := time.monotonic()) < began_s + length_s:
+        restarts_due_s = [began_s + SOAK_S * share for share in (0.3, 0.5, 0.7)]
+        while (now_s := time.monotonic()) < began_s + SOAK_S:
             pids = {"supervisor": daemon.pid, **daemon.pids()}
             for name, pid in pids.items():
                 with contextlib.suppress(OSError):
@@ -92,12 +91,12 @@ def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, request:
             # Metrics are part of the load.
             metrics = daemon.metrics()
             assert total(metrics, "rlhfd_items_unaccounted") == 0
-            time.sleep(max(0.0, now_s + length_s / 120 - time.monotonic()))
+            time.sleep(max(0.0, now_s + SOAK_S / 120 - time.monotonic()))
         steps = daemon.status()["step"]
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0, daemon.errors[-4000:]
 
-    say(_table(histories, steps, length_s))
+    say(_table(histories, steps))
     assert len(set(segment_bytes)) == 1, f"shared memory grew or shrank: {sorted(set(segment_bytes))}"
     lived = {who: [sample for sample in samples if sample.at_s > samples[0].at_s + WARM_UP_S]
              for who, samples in histories.items()}  # fmt: skip
@@ -115,9 +114,9 @@ def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, request:
         assert grown <= allowed, f"{name} {pid}: resident memory grew by {grown:,.0f} B of {resident:,.0f} B"
 
 
-def _table(histories: dict[tuple[str, int], list[Held]], steps: int, length_s: float) -> str:
+def _table(histories: dict[tuple[str, int], list[Held]], steps: int) -> str:
     lines = [
-        f"{length_s:g} s, {steps} steps; first and last sample of each process, slope after its first {WARM_UP_S:g} s"
+        f"{SOAK_S:g} s, {steps} steps; first and last sample of each process, slope after its first {WARM_UP_S:g} s"
     ]
     for (name, pid), samples in sorted(histories.items()):
         settled = [sample for sample in samples if sample.at_s > samples[0].at_s + WARM_UP_S]
