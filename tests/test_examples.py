@@ -43,7 +43,8 @@ def train(daemon: Daemon, model: Path, steps: int) -> list[int]:
 
 def readme_trainer() -> str:
     """Return the lines of the README that train."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if "pipeline.connect" in block]
     return str(block)
 
 
