@@ -18,7 +18,7 @@ from pipeline.vision_rows import VisionRows
 from tests.daemon import is_alive, task, wait_until  # noqa: F401 - a fixture
 
 FUNCTIONS = """
-import os, signal, threading, time
+import os, signal, threading
 
 def length(input_ids, attention_mask, *, gt_answer, response_start, response_end, tokenizer):
     return 2 if response_end - response_start == 2 and response_start == 1 else 1000
@@ -50,9 +50,8 @@ def pixels(input_ids, attention_mask, *, gt_answer, pixel_values, image_grid_thw
     assert pixel_values is None and image_grid_thw is None and raw_images is None
     return float(pixel_values_videos.float().sum()) + int(video_grid_thw.prod())
 
-def slow_pid(input_ids, attention_mask, *, tokenizer, **_):
+def pid_of(input_ids, attention_mask, *, tokenizer, **_):
     assert tokenizer.decode(input_ids)
-    time.sleep(0.2)
     return os.getpid()
 """
 
@@ -139,7 +138,7 @@ def test_after_three_rows_in_a_row_that_hang_the_rest_is_not_tried(folder: Path,
 
 
 def test_two_processes_share_the_rows_and_end_with_the_pool(folder: Path, tokenizer: str) -> None:
-    with RewardPool(["judges:slow_pid"], tokenizer, timeout_s=30.0, processes=2) as rewards:
+    with RewardPool(["judges:pid_of"], tokenizer, timeout_s=30.0, processes=2) as rewards:
         rewards.wait_ready()
         scores = score(rewards, ["a"] * 8)
     pids = {int(pid) for pid in scores}
