@@ -5,9 +5,7 @@ vocabulary, float32 on the CPU, once for each `logits_forward_batch_size`, and o
 rows and positions, then log_softmax. Each runs in a process of its own; its figure is the process's largest resident
 set (ru_maxrss) less what was resident just before the stage. The bound is what `pipeline.token_log_probs` allows: one
 chunk of logits in float32, the chunk divided by the temperature, and its exp in the log-sum-exp.
-
-    .venv/bin/python benches/maker_memory.py            # some minutes and 8 GiB of memory
-    .venv/bin/python benches/maker_memory.py --chunk 16777216
+It takes 8 GiB of memory.
 """
 
 from __future__ import annotations
@@ -18,18 +16,21 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benches.report import ROOT, Section, Table
 from pipeline import token_log_probs
 from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.generation import Responses, Sampling
 from pipeline.generation.rows import Rows
 
 PROMPT_COLUMNS = 32
+_ROWS = 8
 TEMPERATURE = 0.8
 MIB = 2**20
 
@@ -50,16 +51,15 @@ def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
 
 def made_up_rows(options: argparse.Namespace) -> Rows:
     """Rows of full length, as a generator would have left them."""
-    sequences = torch.randint(3, options.vocabulary, (options.rows, options.columns))
-    lengths = torch.full((options.rows,), options.columns - PROMPT_COLUMNS)
+    sequences = torch.randint(3, options.vocabulary, (_ROWS, options.columns))
+    lengths = torch.full((_ROWS,), options.columns - PROMPT_COLUMNS)
     sampling = Sampling(max_length=options.columns, pad_token_id=0)
-    return Rows.of(torch.ones(options.rows, PROMPT_COLUMNS), Responses(sequences, lengths), sampling)
+    return Rows.of(torch.ones(_ROWS, PROMPT_COLUMNS), Responses(sequences, lengths), sampling)
 
 
 @torch.no_grad()
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Run one variant in this process."""
-    token_log_probs.CHUNK_ELEMENTS = options.chunk
     model, rows = tiny_llama(options.vocabulary), made_up_rows(options)
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     maker = NaiveExperienceMaker(
@@ -78,37 +78,43 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     return {"peak_mib": (peak - before) / MIB, "seconds": elapsed_s, "sum": log_probs.double().sum().item()}
 
 
-def main() -> None:
-    """Run every variant in a process of its own and print the rows of README's table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8, help="rows (B)")
-    parser.add_argument("--columns", type=int, default=512, help="columns of prompt and response (S)")
-    parser.add_argument("--vocabulary", type=int, default=151_936, help="words (V), by default Qwen's")
-    parser.add_argument("--chunk", type=int, default=token_log_probs.CHUNK_ELEMENTS, help="logits at once")
-    parser.add_argument("--variant", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.variant is not None:
-        print(json.dumps(measure(options)))
-        return
+def run(*, quick: bool) -> Sequence[Section]:
+    """Measure the maker in mini-batches of several sizes, and all logits at once."""
+    columns, vocabulary = (128, 8192) if quick else (512, 151_936)
+    shape = f"--columns={columns} --vocabulary={vocabulary}".split()
 
     def child(variant: int) -> dict[str, float]:
-        command = [sys.executable, *sys.argv, f"--variant={variant}"]
-        result: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        return result
+        command = [sys.executable, "-m", "benches.maker_memory", *shape, f"--variant={variant}"]
+        found: dict[str, float] = json.loads(
+            subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
+        )
+        return found
 
-    naive = child(0)
-    ours = {rows: child(rows) for rows in (1, 2, 8)}
+    naive, ours = child(0), {rows: child(rows) for rows in (1, 2, _ROWS)}
     if any(abs(one["sum"] - naive["sum"]) > 1e-5 * abs(naive["sum"]) for one in ours.values()):
-        sys.exit(f"the log-probs differ: {naive['sum']} naive, {[one['sum'] for one in ours.values()]}")
-    for name, one in [("naive", naive), *((f"{rows} rows", one) for rows, one in ours.items())]:
-        print(f"{name}: {one['peak_mib']:,.0f} MiB, {one['seconds']:.0f} s", file=sys.stderr)
-    peaks = ", ".join(f"{one['peak_mib']:,.0f}" for one in ours.values())
-    bound = 3 * 4 * min(options.chunk, options.rows * options.columns * options.vocabulary) / MIB
-    print(f"| the maker, in mini-batches of 1, 2 and 8 rows | {peaks} MiB |")
-    what = f"a chunk of {options.chunk:,} logits, divided by the temperature, and its exp"
-    print(f"| its bound: {what} | {bound:,.0f} MiB |")
-    print(f"| all logits at once, then log-softmax | {naive['peak_mib']:,.0f} MiB |")
+        raise RuntimeError(f"the log-probs differ: {naive['sum']} naive, {[one['sum'] for one in ours.values()]}")
+    bound_mib = 3 * 4 * min(token_log_probs.CHUNK_ELEMENTS, _ROWS * columns * vocabulary) / MIB
+    what = f"a chunk of {token_log_probs.CHUNK_ELEMENTS:,} logits, divided by the temperature, and its exp"
+    found = [(f"the maker, in mini-batches of {rows}", one) for rows, one in ours.items()]
+    found.append(("all logits at once, then log-softmax", naive))
+    rows = [(name, f"{one['peak_mib']:,.0f} MiB", f"{one['seconds']:.0f} s") for name, one in found]
+    rows.append((f"the maker's bound: {what}", f"{bound_mib:,.0f} MiB", ""))
+    text = (
+        f"{_ROWS} rows of {columns} tokens at a vocabulary of {vocabulary:,}, float32 on the CPU. Peak resident memory"
+        " of a process less what was resident just before the stage."
+    )
+    table = Table(("peak memory of the maker's log-prob stage", "figure", "time"), rows)
+    return [Section("maker-memory", "Peak memory of log-probs at a large vocabulary", text, [table])]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--columns", type=int, required=True)
+    parser.add_argument("--vocabulary", type=int, required=True)
+    parser.add_argument("--variant", type=int, required=True)
+    options = parser.parse_args()
+    print(json.dumps(measure(options)))
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -197,6 +197,16 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
 
 
+@main.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure rlhfd on this machine; of a checkout only: its bin/bench, which takes --help."""
+    program = Path(__file__).parents[1] / "bin" / "bench"
+    if not program.exists():
+        raise RlhfdError(f"the benchmarks come with a checkout of rlhfd; there is no {program}")
+    os.execv(program, [str(program), *arguments])
+
+
 @main.group()
 def config() -> None:
     r"""Check and show the configuration.

@@ -123,7 +123,7 @@ class TestCommands:
     def test_every_command_is_in_the_list_above(self) -> None:
         config = cli.main.commands["config"]
 
-        assert set(cli.main.commands) == {"start", "stop", "status", "why", "config"}
+        assert set(cli.main.commands) == {"start", "stop", "status", "why", "config", "bench"}
         assert isinstance(config, click.Group) and set(config.commands) == {"check", "show", "schema"}
 
     def test_version(self) -> None:

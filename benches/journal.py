@@ -1,4 +1,4 @@
-"""Measures how long the buffer's loop pauses while its journal is written: `python benches/journal_pause.py FOLDER`.
+"""How long the buffer's loop pauses while its journal is written.
 
 The buffer holds so many bytes in extents of one size; its loop only looks after the journal, as fast as it can, so the
 longest time between two turns is what a ticket would have waited, the machine's own pauses included.
@@ -7,11 +7,13 @@ longest time between two turns is what a ticket would have waited, the machine's
 from __future__ import annotations
 
 import pathlib
-import sys
 import tempfile
 import time
-from typing import cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
+from benches.measure import Sample, interleaved
+from benches.report import ROOT, Section, Table
 from pipeline.admission import Limits
 from pipeline.arena import Arena, ExtentAllocator
 from pipeline.buffer import Buffer
@@ -23,13 +25,42 @@ from pipeline.observer import Observer
 
 _ROWS = 16
 _WRITES = 3
+_MIB = 1 << 20
 
 
-def measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> str:
-    """Write a journal a few times; return what was measured, in words."""
+class _Pause(NamedTuple):
+    longest_s: float
+    write_s: float
+
+
+def run(*, quick: bool) -> Sequence[Section]:
+    """Measure journals of few large and of many small extents."""
+    held = (16,) if quick else (64, 256)
+    extents = 256 if quick else 1024
+    shapes = [(mib, mib * _MIB // extents) for mib in held] + [(mib, mib * _MIB // (16 * extents)) for mib in held]
+    found = interleaved(
+        {shape: lambda shape=shape: _measure(ROOT, shape[0] * _MIB, shape[1]) for shape in shapes}, 1 if quick else 3
+    )
+    rows = []
+    for (mib, nbytes), pauses in found.items():
+        longest, writes = Sample.of(p.longest_s for p in pauses), Sample.of(p.write_s for p in pauses)
+        what = (
+            f"longest pause of the buffer while its journal is written, {mib} MiB in {mib * _MIB // nbytes:,} extents"
+        )
+        rows.append((what, f"{longest.scaled(1e3)} ms", f"{writes} s"))
+    text = "The loop looks after nothing but the journal, which is written three times, onto the disk of the checkout."
+    table = Table(("what", "figure", "one write takes"), rows)
+    return [Section("journal", "The buffer's pause while what it holds is written to disk", text, [table])]
+
+
+def _measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> _Pause:
+    """Write a journal a few times."""
     extents = held_bytes // extent_bytes
     layout = LedgerLayout(extents=extents, rows_per_extent=_ROWS)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory(dir=folder) as state:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(dir=folder, prefix=".bench-") as state,
+    ):
         path = pathlib.Path(memory) / "arena"
         Arena.create(path, payload_bytes=held_bytes, ledger_bytes=layout.nbytes, layout=layout.identity)
         arena = Arena(path, payload=False)
@@ -46,11 +77,10 @@ def measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> str:
         )
         written: list[bool] = []
         journal = BufferJournal(config, arena, written.append)
-        longest_s, own_s, last_s = 0.0, 0.0, time.monotonic()
+        longest_s, last_s = 0.0, time.monotonic()
         began_s = last_s
         while len(written) < _WRITES:
             journal.step(buffer, last_s)
-            own_s = max(own_s, time.monotonic() - last_s)
             time.sleep(0.0002)
             now_s = time.monotonic()
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
@@ -58,12 +88,4 @@ def measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> str:
         journal.close(buffer)
         ledger.close()
         arena.close()
-    return (
-        f"{held_bytes >> 20} MiB in {extents} extents: longest pause {1e3 * longest_s:.0f} ms "
-        f"(in the loop itself {1e3 * own_s:.0f} ms), a write takes {took_s:.2f} s"
-    )
-
-
-if __name__ == "__main__":
-    for held_mib, extent_kib in ((64, 4), (64, 64), (256, 16), (256, 256)):
-        print(measure(pathlib.Path(sys.argv[1]), held_mib << 20, extent_kib << 10))
+    return _Pause(longest_s, took_s)

@@ -1,0 +1,67 @@
+"""`bin/bench [--quick] [NAME ...]`: measures, prints, and writes `benches/RESULTS.md`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from benches.report import RESULTS, ROOT, Section, merge, update_readme
+
+# In the order of the sections. Those that a checkout has no module for are left out.
+BENCHES = (
+    "transport", "latency", "cpu", "gather", "flat", "ledger", "journal", "rollout", "weights", "pinned",
+    "maker-memory",
+)  # fmt: skip
+
+
+def module_of(name: str) -> str:
+    """Return the module of a benchmark."""
+    return f"benches.{name.replace('-', '_')}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmarks that are named, all by default; return the exit code."""
+    there = [name for name in BENCHES if importlib.util.find_spec(module_of(name))]
+    parser = argparse.ArgumentParser(prog="bin/bench", description="Measure rlhfd and write benches/RESULTS.md.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(there)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, less work; prints and writes nothing")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in there]:
+        parser.error(f"no benchmark {unknown[0]!r}, only {', '.join(there)}")
+    failed, measured = [], []
+    for name in options.names or there:
+        command = f"bin/bench {'--quick ' if options.quick else ''}{name}"
+        print(f"==> {command}", file=sys.stderr, flush=True)
+        began_s = time.monotonic()
+        try:
+            sections: Sequence[Section] = importlib.import_module(module_of(name)).run(quick=options.quick)
+        except Exception:  # noqa: BLE001 - one that fails must not cost the figures of the others
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        took_s = time.monotonic() - began_s
+        for section in sections:
+            measured.append((section.heading, section.markdown(took_s=took_s, command=command)))
+            print(measured[-1][1], flush=True)
+            if not options.quick:
+                _write(measured)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _write(measured: Sequence[tuple[str, str]]) -> None:
+    before = RESULTS.read_text() if RESULTS.exists() else ""
+    results = merge(before, measured, BENCHES)
+    RESULTS.write_text(results)
+    readme = ROOT / "README.md"
+    readme.write_text(update_readme(readme.read_text(), results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

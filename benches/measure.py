@@ -1,0 +1,113 @@
+"""Figures that hold on a machine with other users: ways are measured in turns, compared within a turn.
+
+An absolute figure of a shared machine says as much of its neighbours as of the code. So the ways that are to be
+compared take turns, in another order each round, and a ratio is the median of the ratios of the rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Repeated measurements of one thing, in the order of the rounds."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Sample:
+        """Return the sample of these values; at least one."""
+        sample = cls(tuple(values))
+        if not sample.values:
+            raise ValueError("a sample of no values")
+        return sample
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.values)
+
+    def over(self, other: Sample) -> Sample:
+        """Return the ratios to another way's values of the same rounds."""
+        pairs = zip(self.values, other.values, strict=True)
+        return Sample.of(mine / its for mine, its in pairs)
+
+    def scaled(self, factor: float) -> Sample:
+        """Return all values times a factor, as for another unit."""
+        return Sample.of(value * factor for value in self.values)
+
+    def __str__(self) -> str:
+        """Median and range: ``1.23 (1.10 to 1.31)``; a single value alone."""
+        if len(self.values) == 1:
+            return figure(self.values[0])
+        return f"{figure(self.median)} ({figure(min(self.values))} to {figure(max(self.values))})"
+
+
+def figure(value: float) -> str:
+    """Return a number with three significant digits, and commas in a large one."""
+    if value == 0 or value != value:
+        return f"{value:g}"
+    rounded = float(f"{value:.3g}")
+    # Without the "." that # leaves behind three digits.
+    return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:#.3g}".rstrip(".")
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the smallest value that at least `percent` of all do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    rank = max(1, -(-len(ordered) * percent // 100))
+    return ordered[int(rank) - 1]
+
+
+def interleaved(
+    ways: Mapping[_Key, Callable[[], _Value]], rounds: int, *, say: Callable[[str], None] = lambda _: None
+) -> dict[_Key, list[_Value]]:
+    """Measure each way once a round, each round in another order.
+
+    Args:
+        ways: What is measured, by name.
+        rounds: How often.
+        say: Told of each measurement that is done.
+
+    Returns:
+        Each way's results in the order of the rounds.
+    """
+    order, results = list(ways), {way: [] for way in ways}  # type: tuple[list[_Key], dict[_Key, list[_Value]]]
+    rng = random.Random(0)
+    for turn in range(rounds):
+        rng.shuffle(order)
+        for way in order:
+            result = ways[way]()
+            results[way].append(result)
+            say(f"round {turn + 1} of {rounds}: {way}: {result}")
+    return results
+
+
+def timed(work: Callable[[], object], *, least_s: float = 0.2, calls: int = 1) -> float:
+    """Return seconds a call, of as many calls as take `least_s`, at least `calls`, after one that is not counted."""
+    work()
+    done, began_s = 0, time.perf_counter()
+    while True:
+        work()
+        done += 1
+        took_s = time.perf_counter() - began_s
+        if done >= calls and took_s >= least_s:
+            return took_s / done
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a living process has used, all its threads, user and system."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
