@@ -13,7 +13,7 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -91,15 +91,15 @@ class MetricsReader:
         # Series that name the slot itself come from it alone; to the others every slot of a role adds.
         self._own = [self._places(slot, own=True) for slot in slab.layout.slots]
         self._shared = {role: self._places(SlotName(role), own=False) for role in self._slots_of}
-        self._prefixes: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        self._prefixes: dict[str, dict[tuple[str, ...], list[str]]] = {metric.name: {} for metric in METRICS}
 
     def read(self) -> Reading:
         """Return what all slots amount to, dead processes included."""
         families: dict[str, Series] = {metric.name: {} for metric in METRICS}
-        columns: dict[tuple[str, tuple[str, ...]], list[list[list[float]]]] = {}
+        columns: dict[tuple[str, tuple[str, ...]], list[list[Sequence[float]]]] = {}
         for role, indices in self._slots_of.items():
             rows = [self._slab.read(index) for index in indices]
-            present = [[word for word in column if word == word] for column in zip(*rows, strict=True)]
+            present = [_present(column) for column in zip(*rows, strict=True)]
             for metric, labels, words in self._shared[role]:
                 if present[words.stop - 1]:
                     columns.setdefault((metric.name, labels), []).append(present[words])
@@ -127,8 +127,14 @@ class MetricsReader:
         for metric in METRICS:
             if series := families.get(metric.name):
                 lines.append(_head(metric, openmetrics=openmetrics))
+                prefixes = self._prefixes[metric.name]
                 for labels, value in series.items():
-                    lines.extend(self._lines(metric, labels, value))
+                    before = prefixes.get(labels) or prefixes.setdefault(labels, _prefixes(metric, labels))
+                    if isinstance(value, HistogramReading):
+                        lines += _histogram_lines(before, value)
+                    else:
+                        number = repr(value) if math.isfinite(value) else _number(value)
+                        lines.append(f"{before[0]} {number}\n")
         return lines
 
     def _places(self, slot: SlotName, *, own: bool) -> list[_Place]:
@@ -153,29 +159,28 @@ class MetricsReader:
             # In whole milliseconds: the two clocks are not read at the same moment.
             families[_HEARTBEAT][role, str(worker)] = round(time.time() - time.monotonic() + beat_s, 3)
 
-    def _lines(self, metric: Metric, labels: tuple[str, ...], value: float | HistogramReading) -> list[str]:
-        key = (metric.name, labels)
-        prefixes = self._prefixes.get(key)
-        if prefixes is None:
-            prefixes = self._prefixes[key] = _prefixes(metric, labels)
-        if not isinstance(value, HistogramReading):
-            return [f"{prefixes[0]} {_number(value)}\n"]
-        values, below = [], 0.0
-        for bucket in value.buckets:
-            below += bucket
-            values.append(below)
-        # OpenMetrics wants count and sum together or not at all; the +Inf bucket is the count.
-        if value.total is not None:
-            values += [below, value.total]
-        return [f"{prefix} {_number(number)}\n" for prefix, number in zip(prefixes, values, strict=False)]
+
+def _histogram_lines(prefixes: Sequence[str], value: HistogramReading) -> list[str]:
+    values = list(accumulate(value.buckets))
+    # OpenMetrics wants count and sum together or not at all; the +Inf bucket is the count.
+    if value.total is not None:
+        values += [values[-1], value.total]
+    return [f"{prefix} {number!r}\n" for prefix, number in zip(prefixes, values, strict=False)]
 
 
-def _combine(metric: Metric, words: Sequence[list[float]]) -> float | HistogramReading:
+def _present(column: Sequence[float]) -> Sequence[float]:
+    """Return the words that are not absent; mostly that is all of them, and NaN in a sum tells."""
+    total = sum(column)
+    return column if total == total else [word for word in column if word == word]
+
+
+def _combine(metric: Metric, words: Sequence[Sequence[float]]) -> float | HistogramReading:
     """Return what several slots' words for one series amount to."""
     if metric.kind == "histogram":
-        # fsum rounds once, so a total that only grows never falls, whatever the order of its parts.
+        # fsum rounds once, so a total that only grows never falls, whatever the order of its parts. Buckets hold whole
+        # numbers, of which any sum is exact.
         total = math.fsum(words[-1])
-        return HistogramReading(tuple(math.fsum(word) for word in words[:-1]), total if total >= 0.0 else None)
+        return HistogramReading(tuple(map(sum, words[:-1])), total if total >= 0.0 else None)
     if metric.kind == "counter":
         return math.fsum(words[0])
     # Of several workers' gauges without a worker label the first one's counts: rank 0 speaks for its step.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import array
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import add, itemgetter
 from typing import NamedTuple
 
 from pipeline.errors import FieldError
@@ -17,6 +18,8 @@ from pipeline.metrics import BY_NAME, EACH, METRICS, Kind, Metric, SlotName
 
 WORD_BYTES = 8
 LINE_WORDS = 8
+
+Merge = Callable[[Sequence[float] | None], list[float]]
 
 
 class Cell(NamedTuple):
@@ -59,12 +62,35 @@ class SlotLayout:
         summed, newest = self._summed, self._newest
         if live is None:
             return [*base[:newest], *([math.nan] * (self.words - newest))]
-        # Written out, without a call for each word: this is most of a scrape's time.
         pairs = zip(base[:summed], live[:summed], strict=True)
         sums = [alive if dead != dead else dead if alive != alive else dead + alive for dead, alive in pairs]
-        pairs = zip(base[summed:newest], live[summed:newest], strict=True)
-        times = [alive if dead != dead else dead if alive != alive else max(dead, alive) for dead, alive in pairs]
-        return [*sums, *times, *live[newest:]]
+        return [*sums, *_latest(base[summed:newest], live[summed:newest]), *live[newest:]]
+
+    def merger(self, base: Sequence[float]) -> Merge:
+        """Return ``merge`` with this base, for the many readings until the next fold, in half the time of each.
+
+        With 64 workers that once died this is most of a scrape: hence no branch a word where all is bound again.
+        """
+        summed, newest = self._summed, self._newest
+        present = [at for at in range(summed) if base[at] == base[at]]
+        if len(present) < 2:
+            return lambda live: self.merge(base, live)
+        counted = [word if word == word else 0.0 for word in base[:summed]]
+        counted_before, times = itemgetter(*present), base[summed:newest]
+
+        def merge(live: Sequence[float] | None) -> list[float]:
+            # NaN in the sum: this life has not bound yet all that an earlier one had.
+            if live is None or math.isnan(sum(counted_before(live))):
+                return self.merge(base, live)
+            return [*map(add, counted, live), *_latest(times, live[summed:newest]), *live[newest:]]
+
+        return merge
+
+
+def _latest(dead: Sequence[float], alive: Sequence[float]) -> list[float]:
+    """Return the later of two times, or the one there is, for each pair."""
+    pairs = zip(dead, alive, strict=True)
+    return [new if old != old else old if new != new else max(old, new) for old, new in pairs]
 
 
 def _is_summed(metric: Metric) -> bool:

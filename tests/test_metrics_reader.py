@@ -186,7 +186,8 @@ def test_promtool_finds_nothing_to_complain_of(slab: MetricsSlab) -> None:
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
 
 
-def test_scrape_of_64_workers_is_quick(path: Path) -> None:
+@pytest.mark.parametrize("lives", [1, 2], ids=["of the first life", "that all died once"])
+def test_scrape_of_64_workers_is_quick(path: Path, lives: int) -> None:
     slots = [
         SlotName("supervisor"),
         SlotName("buffer"),
@@ -194,7 +195,8 @@ def test_scrape_of_64_workers_is_quick(path: Path) -> None:
         *(SlotName("rollout", i) for i in range(64)),
     ]
     slab = MetricsSlab.create(path, slots)
-    write_everything(slab)
+    for _ in range(lives):
+        write_everything(slab)
     reader = MetricsReader(slab, INFO)
 
     took_s = math.inf
@@ -204,8 +206,8 @@ def test_scrape_of_64_workers_is_quick(path: Path) -> None:
         took_s = min(took_s, time.thread_time() - started_s)
 
     assert body.count(b"\n") > 2000
-    # 6 ms were measured; the bound leaves room for a slow machine.
-    assert took_s < 0.05
+    # Every series there can be: 6 ms were measured, 8 ms once all died; the bound leaves room for a slow machine.
+    assert took_s < 0.03
     slab.close()
 
 

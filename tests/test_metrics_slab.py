@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import math
 import os
 import random
@@ -263,6 +264,21 @@ def test_total_does_not_fall_by_a_bit_when_seconds_are_folded(slab: MetricsSlab)
             assert isinstance(read, HistogramReading) and read.total is not None
             assert read.total >= before
             before = read.total
+
+
+def test_base_that_is_read_many_times_gives_what_it_gives_the_first_time(slab: MetricsSlab) -> None:
+    layout, rng = slab.layout.of_role["rollout"], random.Random(2)
+
+    def words(absent: float) -> list[float]:
+        return [math.nan if rng.random() < absent else rng.random() * 1e9 for _ in range(layout.words)]
+
+    for base_absent, live_absent in itertools.product((0.0, 0.3, 1.0), repeat=2):
+        base, live = words(base_absent), words(live_absent)
+        bound_again = [word if old != old or word == word else 1.5 for old, word in zip(base, live, strict=True)]
+        merge = layout.merger(base)
+        for alive in (live, bound_again, None):
+            # By the bits of each word: NaN is like nothing.
+            assert list(map(repr, merge(alive))) == list(map(repr, layout.merge(base, alive)))
 
 
 def test_conservation_block_is_the_buffers(slab: MetricsSlab) -> None:
