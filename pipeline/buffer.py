@@ -85,7 +85,7 @@ class Buffer:
         """
         self.ledger = ledger
         self.limits = limits
-        self.draining = self.complete = False
+        self.draining = self.complete = self.paused = False
         self.refused = 0
         self.incarnation = random.getrandbits(63) if incarnation is None else incarnation
         self._allocator = allocator
@@ -114,6 +114,10 @@ class Buffer:
     def used_bytes(self) -> int:
         """Bytes of the arena that hold or await experience."""
         return self._allocator.capacity_bytes - self._allocator.free_bytes
+
+    def limit(self, *, max_attempts: int, ticket_timeout_s: float) -> None:
+        """Let other limits hold for what is handed out from now on; see the constructor."""
+        self._max_attempts, self._ticket_timeout_s = max_attempts, ticket_timeout_s
 
     def handle(self, message: Message, now_s: float) -> None:
         """Take note of one message; what follows from it is done in `step`.
@@ -300,10 +304,15 @@ class Buffer:
                 unowned.append(reserved)
             elif worker_name(reserved.owner) in held:
                 held[worker_name(reserved.owner)] += 1
-        reason = ""
+        reason = "paused" if self.paused else ""
         # Who holds least is served first, so that no worker idles while another one queues.
-        while hungry := [worker for worker in sorted(held, key=lambda name: (held[name], name))
-                         if held[worker] < self._wanted[worker]]:  # fmt: skip
+        while not self.paused and (
+            hungry := [
+                worker
+                for worker in sorted(held, key=lambda name: (held[name], name))
+                if held[worker] < self._wanted[worker]
+            ]
+        ):
             if unowned:
                 record: ExtentRecord | None = unowned.pop(0)
             else:

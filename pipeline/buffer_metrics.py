@@ -49,6 +49,7 @@ class BufferMetrics:
         self._oldest = writer.gauge("rlhfd_buffer_oldest_item_timestamp_seconds")
         self._capacity_items = writer.gauge("rlhfd_buffer_capacity_items")
         self._capacity_bytes = writer.gauge("rlhfd_buffer_capacity_bytes")
+        self._paused = writer.gauge("rlhfd_paused")
 
     def sealed(self, rows: int, staleness_versions: int) -> None:
         """Count rows that came in."""
@@ -124,4 +125,5 @@ class BufferMetrics:
         if limits.limit_batches:
             self._capacity_items.set(limits.limit_batches * limits.sample_batch_size)
         self._capacity_bytes.set(capacity_bytes)
+        self._paused.set(float(buffer.paused))
         self._writer.beat()

@@ -15,6 +15,7 @@ from pipeline.leases import Send
 from pipeline.ledger import Ledger
 from pipeline.messages import Message
 from pipeline.observer import Observer
+from pipeline.pause import Pause
 from pipeline.quarantine import Quarantine
 from pipeline.role import RoleContext, monotonic_s
 from pipeline.spool import Spool
@@ -61,12 +62,18 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
     buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
     journal = BufferJournal(config, arena, metrics.journal_written)
+    pause = Pause(context.folder)
+    buffer.paused = pause.is_on()
     metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
     context.ready()
     try:
         while not context.stopping:
             with clock.during("wait_data"):
                 messages = mailbox.receive(_IDLE_S)
+            buffer.paused = pause.is_on()
+            if (changed := context.reloaded()) is not None:
+                rollout = changed.rollout
+                buffer.limit(max_attempts=rollout.max_attempts, ticket_timeout_s=rollout.ticket_timeout_s)
             now_s, refused = monotonic_s(), buffer.refused
             for message in messages:
                 buffer.handle(message, now_s)

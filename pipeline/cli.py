@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from pipeline.config_file import LoadedConfig
 
 _REQUEST_TIMEOUT_S = 5.0
-_COLUMNS = ("process", "pid", "state", "restarts", "up", "memory", "devices", "last exit")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -86,6 +84,15 @@ def _runtime_dir(directory: Path | None, path: Path | None) -> Path:
     from pipeline import config_file
 
     return config_file.find_runtime_dir(path, os.environ)
+
+
+def _ask(
+    command: str, path: Path | None, directory: Path | None, timeout_s: float = _REQUEST_TIMEOUT_S
+) -> dict[str, Any]:
+    """Return what the running instance answers to a command."""
+    from pipeline import instance
+
+    return instance.request(instance.find(_runtime_dir(directory, path)), command, timeout_s)
 
 
 @click.group(
@@ -169,14 +176,13 @@ def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
       rlhfd status
       rlhfd status --json | jq .step
     """
-    from pipeline import instance
+    from pipeline import status_text
 
-    record = instance.find(_runtime_dir(runtime_dir, path))
-    answer = instance.request(record, "status", _REQUEST_TIMEOUT_S)
+    answer = _ask("status", path, runtime_dir)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show an arrow gets a question mark, not a traceback.
         sys.stdout.reconfigure(errors="replace")
-    click.echo(json.dumps(answer, indent=2) if as_json else render_status(answer))
+    click.echo(json.dumps(answer, indent=2) if as_json else status_text.render(answer))
 
 
 @main.command()
@@ -190,10 +196,7 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
       rlhfd why
       rlhfd why --json | jq .last_minute
     """
-    from pipeline import instance
-
-    record = instance.find(_runtime_dir(runtime_dir, path))
-    answer = instance.request(record, "why", _REQUEST_TIMEOUT_S)
+    answer = _ask("why", path, runtime_dir)
     click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
 
 
@@ -205,6 +208,66 @@ def bench(arguments: tuple[str, ...]) -> None:
     if not program.exists():
         raise RlhfdError(f"the benchmarks come with a checkout of rlhfd; there is no {program}")
     os.execv(program, [str(program), *arguments])
+
+
+@main.command()
+@_finding
+@click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait.")
+def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
+    r"""Have the running instance read its configuration file again, and wait for the result; so does SIGHUP.
+
+    What can change while it runs is in force then; what needs a restart is named. A file with a mistake changes
+    nothing: every mistake is printed with its place, and the exit code is 78.
+
+    \b
+    Examples:
+      rlhfd reload
+      rlhfd reload --runtime-dir /run/rlhfd
+    """
+    answer = _ask("reload", path, runtime_dir, timeout_s)
+    if not answer.get("ok"):
+        click.echo("\n".join(answer.get("errors") or ["not reloaded"]), err=True)
+        sys.exit(int(ExitCode.BAD_CONFIG))
+    for change in answer.get("in_force") or []:
+        click.echo(f"in force: {_change(change)}")
+    for change in answer.get("needs_restart") or []:
+        click.echo(f"needs a restart: {_change(change)}")
+    if not answer.get("in_force") and not answer.get("needs_restart"):
+        click.echo(f"{answer.get('config') or 'no configuration file'}: nothing has changed")
+
+
+def _change(change: dict[str, Any]) -> str:
+    return f"{change['key']} = {json.dumps(change['after'])}, was {json.dumps(change['before'])}"
+
+
+@main.command()
+@_finding
+def pause(path: Path | None, runtime_dir: Path | None) -> None:
+    r"""Issue no more tickets until `rlhfd resume`: what is rolled out goes on being trained, then the run rests.
+
+    Rollouts under way finish. Processes, models and shared memory stay. An orderly end forgets it.
+
+    \b
+    Examples:
+      rlhfd pause
+      rlhfd pause --runtime-dir /run/rlhfd
+    """
+    is_in_force = _ask("pause", path, runtime_dir)["in_force"]
+    click.echo("paused" if is_in_force else "paused as soon as the buffer is there")
+
+
+@main.command()
+@_finding
+def resume(path: Path | None, runtime_dir: Path | None) -> None:
+    r"""Issue tickets again after `rlhfd pause`.
+
+    \b
+    Examples:
+      rlhfd resume
+      rlhfd resume --runtime-dir /run/rlhfd
+    """
+    is_in_force = _ask("resume", path, runtime_dir)["in_force"]
+    click.echo("resumed" if is_in_force else "resumed as soon as the buffer is there")
 
 
 @main.group()
@@ -261,108 +324,3 @@ def schema() -> None:
     from pipeline.config import Config
 
     click.echo(json.dumps(Config.model_json_schema(), indent=2))
-
-
-def render_status(status: Mapping[str, Any]) -> str:
-    """Write the answer of a running instance for people.
-
-    Args:
-        status: As the supervisor gives it; what is missing shows as a dash.
-    """
-    buffer = status.get("buffer") or {}
-    run = {
-        "state": f"{_shown(status, 'state')}, up {_duration(status.get('uptime_s'))}",
-        "run": f"{_shown(status, 'run_id')}, pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
-        "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}",
-        "step": f"{_shown(status, 'step')}{_of(status.get('max_steps'))}, "
-        f"policy version {_shown(status, 'policy_version')}",
-        "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status.get('reward_trend'))}".rstrip(),
-        "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s",
-        "staleness": f"{_number(status, 'staleness_mean_versions', '.2f')} versions",
-        "buffer": ", ".join(f"{_shown(buffer, f'{state}_items')} {state}" for state in ("ready", "leased", "reserved")),
-        "arena": f"{_bytes(buffer.get('used_bytes'))} of {_bytes(buffer.get('capacity_bytes'))}{_share(buffer)}",
-        "rows": f"{_shown(buffer, 'sealed')} sealed, {_shown(buffer, 'trained')} trained, {_dropped(buffer)} dropped",
-    }
-    if buffer.get("unaccounted"):
-        run["LOST"] = f"{_shown(buffer, 'unaccounted')} rows are unaccounted for: please report this"
-    run["metrics"] = _shown(status, "metrics_url")
-    lines = [f"{name:<11}{text}" for name, text in run.items()]
-    if processes := status.get("processes"):
-        lines += ["", *_table([_process_row(process) for process in processes])]
-    return "\n".join(lines)
-
-
-def _process_row(process: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        f"{_shown(process, 'role')} {_shown(process, 'index')}",
-        _shown(process, "pid"),
-        _shown(process, "state"),
-        _shown(process, "restarts"),
-        _duration(process.get("uptime_s")),
-        _bytes(process.get("resident_bytes")),
-        _shown(process, "devices"),
-        _exit(process.get("last_exit")),
-    )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (_COLUMNS, *rows)]
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    value = values.get(key)
-    if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    if value is None or value == "":
-        return "–"
-    return f"{value:,}" if type(value) is int and key != "pid" else str(value)
-
-
-def _number(values: Mapping[str, Any], key: str, form: str) -> str:
-    value = values.get(key)
-    return format(value, form) if isinstance(value, int | float) else "–"
-
-
-def _exit(code: Any) -> str:
-    if not isinstance(code, int):
-        return str(code or "–")
-    return signal.Signals(-code).name if -code in set(signal.Signals) else f"exit {code}"
-
-
-def _of(most: Any) -> str:
-    return f" of {most:,}" if isinstance(most, int) and most else ""
-
-
-def _trend(change: Any) -> str:
-    if not isinstance(change, int | float):
-        return str(change or "")
-    return f"{'↑' if change > 0 else '↓' if change < 0 else '→'} {change:+.4f} since the start"
-
-
-def _duration(seconds: Any) -> str:
-    if not isinstance(seconds, int | float):
-        return "–"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
-def _bytes(count: Any) -> str:
-    if not isinstance(count, int | float):
-        return "–"
-    power = next((power for power in range(5) if count < 1024 ** (power + 1)), 4)
-    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
-def _share(buffer: Mapping[str, Any]) -> str:
-    used, capacity = buffer.get("used_bytes"), buffer.get("capacity_bytes")
-    return f" ({used / capacity:.0%})" if isinstance(used, int | float) and capacity else ""
-
-
-def _dropped(buffer: Mapping[str, Any]) -> str:
-    reasons = buffer.get("dropped")
-    if not isinstance(reasons, dict):
-        return "–"
-    named = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
-    return f"{sum(reasons.values()):,}" + (f" ({named})" if named else "")

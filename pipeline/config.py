@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -19,9 +19,13 @@ from pydantic import (
     Field,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from pipeline.codec_bounds import row_bytes_bound
+
+LIVE: Final[JsonDict] = {"reload": "live"}
+"""On a field: `rlhfd reload` puts a new value in force in a running instance. Any other needs a restart."""
 
 BUILTIN_PREFIX = "builtin:"
 BUILTINS = ("builtin:sort-digits",)
@@ -78,9 +82,9 @@ def _check_source(value: str) -> str:
     return value
 
 
-def _check_folder(value: object) -> object:
+def _check_path(value: object) -> object:
     if not isinstance(value, Path) and (not isinstance(value, str) or not value or "\0" in value):
-        raise PydanticCustomError("folder", "must be a path")
+        raise PydanticCustomError("path", "must be a path")
     return value
 
 
@@ -92,7 +96,7 @@ def _check_function(value: str) -> str:
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes, json_schema_input_type=int | str)]
 Devices = Annotated[Literal["auto"] | list[int], BeforeValidator(_check_devices)]
-Folder = Annotated[Path, Field(strict=False), BeforeValidator(_check_folder)]
+AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 Source = Annotated[str, AfterValidator(_check_source)]
 FunctionName = Annotated[str, AfterValidator(_check_function)]
 StopTokenIds = Annotated[int | list[int] | list[list[int]] | None, BeforeValidator(_check_stops)]
@@ -113,45 +117,61 @@ class DaemonConfig(_Section):
         max_length=64,
         description="Name of the instance in process titles and metrics.",
     )
-    runtime_dir: Folder = Field(
+    runtime_dir: AnyPath = Field(
         default=Path("run/rlhfd"),
         description="Folder by which commands find the running instance; one instance a folder.",
     )
-    state_dir: Folder = Field(
+    state_dir: AnyPath = Field(
         default=Path("state"), description="Folder of what outlives a run: checkpoints, the spool, the embedded task."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of prompt order, sampling and initialisation.")
     log_format: Literal["text", "json"] = Field(default="text", description="Log lines for people, or JSON.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level that is logged."
+        default="info", description="Least level that is logged.", json_schema_extra=LIVE
     )
     log_texts: bool = Field(
         default=False,
         description="Whether what a reward function or chat template raised or returned is logged in its own words, "
         "which may quote prompts, responses and answers.",
     )
-    drain_timeout_s: float = Field(default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.")
-    startup_timeout_s: float = Field(default=300.0, gt=0, description="Seconds that the roles get from start to ready.")
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.", json_schema_extra=LIVE
+    )
+    startup_timeout_s: float = Field(
+        default=300.0, gt=0, description="Seconds that the roles get from start to ready.", json_schema_extra=LIVE
+    )
     hang_timeout_s: float = Field(
         default=300.0,
         ge=0,
         description="Seconds without progress until a process is killed and started again, above the longest single "
         "call of a reward model or a model's own generate; 0: never.",
+        json_schema_extra=LIVE,
     )
     progress_timeout_s: float = Field(
         default=1800.0,
         ge=0,
         description="Seconds in which no row is sealed, trained or dropped and no step taken, after which the culprit "
         "is started again, and at the second time the run ends with 70; 0: never.",
+        json_schema_extra=LIVE,
     )
     restart_delay_s: float = Field(
-        default=0.5, gt=0, description="Seconds before a dead process is started again; they double with each death."
+        default=0.5,
+        gt=0,
+        description="Seconds before a dead process is started again; they double with each death.",
+        json_schema_extra=LIVE,
     )
-    restart_delay_max_s: float = Field(default=60.0, gt=0, description="Most seconds before it is started again.")
+    restart_delay_max_s: float = Field(
+        default=60.0, gt=0, description="Most seconds before it is started again.", json_schema_extra=LIVE
+    )
     restart_limit: int = Field(
-        default=5, ge=1, description="Starts of a process within restart_window_s after which it is left dead."
+        default=5,
+        ge=1,
+        description="Starts of a process within restart_window_s after which it is left dead.",
+        json_schema_extra=LIVE,
     )
-    restart_window_s: float = Field(default=600.0, gt=0, description="Seconds over which starts are counted.")
+    restart_window_s: float = Field(
+        default=600.0, gt=0, description="Seconds over which starts are counted.", json_schema_extra=LIVE
+    )
 
 
 class ModelConfig(_Section):
@@ -229,9 +249,15 @@ class RolloutConfig(_Section):
         default=1, ge=1, le=1024, description="Rows that a worker has scored at the same time, each in a process."
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each worker.")
-    ticket_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a worker gets for one ticket.")
+    ticket_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds that a worker gets for one ticket.", json_schema_extra=LIVE
+    )
     max_attempts: int = Field(
-        default=3, ge=1, le=1000, description="Times a ticket is tried before its prompts are set aside."
+        default=3,
+        ge=1,
+        le=1000,
+        description="Times a ticket is tried before its prompts are set aside.",
+        json_schema_extra=LIVE,
     )
 
 
@@ -311,7 +337,9 @@ class TrainerConfig(_Section):
     micro_batch_size: int | None = Field(default=None, ge=1, description="Rows of one pass; left out: the batch.")
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=2**16, description="Batches of a rank to one step.")
     publish_every: int = Field(default=1, ge=1, le=2**16, description="Optimizer steps to one version.")
-    save_every: int = Field(default=0, ge=0, description="Optimizer steps to one checkpoint; 0: at the end.")
+    save_every: int = Field(
+        default=0, ge=0, description="Optimizer steps to one checkpoint; 0: at the end.", json_schema_extra=LIVE
+    )
     keep_checkpoints: int = Field(default=3, ge=0, description="Checkpoints of a run that are kept; 0: all.")
     resume: Literal["auto", "never"] = Field(
         default="auto", description="Whether a start goes on from the last checkpoint of the same run."
@@ -332,10 +360,14 @@ class MetricsConfig(_Section):
     enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address it listens on.")
     port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0 for any that is free.")
-    tls_cert: Path | None = Field(default=None, description="Certificate chain in PEM; with it the server speaks TLS.")
-    tls_key: Path | None = Field(default=None, description="The certificate's private key, of mode 0600.")
-    token_file: Path | None = Field(
-        default=None, description="File of mode 0600 with a bearer token, asked for by all but /healthz and /readyz."
+    tls_cert: AnyPath | None = Field(
+        default=None, description="Certificate chain in PEM; with it the server speaks TLS."
+    )
+    tls_key: AnyPath | None = Field(default=None, description="The certificate's private key, of mode 0600.")
+    token_file: AnyPath | None = Field(
+        default=None,
+        description="File of mode 0600 with a bearer token, asked for by all but /healthz and /readyz.",
+        json_schema_extra=LIVE,
     )
 
 

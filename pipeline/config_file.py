@@ -78,11 +78,15 @@ class LoadedConfig:
         config: The configuration.
         origins: Of the values that are no defaults, by ``section.key``.
         path: The file that was read, if any.
+        sets: The assignments of the command line.
+        environ: The variables that count.
     """
 
     config: Config
     origins: Mapping[str, Origin]
     path: Path | None
+    sets: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
         """Return what an error about ``section.key`` starts with: its place and name."""
@@ -110,12 +114,23 @@ def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, 
     values |= _from_environment(environ, errors)
     values |= _from_sets(sets, errors)
     config = _validate(values, path.parent if path else Path(), errors)
-    loaded = LoadedConfig(config, {key: value.origin for key, value in values.items()}, path)
+    origins = {key: value.origin for key, value in values.items()}
+    ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
+    loaded = LoadedConfig(config, origins, path, tuple(sets), ours)
     if files:
         errors += _problems_of_files(loaded)
     if errors:
         raise ConfigErrors(sorted(errors, key=_by_place(path)))
     return loaded
+
+
+def load_again(loaded: LoadedConfig) -> LoadedConfig:
+    """Read the same file again, under the same environment and ``--set``, and check all that `load` does with `files`.
+
+    Raises:
+        ConfigErrors: As `load`.
+    """
+    return load(loaded.path, loaded.sets, loaded.environ, files=True)
 
 
 def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
@@ -312,7 +327,7 @@ def _validate_section(
                 name = str(details["loc"][0])
                 value = values[key := f"{section}.{name}"]
                 bare = None if value.text is None else _resolve(key, value.text, Path())
-                if details["type"] in ("string_type", "folder") and bare is not None and given.get(name) != bare:
+                if details["type"] in ("string_type", "path") and bare is not None and given.get(name) != bare:
                     given[name] = bare
                     continue
                 given.pop(name, None)

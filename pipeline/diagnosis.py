@@ -17,6 +17,7 @@ _WORTH_SAYING = 0.02
 _WAITS = {
     "wait_ticket_full": "waiting because the buffer is full",
     "wait_ticket_staleness": "waiting for the next version (buffer.max_staleness)",
+    "wait_ticket_paused": "waiting for `rlhfd resume`",
 }
 
 Shares = Mapping[str, float]
@@ -51,7 +52,7 @@ class RunView:
 
     Attributes:
         now_s: Monotonic time.
-        state: starting, ready, stuck or draining.
+        state: starting, ready, paused, stuck or draining.
         batch_rows: Rows of one batch.
         is_external: Whether somebody else's trainer takes the batches.
         quiet_s: How long nothing has moved although it could have.
@@ -107,6 +108,8 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     sentences = [_absent(run, process) for process in run.processes if process.state in ("starting", "backoff")]
     sentences += [_failed(process) for process in run.processes if process.state == "failed"]
     sentences += [_suspect(run, process) for process in suspects(run)]
+    if run.state == "paused":
+        sentences.insert(0, "The run is paused: no tickets are issued until `rlhfd resume`.")
     if run.state == "draining":
         busy = [process for process in run.processes if process.state == "draining"]
         sentences.append(f"The run drains: {_all_at(run, busy) if busy else 'the buffer finishes'}.")

@@ -108,6 +108,12 @@ class Fleet:
         self.slots.append(slot)
         return slot
 
+    def limit(self, limits: RestartLimits) -> None:
+        """Let other bounds on restarts hold from now on."""
+        self._limits = limits
+        for slot in self.slots:
+            slot.policy.limit(limits)
+
     def of(self, *roles: str) -> Iterator[Slot]:
         """Yield the slots of some roles."""
         return (slot for slot in self.slots if slot.role in roles)

@@ -56,22 +56,27 @@ class Guard:
             config: The instance's.
             slab: Where each process shows its progress.
             fleet: Those processes.
-            state: Gives the instance's state: starting, ready or draining.
+            state: Gives the instance's state: starting, ready, paused or draining.
             gave_up: Called with the reason when a restart did not make the run move.
         """
-        daemon = config.daemon
         self.shares = ShareWindow()
         self._config = config
         self._slab = slab
         self._fleet = fleet
         self._state = state
         self._gave_up = gave_up
-        # Two tickets are in a worker's hands at most: the second may have waited as long as the first took.
-        self._limits = HangLimits(daemon.hang_timeout_s, config.rollout.ticket_timeout_s, daemon.progress_timeout_s)
-        self._pauses = PauseWatch(max(1.0, daemon.hang_timeout_s / 2))
-        self._run = RunWatch(daemon.progress_timeout_s)
+        self._pauses, self._run = PauseWatch(0.0), RunWatch(0.0)
+        self.limit(config)
         self._condemned: list[_Condemned] = []
         self._dumped_s = -_DUMP_S
+
+    def limit(self, config: Config) -> None:
+        """Let the limits of a configuration hold from now on."""
+        daemon = config.daemon
+        # Two tickets are in a worker's hands at most: the second may have waited as long as the first took.
+        self._limits = HangLimits(daemon.hang_timeout_s, config.rollout.ticket_timeout_s, daemon.progress_timeout_s)
+        self._pauses.limit(max(1.0, daemon.hang_timeout_s / 2))
+        self._run.limit(daemon.progress_timeout_s)
 
     @property
     def is_stuck(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pipeline.fleet import Fleet, Slot
 from pipeline.guard import Guard
 from pipeline.metrics_reader import MetricsReader, Reading, build_info
 from pipeline.metrics_slab import MetricsSlab
+from pipeline.pause import Pause
 from pipeline.top import RateWindow, Snapshot
 from pipeline.workspace import Workspace, capacity_items
 
@@ -40,8 +41,11 @@ class InstanceStatus:
         *,
         metrics_url: Callable[[], str],
         path: Path | None = None,
+        pending: Sequence[str] = (),
     ) -> None:
         self.state = "starting"
+        self._pending = pending
+        self._pause = Pause(workspace.folder)
         self._config = config
         self._workspace = workspace
         self._slab = slab
@@ -101,9 +105,20 @@ class InstanceStatus:
         self._writer.gauge("rlhfd_process_backoff_seconds", **labels).set(max(0.0, wait_s))
 
     @property
+    def phase(self) -> str:
+        """The state, or paused."""
+        return "paused" if self.state == "ready" and self._pause.is_on() else self.state
+
+    @property
     def shown_state(self) -> str:
-        """The state, or stuck."""
-        return "stuck" if self.state == "ready" and self._guard.is_stuck else self.state
+        """The state, or paused, or stuck."""
+        return "stuck" if self.state == "ready" and self._guard.is_stuck else self.phase
+
+    @property
+    def is_buffer_paused(self) -> bool | None:
+        """Whether the buffer said, when it was read last, that it issues no tickets; None while there is no buffer."""
+        paused = self._value("rlhfd_paused")
+        return None if paused is None else paused > 0
 
     def steps_and_version(self) -> tuple[float, float]:
         """Return how far training has come."""
@@ -161,6 +176,7 @@ class InstanceStatus:
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "config": str(self._path or ""),
+            "needs_restart": [*self._pending],
             "metrics_url": shot.metrics_url,
             "algorithm": shot.algorithm,
             "model": shot.model,

@@ -168,7 +168,7 @@ class Settled(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """No ticket now: the buffer is ``full`` or ``draining``, or one would exceed the ``staleness`` bound."""
+    """No ticket now: the buffer is ``full``, ``paused`` or ``draining``, or it would exceed the ``staleness`` bound."""
 
     to: int
     reason: str

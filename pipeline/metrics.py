@@ -33,7 +33,7 @@ INFO: Final = "@info"
 
 ACTIVITIES: Final = (
     "generate", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
-    "wait_ticket_full", "wait_ticket_staleness", "wait_data", "other",
+    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", "other",
 )  # fmt: skip
 DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 PARTITION: Final = "0"
@@ -134,6 +134,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_run_info", INFO, "Always 1; the run being served.", run_id="", algorithm="", model=""),
     gauge("rlhfd_ready", SUPERVISOR, "1 while every required role is ready, else 0."),
     gauge("rlhfd_start_time_seconds", SUPERVISOR, "Unix time the supervisor started."),
+    gauge("rlhfd_config_last_reload_successful", SUPERVISOR,
+          "Whether the last configuration reload took effect; 1 before the first."),
+    gauge("rlhfd_config_last_reload_success_timestamp_seconds", SUPERVISOR,
+          "Unix time of the last configuration reload that took effect, of the start before the first."),
+    gauge("rlhfd_paused", BUFFER, "1 while no tickets are issued because of `rlhfd pause`, else 0."),
     gauge("rlhfd_processes", SUPERVISOR,
           "Child processes by role and state (starting, ready, draining, backoff, failed).",
           role=EACH, state="starting ready draining backoff failed"),
@@ -154,8 +159,8 @@ METRICS: Final[tuple[Metric, ...]] = (
             role=EACH),
     counter("rlhfd_process_time_seconds_total", EVERY_ROLE,
             "Wall time by what the process was doing (generate, logprob, ref_logprob, value, reward, seal, train, "
-            "publish, fetch_weights, wait_ticket_full, wait_ticket_staleness, wait_data, other); the activities of a "
-            "process add up to its wall time.",
+            "publish, fetch_weights, wait_ticket_full, wait_ticket_staleness, wait_ticket_paused, wait_data, other); "
+            "the activities of a process add up to its wall time.",
             role=OWN, worker=OWN, activity=" ".join(ACTIVITIES)),
     counter("rlhfd_log_messages_total", EVERY_ROLE, "Log records at warning or above.",
             role=OWN, level="warning error critical"),

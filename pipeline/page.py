@@ -75,11 +75,7 @@ class Access:
             return cls(None, token)
         _secret("metrics.tls_key", config.tls_key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            # A password is asked for on the terminal otherwise.
-            context.load_cert_chain(config.tls_cert, config.tls_key, password="")
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"metrics.tls_cert: cannot use {config.tls_cert} and its key: {error}") from error
+        _load_certificate(context, config)
         return cls(context, token)
 
     def admits(self, scope: Scope) -> bool:
@@ -88,6 +84,15 @@ class Access:
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + self.token)
+
+
+def _load_certificate(context: ssl.SSLContext, config: MetricsConfig) -> None:
+    assert config.tls_cert is not None
+    try:
+        # A password is asked for on the terminal otherwise.
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"metrics.tls_cert: cannot use {config.tls_cert} and its key: {error}") from error
 
 
 def _secret(key: str, path: Path) -> bytes:
@@ -106,6 +111,7 @@ class HttpServer:
     def __init__(self, listener: socket.socket, access: Access) -> None:
         self._listener = listener
         self._access = access
+        self._guard: _Guard | None = None
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.host: str
@@ -139,6 +145,20 @@ class HttpServer:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self._access.tls is None else 'https'}://{host}:{self.port}"
 
+    def renew(self, config: MetricsConfig) -> None:
+        """Read token, certificate and key again, for every request and connection from now on.
+
+        Raises:
+            ConfigError: If they cannot be read or used; those in use stay.
+        """
+        access = Access.of(config)
+        if self._access.tls is not None and access.tls is not None:
+            # The listener keeps its context: a new certificate goes into that one.
+            _load_certificate(self._access.tls, config)
+        self._access = dataclasses.replace(access, tls=self._access.tls)
+        if self._guard is not None:
+            self._guard.access = self._access
+
     async def start(self, metrics: Metrics, health: Health, ready: Ready) -> None:
         """Answer requests from now on.
 
@@ -147,8 +167,9 @@ class HttpServer:
             health: Gives whether the instance goes on (200, else 503) and what /healthz says.
             ready: Gives whether the instance is ready (200, else 503) and what /readyz says.
         """
+        self._guard = _Guard(_application(metrics, health, ready), self._access)
         config = uvicorn.Config(
-            _Guard(_application(metrics, health, ready), self._access),
+            self._guard,
             http=_Connection,
             ws="none",
             lifespan="off",
@@ -232,10 +253,10 @@ class _Guard:
 
     def __init__(self, application: ASGIApp, access: Access) -> None:
         self._application = application
-        self._access = access
+        self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._access.admits(scope):
+        if self.access.admits(scope):
             await self._application(scope, receive, send)
         else:
             refused = PlainTextResponse("a bearer token is needed\n", 401, headers={"WWW-Authenticate": "Bearer"})

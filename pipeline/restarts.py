@@ -47,6 +47,12 @@ class RestartPolicy:
         self._starts: collections.deque[float] = collections.deque()
         self._delay_s = limits.first_delay_s
 
+    def limit(self, limits: RestartLimits) -> None:
+        """Let other bounds hold from now on; a wait that has grown beyond the new cap is cut to it."""
+        is_first = self._delay_s == self._limits.first_delay_s
+        self._delay_s = limits.first_delay_s if is_first else min(self._delay_s, limits.longest_delay_s)
+        self._limits = limits
+
     def started(self, now_s: float) -> None:
         """Note a start."""
         self._starts.append(now_s)

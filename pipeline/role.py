@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import signal
 import time
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import log
+from pipeline import log as logs
 from pipeline.config import Config
 from pipeline.metrics_slab import SlotWriter
+
+log = logging.getLogger(__name__)
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,6 +53,7 @@ class RoleContext:
     generation: int = 0
     prompts: int = 0
     stopping: bool = False
+    _config_seen: tuple[int, int] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -60,6 +64,24 @@ class RoleContext:
         """Tell the supervisor that the start is over; from the beat before it on, silence is a hang."""
         self.metrics.beat()
         self.report(Report(state="ready"))
+
+    def reloaded(self) -> Config | None:
+        """Return the instance's configuration if it is another one since the last call; the log level is set here.
+
+        To be called between two pieces of work. A look costs some microseconds; the first one always reads, for the
+        file may have changed while this process was starting.
+        """
+        path = self.folder / "config.json"
+        found = path.stat()
+        seen = (found.st_ino, found.st_mtime_ns)
+        if seen == self._config_seen:
+            return None
+        is_first, self._config_seen = self._config_seen is None, seen
+        config = Config.model_validate_json(path.read_bytes())
+        logging.getLogger().setLevel(config.daemon.log_level.upper())
+        if not is_first:
+            log.info("configuration taken up")
+        return config
 
     def stop_on_sigterm(self) -> None:
         """Let SIGTERM set `stopping`; SIGINT is the supervisor's to handle."""
@@ -76,7 +98,7 @@ def count_warnings(writer: SlotWriter) -> None:
     counters = {
         level: writer.counter("rlhfd_log_messages_total", level=level) for level in ("warning", "error", "critical")
     }
-    log.count_warnings(lambda level: counters[level].inc())
+    logs.count_warnings(lambda level: counters[level].inc())
 
 
 def monotonic_s() -> float:

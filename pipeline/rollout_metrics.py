@@ -14,7 +14,7 @@ from pipeline.metrics_slab import SlotWriter
 
 ACTIVITIES = (
     "generate", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
-    "wait_ticket_full", "wait_ticket_staleness", "wait_data",
+    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
 )  # fmt: skip
 _STAGES = {
     "generate": "generate",
@@ -23,7 +23,7 @@ _STAGES = {
     "reward": "reward",
     "seal": "serialize",
 }
-_WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness"}
+_WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "paused": "wait_ticket_paused"}
 
 
 class RolloutMetrics:

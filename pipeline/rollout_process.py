@@ -46,6 +46,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     try:
         while not worker.finished:
             context.metrics.beat()
+            context.reloaded()
             worker.draining |= context.stopping
             for message in mailbox.receive(0.0):
                 worker.handle(message)

@@ -33,7 +33,9 @@ from pipeline.messages import Drain, PeerDied
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.page import Access, HttpServer
+from pipeline.pause import Pause
 from pipeline.placement import Place
+from pipeline.reload import Hangup, Reload
 from pipeline.restarts import RestartLimits
 from pipeline.role import count_warnings, monotonic_s
 from pipeline.top import LiveView
@@ -105,15 +107,16 @@ class Supervisor:
         self._killed_s: float | None = None
         self._finished_ranks: set[int] = set()
         self._ended = asyncio.Event()
+        self._hangup = Hangup()
 
     async def serve(self) -> ExitCode:
         """Start everything, watch until all has ended, leave nothing behind."""
         self._loop = asyncio.get_running_loop()
         self._prepare()
         self._record = self._write_record()
-        # SIGHUP: a terminal that is closed ends the run in order, as ^C on it would.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop_asked, number)
+        self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         control = await serve_control(self._workspace.folder / "control.sock", self._answer)
         if self._http is not None:
             await self._http.start(self._status.metrics, self._status.health, self._status.ready)
@@ -163,16 +166,28 @@ class Supervisor:
             config,
             self._slab,
             self._fleet,
-            state=lambda: self._status.state,
+            state=lambda: self._status.phase,
             gave_up=lambda reason: self._abort(ExitCode.GAVE_UP, reason),
         )
+        writer = self._slab.writer("supervisor")
+        self._reload = Reload(self._loaded, config, self._workspace, self._http, writer, on_taken=self._take)
         self._status = InstanceStatus(
-            config, self._workspace, self._slab, self._fleet, self._guard, metrics_url=self._metrics_url
+            config,
+            self._workspace,
+            self._slab,
+            self._fleet,
+            self._guard,
+            metrics_url=self._metrics_url,
+            path=self._loaded.path,
+            pending=self._reload.pending,
         )
         self._view = LiveView()
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
+        self._pause = Pause(self._workspace.folder)
         if self._workspace.taken_over:
             log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
+        if self._pause.is_on():
+            log.warning("paused as it was before: no tickets are issued until `rlhfd resume`")
 
     def _metrics_url(self) -> str:
         return "" if self._http is None else f"{self._http.url}/metrics"
@@ -318,11 +333,24 @@ class Supervisor:
             self._exit_code = self._exit_code or ExitCode.FAILED
             log.error("what was undelivered is lost: %s", slot.error or slot.last_line)
 
+    def _take(self, config: Config) -> None:
+        """Let a reloaded configuration hold; nothing here fails."""
+        self._config = config
+        self._guard.limit(config)
+        self._fleet.limit(RestartLimits.of(config.daemon))
+
     # The end.
 
     @property
     def _ending(self) -> bool:
         return self._draining_since_s is not None or self._killed_s is not None
+
+    def _hung_up(self) -> None:
+        match self._hangup.meaning():
+            case "stop":
+                self._stop_asked(signal.SIGHUP)
+            case "reload":
+                self._reload.soon()
 
     def _stop_asked(self, number: signal.Signals) -> None:
         if self._ending:
@@ -408,6 +436,12 @@ class Supervisor:
                 return self._status.status()
             case "why":
                 return self._guard.why()
+            case "reload":
+                return await self._reload.run()
+            case "pause" | "resume" as word:
+                if self._ending:
+                    return {"error": "the instance is draining"}
+                return {"in_force": await self._pause.turn(word == "pause", lambda: self._status.is_buffer_paused)}
             case "stop":
                 if not self._ending:
                     self._drain("asked to by `rlhfd stop`")

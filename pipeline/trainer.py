@@ -84,6 +84,7 @@ class Trainer:
             probe: Asks the actor what workers are to compare with; None where nothing is asked.
         """
         self.progress = start.progress
+        self.save_every = config.trainer.save_every
         self._config = config.trainer
         self._learner = learner
         self._connection = connection
@@ -194,7 +195,7 @@ class Trainer:
             self._publish()
         self._metrics.stepped(stats, experiences, batch.for_version)
         self._warn_if_idle(stats)
-        every = self._config.save_every
+        every = self.save_every
         # A full disk is tried again when the next one is due, not at each step.
         if every and self.step // every > self._tried_step // every and self.step == self._published_step:
             self._checkpoint()

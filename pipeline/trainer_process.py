@@ -51,6 +51,8 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     try:
         while not trainer.finished:
             context.metrics.beat()
+            if (changed := context.reloaded()) is not None:
+                trainer.save_every = changed.trainer.save_every
             if context.stopping:
                 trainer.stop()
             elif not trainer.poll():

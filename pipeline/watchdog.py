@@ -106,6 +106,10 @@ class PauseWatch:
         self._seen_s: float | None = None
         self.since_s = 0.0
 
+    def limit(self, longest_gap_s: float) -> None:
+        """Let another gap count as a pause from now on."""
+        self._longest_gap_s = longest_gap_s
+
     def look(self, now_s: float) -> bool:
         """Note that the watcher runs; return whether it had paused."""
         paused = self._seen_s is None or now_s - self._seen_s > self._longest_gap_s
@@ -128,6 +132,10 @@ class RunWatch:
         self._marks: tuple[float, ...] = ()
         self.quiet_since_s = 0.0
         self.strikes = 0
+
+    def limit(self, timeout_s: float) -> None:
+        """Let another timeout hold from now on, 0 for none."""
+        self._timeout_s = timeout_s
 
     def look(self, now_s: float, marks: tuple[float, ...], *, is_judged: bool) -> bool:
         """Take note of how far the run has come; return whether it stands still for too long, once each time.

@@ -3,7 +3,7 @@
 arena         ledger and experiences            weights       published policy versions
 metrics       the slab                          config.json   the effective configuration, for the children
 *.sock        ZeroMQ and control sockets        *.lock        one trainer rank each
-run.json      which run this is
+run.json      which run this is                 paused        there while no tickets are issued
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class Workspace:
         try:
             if workspace is None:
                 workspace = cls._fresh(folder, config, layout)
-            workspace.config_path.touch(mode=0o600)
-            workspace.config_path.write_text(config.model_dump_json())
+            workspace.stage_config(config).replace(workspace.config_path)
         except BaseException as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             refusal = no_room(folder, PAGE_BYTES, "a file") if full else None
@@ -107,6 +106,17 @@ class Workspace:
                 raise refusal from error
             raise
         return workspace
+
+    def stage_config(self, config: Config) -> Path:
+        """Write a configuration for the children beside the one that they read, to be renamed to `config_path`.
+
+        Raises:
+            OSError: If there is no room for it.
+        """
+        staged = self.folder / "config.json.new"
+        staged.touch(mode=0o600)
+        staged.write_text(config.model_dump_json())
+        return staged
 
     def remove(self) -> None:
         """Remove the folder and all that is in it."""

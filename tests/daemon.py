@@ -249,9 +249,9 @@ class Daemon:
         record = InstanceRecord.read(self.runtime_dir)
         return f"http://{record.host}:{record.port}"
 
-    def get(self, path: str, accept: str = "*/*") -> tuple[int, str]:
+    def get(self, path: str, accept: str = "*/*", token: str = "") -> tuple[int, str]:
         """Return status code and body of a page; refused connections raise."""
-        return get(self.url + path, accept)
+        return get(self.url + path, accept, token)
 
     def answers_http(self) -> bool:
         """Whether its HTTP server answers."""
@@ -260,9 +260,9 @@ class Daemon:
         except OSError:
             return False
 
-    def metrics(self) -> Metrics:
+    def metrics(self, token: str = "") -> Metrics:
         """Return every sample of a scrape by name and labels."""
-        code, text = self.get("/metrics")
+        code, text = self.get("/metrics", token=token)
         assert code == 200, text
         return parse(text)
 
@@ -300,9 +300,10 @@ def rlhfd(*words: str, folder: Path, timeout_s: float = END_TIMEOUT_S) -> subpro
     )
 
 
-def get(url: str, accept: str = "*/*") -> tuple[int, str]:
+def get(url: str, accept: str = "*/*", token: str = "") -> tuple[int, str]:
     """Return status code and body of a URL."""
-    request = urllib.request.Request(url, headers={"Accept": accept})
+    access = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, headers={"Accept": accept, **access})
     try:
         with urllib.request.urlopen(request, timeout=10.0) as answer:
             return answer.status, answer.read().decode()

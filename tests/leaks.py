@@ -52,7 +52,7 @@ class Holdings:
         """
         deadline = time.monotonic() + grace_s
         while True:
-            processes = {pid: _command(pid) for pid in _pids() if pid not in self.pids and _is_ours(pid)}
+            processes = {pid: _command(pid) for pid in _pids() if self._is_leaked(pid)}
             segments = [path for path in _segments() if path not in self.segments and not _is_held_by_others(path)]
             opened = self._new_descriptors() if descriptors else []
             if not (processes or segments or opened) or time.monotonic() > deadline:
@@ -66,6 +66,13 @@ class Holdings:
             *(f"shared memory is left: {path}" for path in segments),
             *(f"file descriptor {number} is still open: {target}" for number, target in opened),
         ]
+
+    def _is_leaked(self, pid: int) -> bool:
+        if pid in self.pids or not _is_ours(pid):
+            return False
+        # What a daemon that several tests share has started during one of them ends with it.
+        parent = _parent(pid)
+        return not (parent in self.pids and parent != os.getpid() and _is_ours(parent))
 
     def _new_descriptors(self) -> list[tuple[int, str]]:
         if len(now := _descriptors()) > len(self.descriptors):
@@ -89,6 +96,12 @@ def _is_ours(pid: int) -> bool:
         mark = f"{_MARK}={os.getpid()}".encode()
         return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def _command(pid: int) -> str:

@@ -1,5 +1,7 @@
 """The buffer against peers that only know the protocol, with deaths of all of them."""
 
+import dataclasses
+
 import pytest
 
 from pipeline.admission import Limits
@@ -605,3 +607,38 @@ def test_a_restarted_buffer_does_not_take_a_living_trainer_for_a_new_one():
     bench.say(Hello("trainer-0", 1, held=[second.lease], fresh=False))
 
     assert bench.ledger.totals.trained_through == through, "its next version includes the first batch"
+
+
+def test_paused_hands_out_no_ticket_and_leases_what_is_there():
+    bench = Bench(dataclasses.replace(LIMITS, max_staleness=4))
+    bench.say(Published(0, 9, 0), *worker(0, tickets=3))
+    first, second, third = bench.heard("worker-0", Ticket)
+    bench.buffer.paused = True
+
+    # One that comes to nothing is not handed out again, and no new one is for the worker that has none.
+    bench.say(Failed("worker-0", third.ticket, "boom", retry=True), *worker(1), *trainer())
+    bench.say(sealed(first), sealed(second))
+
+    assert bench.heard("worker-0", Ticket) == bench.heard("worker-1", Ticket) == []
+    assert [wait.reason for wait in bench.heard("worker-1", Wait)] == ["paused"]
+    assert len(bench.heard("trainer-0", Lease)) == 1, "training of what is there goes on"
+
+    bench.buffer.paused = False
+    bench.say()
+
+    handed_out = bench.heard("worker-0", Ticket) + bench.heard("worker-1", Ticket)
+    assert third.ticket in [ticket.ticket for ticket in handed_out] and len(handed_out) > 1
+    assert bench.balanced
+
+
+def test_other_limits_hold_for_tickets_from_then_on():
+    bench = Bench(max_attempts=1, ticket_timeout_s=10.0)
+    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
+    (before,) = bench.heard("worker-0", Ticket)
+
+    bench.buffer.limit(max_attempts=2, ticket_timeout_s=20.0)
+    bench.say(Failed("worker-0", before.ticket, "boom", retry=True))
+
+    (after,) = bench.heard("worker-0", Ticket)
+    assert (before.ticket, before.deadline_s) == (after.ticket, 10.0)
+    assert (after.attempt, after.deadline_s) == (2, 20.0)

@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeline import cli
+from pipeline import cli, status_text
 from pipeline.config_file import LoadedConfig
 from pipeline.errors import ConfigError, ExitCode
 from pipeline.instance import InstanceLock
@@ -108,6 +108,9 @@ class TestCommands:
             ["stop"],
             ["status"],
             ["why"],
+            ["reload"],
+            ["pause"],
+            ["resume"],
             ["config"],
             ["config", "check"],
             ["config", "show"],
@@ -123,7 +126,17 @@ class TestCommands:
     def test_every_command_is_in_the_list_above(self) -> None:
         config = cli.main.commands["config"]
 
-        assert set(cli.main.commands) == {"start", "stop", "status", "why", "config", "bench"}
+        assert set(cli.main.commands) == {
+            "bench",
+            "config",
+            "pause",
+            "reload",
+            "resume",
+            "start",
+            "status",
+            "stop",
+            "why",
+        }
         assert isinstance(config, click.Group) and set(config.commands) == {"check", "show", "schema"}
 
     def test_version(self) -> None:
@@ -289,7 +302,7 @@ class TestStatus:
         assert "is starting and does not answer yet" in result.stderr
 
     def test_answer_is_readable_at_a_glance(self) -> None:
-        assert cli.render_status(STATUS).splitlines() == [
+        assert status_text.render(STATUS).splitlines() == [
             "state      ready, up 3 min 12 s",
             "run        20261121-ab, pid 12345, configured by config.toml",
             "model      builtin:sort-digits, grpo",
@@ -309,7 +322,7 @@ class TestStatus:
         ]
 
     def test_lost_rows_stand_out(self) -> None:
-        text = cli.render_status(STATUS | {"buffer": {"unaccounted": 2}})
+        text = status_text.render(STATUS | {"buffer": {"unaccounted": 2}})
 
         assert "LOST       2 rows are unaccounted for: please report this" in text
 
@@ -317,8 +330,8 @@ class TestStatus:
     def test_answer_with_gaps_is_shown_with_dashes(self, missing: str) -> None:
         status: dict[str, Any] = {} if missing == "everything" else STATUS | {missing: None}
 
-        assert cli.render_status(status).startswith("state ")
+        assert status_text.render(status).startswith("state ")
 
     @pytest.mark.parametrize(("trend", "arrow"), [(0.1, "↑"), (-0.1, "↓"), (0.0, "→")])
     def test_trend_has_its_arrow(self, trend: float, arrow: str) -> None:
-        assert f"0.8125 {arrow} " in cli.render_status(STATUS | {"reward_trend": trend})
+        assert f"0.8125 {arrow} " in status_text.render(STATUS | {"reward_trend": trend})

@@ -110,6 +110,11 @@ class TestPaths:
         assert config.model.reward == "/abs"
         assert config.prompts.path == str(etc / "p.jsonl")
 
+    def test_of_the_http_server_are_paths_too(self, etc: Path) -> None:
+        metrics = self.load(etc, '[metrics]\ntls_cert = "c.pem"\ntls_key = "k.pem"\ntoken_file = "t"').metrics
+
+        assert (metrics.tls_cert, metrics.tls_key, metrics.token_file) == (etc / "c.pem", etc / "k.pem", etc / "t")
+
     def test_of_defaults_are_relative_to_the_files_folder(self, etc: Path) -> None:
         assert self.load(etc, "").daemon.runtime_dir == etc / "run/rlhfd"
 

@@ -51,6 +51,24 @@ def test_an_orphan_is_found_and_killed(program: str) -> None:
     assert before.leaks() == []
 
 
+def test_what_a_process_that_was_there_before_has_started_is_its_own_to_end() -> None:
+    code = (
+        "import subprocess, sys; input(); "
+        + ORPHANING.strip().replace("\n", "; ")
+        + "; input(); child.kill(); child.wait()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, SLEEPING], text=True, bufsize=1, **pipes) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        before = Holdings.now()
+        parent.stdin.write("\n")
+        pid = int(parent.stdout.readline())
+
+        assert pid not in before.pids and before.leaks(grace_s=0.0) == []
+
+        parent.stdin.write("\n")
+
+
 def test_a_process_that_ends_within_the_grace_is_no_leak() -> None:
     before = Holdings.now()
     with subprocess.Popen(["sleep", "0.2"]):

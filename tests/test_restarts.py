@@ -56,3 +56,21 @@ def test_the_bounds_are_those_of_the_configuration():
     limits = RestartLimits.of(config)
 
     assert (limits.first_delay_s, limits.longest_delay_s, limits.starts, limits.window_s) == (2, 2, 7, 11)
+
+
+def test_other_bounds_hold_from_then_on(policy):
+    policy.limit(RestartLimits(first_delay_s=10.0, longest_delay_s=15.0, starts=3, window_s=600.0))
+
+    waits = [crash(policy, at_s) for at_s in (0, 10, 20)]
+
+    assert 8 <= waits[0] <= 12 and 12 <= waits[1] <= 18
+    assert waits[2] is None
+
+
+def test_a_wait_that_has_grown_is_cut_to_the_new_cap(policy):
+    for at_s in (0, 10):
+        crash(policy, at_s)
+
+    policy.limit(RestartLimits(first_delay_s=0.5, longest_delay_s=2.0, starts=5, window_s=600.0))
+
+    assert 1.6 <= crash(policy, 20) <= 2.4

@@ -136,3 +136,13 @@ def test_zero_lets_a_run_stand_still() -> None:
     watch = RunWatch(0)
 
     assert not any(watch.look(float(now_s), (), is_judged=True) for now_s in range(0, 100_000, 1000))
+
+
+def test_another_timeout_holds_at_once() -> None:
+    watch = RunWatch(100.0)
+    watch.look(0.0, (1,), is_judged=True)
+    assert not watch.look(50.0, (1,), is_judged=True)
+
+    watch.limit(40.0)
+
+    assert watch.look(51.0, (1,), is_judged=True)

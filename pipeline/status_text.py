@@ -1,0 +1,116 @@
+"""What `rlhfd status` prints: an instance at a glance, for people."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+_COLUMNS = ("process", "pid", "state", "restarts", "up", "memory", "devices", "last exit")
+
+
+def render(status: Mapping[str, Any]) -> str:
+    """Write the answer of a running instance for people.
+
+    Args:
+        status: As the supervisor gives it; what is missing shows as a dash.
+    """
+    buffer = status.get("buffer") or {}
+    run = {
+        "state": f"{_shown(status, 'state')}, up {_duration(status.get('uptime_s'))}",
+        "run": f"{_shown(status, 'run_id')}, pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
+        "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}",
+        "step": f"{_shown(status, 'step')}{_of(status.get('max_steps'))}, "
+        f"policy version {_shown(status, 'policy_version')}",
+        "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status.get('reward_trend'))}".rstrip(),
+        "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s",
+        "staleness": f"{_number(status, 'staleness_mean_versions', '.2f')} versions",
+        "buffer": ", ".join(f"{_shown(buffer, f'{state}_items')} {state}" for state in ("ready", "leased", "reserved")),
+        "arena": f"{_bytes(buffer.get('used_bytes'))} of {_bytes(buffer.get('capacity_bytes'))}{_share(buffer)}",
+        "rows": f"{_shown(buffer, 'sealed')} sealed, {_shown(buffer, 'trained')} trained, {_dropped(buffer)} dropped",
+    }
+    if buffer.get("unaccounted"):
+        run["LOST"] = f"{_shown(buffer, 'unaccounted')} rows are unaccounted for: please report this"
+    if status.get("needs_restart"):
+        run["changed"] = f"{_shown(status, 'needs_restart')}: needs a restart"
+    run["metrics"] = _shown(status, "metrics_url")
+    lines = [f"{name:<11}{text}" for name, text in run.items()]
+    if processes := status.get("processes"):
+        lines += ["", *_table([_process_row(process) for process in processes])]
+    return "\n".join(lines)
+
+
+def _process_row(process: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{_shown(process, 'role')} {_shown(process, 'index')}",
+        _shown(process, "pid"),
+        _shown(process, "state"),
+        _shown(process, "restarts"),
+        _duration(process.get("uptime_s")),
+        _bytes(process.get("resident_bytes")),
+        _shown(process, "devices"),
+        _exit(process.get("last_exit")),
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (_COLUMNS, *rows)]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key)
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    if value is None or value == "":
+        return "–"
+    return f"{value:,}" if type(value) is int and key != "pid" else str(value)
+
+
+def _number(values: Mapping[str, Any], key: str, form: str) -> str:
+    value = values.get(key)
+    return format(value, form) if isinstance(value, int | float) else "–"
+
+
+def _exit(code: Any) -> str:
+    if not isinstance(code, int):
+        return str(code or "–")
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"exit {code}"
+
+
+def _of(most: Any) -> str:
+    return f" of {most:,}" if isinstance(most, int) and most else ""
+
+
+def _trend(change: Any) -> str:
+    if not isinstance(change, int | float):
+        return str(change or "")
+    return f"{'↑' if change > 0 else '↓' if change < 0 else '→'} {change:+.4f} since the start"
+
+
+def _duration(seconds: Any) -> str:
+    if not isinstance(seconds, int | float):
+        return "–"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def _bytes(count: Any) -> str:
+    if not isinstance(count, int | float):
+        return "–"
+    power = next((power for power in range(5) if count < 1024 ** (power + 1)), 4)
+    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _share(buffer: Mapping[str, Any]) -> str:
+    used, capacity = buffer.get("used_bytes"), buffer.get("capacity_bytes")
+    return f" ({used / capacity:.0%})" if isinstance(used, int | float) and capacity else ""
+
+
+def _dropped(buffer: Mapping[str, Any]) -> str:
+    reasons = buffer.get("dropped")
+    if not isinstance(reasons, dict):
+        return "–"
+    named = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+    return f"{sum(reasons.values()):,}" + (f" ({named})" if named else "")

@@ -1,0 +1,180 @@
+"""A real daemon that is reloaded, paused and resumed while it trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon import Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+FILE = """
+[daemon]
+log_level = "{log_level}"
+hang_timeout_s = {hang_timeout_s}
+[rollout]
+num_generations = 4
+temperature = {temperature}
+[buffer]
+sample_batch_size = 32
+[metrics]
+token_file = "token"
+"""
+
+
+def write(folder: Path, text: str = FILE, **values: object) -> None:
+    (folder / "run.toml").write_text(
+        text.format(**{"log_level": "info", "hang_timeout_s": 300, "temperature": 1.0, **values})
+    )
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Daemon]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("operations")
+    write(folder)
+    (folder / "token").touch(mode=0o600)
+    (folder / "token").write_text("first")
+    with Daemon(folder, task=task, arguments=("--config", "run.toml")) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(1)
+        yield daemon
+        # Drain while paused: an orderly end, and nothing is left behind.
+        assert daemon.ask("pause").returncode == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+        assert not daemon.shm_dir.exists()
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(daemon: Daemon) -> Iterator[None]:
+    yield
+    write(daemon.folder)
+    assert daemon.ask("resume").returncode == daemon.ask("reload").returncode == 0
+
+
+def scraped(daemon: Daemon, name: str, token: str = "first", **labels: str) -> float:
+    return total(daemon.metrics(token), name, **labels)
+
+
+def test_live_keys_hold_at_once_and_the_others_are_named(daemon: Daemon) -> None:
+    before_s = time.time()
+    write(daemon.folder, log_level="debug", hang_timeout_s=77.0, temperature=0.5)
+
+    answer = daemon.ask("reload")
+
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.splitlines() == [
+        'in force: daemon.log_level = "debug", was "info"',
+        "in force: daemon.hang_timeout_s = 77.0, was 300.0",
+        "needs a restart: rollout.temperature = 0.5, was 1.0",
+    ]
+    assert daemon.status()["needs_restart"] == ["rollout.temperature"]
+    assert "needs a restart" in daemon.ask("status").stdout
+    assert scraped(daemon, "rlhfd_config_last_reload_successful") == 1
+    assert scraped(daemon, "rlhfd_config_last_reload_success_timestamp_seconds") >= before_s
+    for name in ("buffer-0", "rollout-0", "trainer-0"):
+        daemon.wait_logged(f" INFO {name} pipeline.role: configuration taken up")
+
+    # Asked again, the restart is still wanting; taken back, nothing is.
+    assert daemon.ask("reload").stdout == "needs a restart: rollout.temperature = 0.5, was 1.0\n"
+    write(daemon.folder, log_level="debug", hang_timeout_s=77.0)
+    assert daemon.ask("reload").stdout == f"{daemon.folder}/run.toml: nothing has changed\n"
+    assert daemon.status()["needs_restart"] == []
+
+
+def test_a_broken_file_changes_nothing_and_says_so(daemon: Daemon) -> None:
+    pids, config = daemon.pids(), (daemon.shm_dir / "config.json").read_bytes()
+    (daemon.folder / "run.toml").write_text('[daemon]\nlog_level = "debug"\nhang_timeout = 3\n[rollout]\ntop_p = 2\n')
+
+    answer = daemon.ask("reload")
+
+    errors = [
+        f"{daemon.folder}/run.toml:3:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?",
+        f"{daemon.folder}/run.toml:5:9: rollout.top_p: must be at most 1, got 2",
+    ]
+    assert (answer.returncode, answer.stdout, answer.stderr.splitlines()) == (78, "", errors)
+    assert all(f"what was in force stays: {error}" in daemon.errors for error in errors)
+    assert scraped(daemon, "rlhfd_config_last_reload_successful") == 0
+    assert (daemon.shm_dir / "config.json").read_bytes() == config
+    assert daemon.pids() == pids and daemon.status()["state"] == "ready"
+
+
+def test_a_new_token_counts_from_the_reload_on_and_a_bad_one_changes_nothing(daemon: Daemon) -> None:
+    token = daemon.folder / "token"
+    try:
+        token.chmod(0o640)
+        answer = daemon.ask("reload")
+        assert (answer.returncode, answer.stderr) == (
+            78, f"metrics.token_file: {token} is open to other users, it must have mode 0600\n",
+        )  # fmt: skip
+        token.chmod(0o600)
+        token.write_text("second")
+        assert daemon.get("/metrics", token="first")[0] == 200
+
+        assert daemon.ask("reload").returncode == 0
+
+        assert [daemon.get("/metrics", token=word)[0] for word in ("first", "second")] == [401, 200]
+    finally:
+        token.chmod(0o600)
+        token.write_text("first")
+
+
+def test_sighup_does_the_same(daemon: Daemon) -> None:
+    write(daemon.folder, hang_timeout_s=55.0)
+
+    os.kill(daemon.pid, signal.SIGHUP)
+
+    daemon.wait_logged("configuration reloaded: key=daemon.hang_timeout_s before=300.0 after=55.0")
+    assert daemon.status()["state"] == "ready"
+
+
+def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon: Daemon) -> None:
+    write(daemon.folder, temperature=1.0)
+    # A run that stands still for so long would be judged, were it not paused.
+    text = FILE.replace("[rollout]", "progress_timeout_s = 1.0\n[rollout]")
+    write(daemon.folder, text)
+    assert daemon.ask("reload").returncode == 0
+
+    answer = daemon.ask("pause")
+
+    assert (answer.returncode, answer.stdout) == (0, "paused\n")
+    assert status_of(daemon.ask("status", "--json"))["state"] == "paused"
+    assert scraped(daemon, "rlhfd_paused") == 1
+    assert daemon.get("/readyz")[0] == 200
+
+    def at_rest() -> bool:
+        buffer = daemon.status()["buffer"]
+        return buffer["reserved_items"] == buffer["leased_items"] == 0 and buffer["ready_items"] < 32
+
+    daemon.wait_until(at_rest, "what was rolled out is trained")
+    assert daemon.why()["sentences"][0] == "The run is paused: no tickets are issued until `rlhfd resume`."
+    step, pids = daemon.status()["step"], daemon.pids()
+    daemon.signal(signal.SIGKILL, "buffer-0")
+    daemon.wait_until(lambda: daemon.pids().get("buffer-0") not in (None, pids["buffer-0"]), "the buffer is back")
+    daemon.wait_until(lambda: scraped(daemon, "rlhfd_paused") == 1, "the new buffer is paused too")
+    # Beyond progress_timeout_s, told by the clock that judges it.
+    rested_s = time.monotonic()
+    daemon.wait_until(lambda: time.monotonic() - rested_s > 2.5, "it rests")
+    shown = daemon.status()
+    assert (shown["state"], shown["step"], shown["buffer"]["reserved_items"]) == ("paused", step, 0)
+    assert {name: pid for name, pid in daemon.pids().items() if name != "buffer-0"} == {
+        name: pid for name, pid in pids.items() if name != "buffer-0"
+    }, "nobody was taken for hung"
+
+    write(daemon.folder)
+    assert daemon.ask("reload").returncode == 0
+    assert daemon.ask("resume").stdout == "resumed\n"
+
+    daemon.wait_step(step + 1)
+    assert daemon.status()["state"] == "ready"
+    assert scraped(daemon, "rlhfd_paused") == scraped(daemon, "rlhfd_items_unaccounted") == 0
+
+
+def test_nobody_there_exits_with_3(tmp_path: Path) -> None:
+    for command in ("reload", "pause", "resume"):
+        assert rlhfd(command, "--runtime-dir", str(tmp_path), folder=tmp_path).returncode == 3
