@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.errors import FieldError
+from pipeline.metrics import OTHER, START
 from pipeline.metrics_slab import SlotWriter
-
-OTHER = "other"
 
 
 class ActivityClock:
@@ -19,10 +18,12 @@ class ActivityClock:
     readers of the slab add what the present activity has lasted (`pipeline.metrics_slab`), so that one that never ends
     shows too. It belongs to the process's main thread.
 
+    The first activity is "start": from the moment at which the supervisor began the process (`MetricsSlab.begin`),
+    where it did, until the first other one. Time between activities is "other".
+
     Args:
         writer: The process's metrics.
-        activities: What this role does, all declared in the catalogue; "other" comes by itself.
-        since_ns: When the process started, by the same clock; the time until now counts as "other".
+        activities: What this role does, all declared in the catalogue; "start" and "other" come by themselves.
         clock_ns: Monotonic nanoseconds.
     """
 
@@ -31,17 +32,19 @@ class ActivityClock:
         writer: SlotWriter,
         activities: Sequence[str],
         *,
-        since_ns: int | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        names = dict.fromkeys([*activities, OTHER])
+        names = dict.fromkeys([*activities, START, OTHER])
         self._writer = writer
         self._counters = {name: writer.counter("rlhfd_process_time_seconds_total", activity=name) for name in names}
         self._spent_ns = dict.fromkeys(names, 0)
         self._clock_ns = clock_ns
-        self._booked_ns = clock_ns() if since_ns is None else since_ns
-        self._activity = OTHER
-        writer.enter(OTHER, self._booked_ns, 0)
+        self._activity = START
+        started_ns = writer.started_ns()
+        if started_ns is None:
+            started_ns = clock_ns()
+            writer.enter(START, started_ns, 0)
+        self._booked_ns = started_ns
 
     @property
     def activity(self) -> str:
@@ -66,9 +69,9 @@ class ActivityClock:
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Spend the block on an activity, then go on with the one before, however the block ends."""
+        """Spend the block on an activity, then go on with the one before, however the block ends; a start is over."""
         interrupted = self.enter(activity)
         try:
             yield
         finally:
-            self.enter(interrupted)
+            self.enter(OTHER if interrupted == START else interrupted)

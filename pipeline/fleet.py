@@ -12,6 +12,7 @@ from typing import Literal
 from pipeline import oom
 from pipeline.errors import ExitCode, GaveUpError
 from pipeline.launchers.local import LaunchSpec, LocalChild
+from pipeline.metrics import START
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.placement import Place
 from pipeline.restarts import RestartLimits, RestartPolicy
@@ -126,7 +127,7 @@ class Fleet:
         """
         now_s = self._clock()
         if slot.role != "setup":
-            self._slab.begin(slot.role, slot.index)
+            self._slab.begin(slot.role, slot.index, activity=START)
             self._metrics.counter("rlhfd_process_starts_total", role=slot.role).inc()
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False

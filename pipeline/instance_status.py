@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.fleet import Fleet, Slot
+from pipeline.gpus import GpuWatch, gpu_series
 from pipeline.guard import Guard
 from pipeline.metrics_reader import MetricsReader, Reading, build_info
 from pipeline.metrics_slab import MetricsSlab
@@ -63,6 +64,8 @@ class InstanceStatus:
             },
         }
         self._reader = MetricsReader(slab, info)
+        self._gpus = GpuWatch()
+        self._gpus.start()
         self._reading: Reading = self._reader.read()
         self._tokens = RateWindow(60.0)
         self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
@@ -80,6 +83,7 @@ class InstanceStatus:
         self._writer.beat()
         self._sample_processes()
         self._sample_memory()
+        self._reader.told.update(gpu_series(self._gpus.gpus()))
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._guard.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})

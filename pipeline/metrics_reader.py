@@ -37,7 +37,8 @@ class HistogramReading:
         return math.fsum(self.buckets)
 
 
-Series = dict[tuple[str, ...], float | HistogramReading]
+Series = Mapping[tuple[str, ...], float | HistogramReading]
+_Growing = dict[tuple[str, ...], float | HistogramReading]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +79,16 @@ class MetricsReader:
     Args:
         slab: The instance's slab.
         info: Labels of the families that never change, by name: rlhfd_build_info, rlhfd_run_info.
+
+    Attributes:
+        told: Families that no process counts, by name, each with all its series; whoever keeps them keeps them fresh.
     """
 
     def __init__(self, slab: MetricsSlab, info: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self._slab = slab
-        self._info: dict[str, Series] = {}
+        self.told: dict[str, Series] = {}
         for name, labels in (info or {}).items():
-            self._info[name] = {tuple(labels[label] for label in BY_NAME[name].labels): 1.0}
+            self.told[name] = {tuple(labels[label] for label in BY_NAME[name].labels): 1.0}
         self._slots_of: dict[str, list[int]] = {}
         for index, slot in enumerate(slab.layout.slots):
             self._slots_of.setdefault(slot.role, []).append(index)
@@ -95,7 +99,7 @@ class MetricsReader:
 
     def read(self) -> Reading:
         """Return what all slots amount to, dead processes included."""
-        families: dict[str, Series] = {metric.name: {} for metric in METRICS}
+        families: dict[str, _Growing] = {metric.name: {} for metric in METRICS}
         columns: dict[tuple[str, tuple[str, ...]], list[list[Sequence[float]]]] = {}
         for role, indices in self._slots_of.items():
             rows = [self._slab.read(index) for index in indices]
@@ -111,7 +115,7 @@ class MetricsReader:
         block = self._slab.conservation()
         for (name, labels), count in (block.samples() if block else {}).items():
             families[name][labels] = float(count)
-        return Reading({**families, **self._info})
+        return Reading({**families, **self.told})
 
     def text(self) -> bytes:
         """Return the exposition in Prometheus' text format 0.0.4."""
@@ -148,7 +152,7 @@ class MetricsReader:
                 places.append(_Place(metric, filled, slice(start, start + metric.words)))
         return places
 
-    def _read_own(self, index: int, row: Sequence[float], families: dict[str, Series]) -> None:
+    def _read_own(self, index: int, row: Sequence[float], families: dict[str, _Growing]) -> None:
         """Add the series that name the slot itself; each is one word."""
         for metric, labels, words in self._own[index]:
             value = row[words.start]

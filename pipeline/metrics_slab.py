@@ -45,7 +45,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import ConfigError, DeadlineError, FieldError, LedgerError
-from pipeline.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, Conservation, Progress, SlotName
+from pipeline.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, START, Conservation, Progress, SlotName
 from pipeline.metrics_writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
 
 PAGE_BYTES = 4096
@@ -155,12 +155,13 @@ class SlotWriter(MetricWriter):
 
     def enter(self, activity: str, since_ns: int, spent_ns: int) -> None:
         """Show what the process does from `since_ns` on, and how long it had done that before in all."""
-        words, at = self._slab.words, self._control_at + _TURN
-        turn = words[at] + 1
-        half = at + 1 + _HALF_WORDS * (turn & 1)
-        words[half], words[half + 1], words[half + 2] = 1 + ACTIVITIES.index(activity), since_ns, spent_ns
-        words[at] = turn
+        self._slab._show_activity(self._control_at, activity, since_ns, spent_ns)
         self._slab.floats[self._beat_at] = since_ns / 1e9
+
+    def started_ns(self) -> int | None:
+        """Return since when the process has existed, if whoever began the slot said so and nothing else was entered."""
+        activity, since_ns, spent_ns = self._slab._activity(self._control_at)
+        return since_ns if activity == 1 + ACTIVITIES.index(START) and not spent_ns else None
 
     def publish_group(self, block: Conservation) -> None:
         """Replace the conservation block as a whole. The buffer alone may; its last block stays when it dies."""
@@ -268,8 +269,14 @@ class MetricsSlab:
             slab.fold(*slot, until_ns=ended_ns)
         return slab
 
-    def begin(self, role: str, worker: int = 0) -> int:
-        """Make the slot ready for a new process, folding the last one, and return its incarnation."""
+    def begin(self, role: str, worker: int = 0, *, activity: str = "") -> int:
+        """Make the slot ready for a new process, folding the last one, and return its incarnation.
+
+        Args:
+            role: The slot's role.
+            worker: The slot's number.
+            activity: What the process does from now on, until it has code of its own to say so; nothing if empty.
+        """
         self.fold(role, worker)
         index = self._index(role, worker)
         control = self.layout.control_at[index]
@@ -277,6 +284,8 @@ class MetricsSlab:
         self.floats[live] = _doubles([math.nan] * (live.stop - live.start))
         self.words[control + _PID] = 0
         self.floats[control + _BEAT : control + _CONTROL_WORDS] = _doubles([0.0, -1.0, *[0.0] * (_CONTROL_WORDS - 5)])
+        if activity:
+            self._show_activity(control, activity, time.monotonic_ns(), 0)
         self.words[control + _INCARNATION] += 1
         return self.words[control + _INCARNATION]
 
@@ -357,6 +366,14 @@ class MetricsSlab:
         for view in (self.floats, self.words, self._bytes):
             view.release()
         self._map.close()
+
+    def _show_activity(self, control: int, activity: str, since_ns: int, spent_ns: int) -> None:
+        """Store an activity so that no reader sees it torn."""
+        turn = self.words[control + _TURN] + 1
+        half = control + _TURN + 1 + _HALF_WORDS * (turn & 1)
+        self.words[half] = 1 + ACTIVITIES.index(activity)
+        self.words[half + 1], self.words[half + 2] = since_ns, spent_ns
+        self.words[control + _TURN] = turn
 
     def _index(self, role: str, worker: int) -> int:
         index = self.layout.index.get(SlotName(role, worker))

@@ -11,6 +11,7 @@ import torch
 from pipeline.activity import ActivityClock
 from pipeline.experience import Experience
 from pipeline.metrics_slab import SlotWriter
+from pipeline.torch_memory import show_memory
 
 ACTIVITIES = (
     "generate", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
@@ -20,6 +21,7 @@ _STAGES = {
     "generate": "generate",
     "logprob": "logprob",
     "ref_logprob": "ref_logprob",
+    "value": "value",
     "reward": "reward",
     "seal": "serialize",
 }
@@ -149,6 +151,7 @@ class RolloutMetrics:
     def in_flight(self, rollouts: int) -> None:
         """Show how many tickets are in hand."""
         self._in_flight.set(rollouts)
+        show_memory(self._writer)
 
     def work_on(self, ticket: int = -1, deadline_s: float = 0.0) -> None:
         """Show the ticket being worked on, -1 for none."""

@@ -11,6 +11,7 @@ from pipeline.activity import ActivityClock
 from pipeline.experience import Experience
 from pipeline.metrics_slab import SlotWriter
 from pipeline.step_stats import StepStats
+from pipeline.torch_memory import show_memory
 
 
 class TrainerMetrics:
@@ -47,6 +48,7 @@ class TrainerMetrics:
             where: writer.counter("rlhfd_nonfinite_total", where=where) for where in ("loss", "gradient")
         }
         self._publish_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="publish")
+        self._publish_phase_s = writer.histogram("rlhfd_train_phase_duration_seconds", phase="publish")
         self._published_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport="shm")
         self._published = writer.counter("rlhfd_weight_syncs_total", result="ok")
         self._published_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
@@ -125,6 +127,7 @@ class TrainerMetrics:
         for phase, histogram in self._phases.items():
             histogram.observe(getattr(stats, f"{phase}_s"))
         self._writer.beat()
+        show_memory(self._writer)
         if self._leads:
             self._lead(stats)
 
@@ -149,6 +152,7 @@ class TrainerMetrics:
         """Count a publish."""
         self._version.set(version)
         self._publish_s.observe(duration_s)
+        self._publish_phase_s.observe(duration_s)
         self._published_bytes.inc(nbytes)
         self._published.inc()
         self._published_time.set(time.time())

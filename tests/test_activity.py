@@ -73,7 +73,7 @@ def test_time_belongs_to_the_activity_it_was_spent_on(slot: FakeSlot) -> None:
         now.advance(20)
     now.advance(2)
 
-    assert slot.shown_s(now) == {"generate": 30, "reward": 100, "other": 3}
+    assert slot.shown_s(now) == {"start": 1, "generate": 30, "reward": 100, "other": 2}
 
 
 def test_block_that_raises_still_ends_its_activity(slot: FakeSlot) -> None:
@@ -121,18 +121,29 @@ def test_dead_process_was_at_its_last_activity_until_it_was_reaped_or_its_superv
     assert slot.shown_s(now) == {"generate": 7}
 
 
-def test_time_before_the_clock_began_counts_as_other(slot: FakeSlot) -> None:
-    now = FakeClock()
+def test_a_start_counts_from_the_moment_its_slot_began_to_the_first_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slot = FakeClock(), FakeSlot()
+    monkeypatch.setattr(time, "monotonic_ns", now)
 
-    ActivityClock(slot.writer, ["generate"], since_ns=now() - 3 * SECOND_NS, clock_ns=now).enter("generate")
+    slot.slab.begin("rollout", activity="start")
+    now.advance(3)
+    before_it_says_anything = slot.shown_s(now)
+    clock = ActivityClock(slot.slab.writer("rollout"), ["generate"], clock_ns=now)
+    now.advance(4)
+    while_it_loads = slot.shown_s(now)
+    with clock.during("generate"):
+        now.advance(10)
+    now.advance(1)
 
-    assert slot.spent_s() == {"other": 3}
+    assert before_it_says_anything == {"start": 3}
+    assert while_it_loads == {"start": 7}
+    assert slot.shown_s(now) == {"start": 7, "generate": 10, "other": 1}
 
 
 def test_activity_nobody_declared_is_refused(slot: FakeSlot) -> None:
     with pytest.raises(FieldError, match="declares no series"):
         ActivityClock(slot.writer, ["sleep"])
-    with pytest.raises(FieldError, match="activity train is none of generate, other"):
+    with pytest.raises(FieldError, match="activity train is none of generate, start, other"):
         ActivityClock(slot.writer, ["generate"]).enter("train")
 
 

@@ -1,18 +1,54 @@
 """What only a CUDA device can show: page-locked batches, the same numbers on the card, a whole run on it."""
 
+import ctypes
+import subprocess
+
 import pytest
 import torch
 
 from pipeline import codec
 from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.gpus import LIBRARY, Nvml
+from pipeline.metrics_slab import MetricsSlab
 from pipeline.models import action_log_probs
 from pipeline.stream import Connection
+from pipeline.torch_memory import show_memory
 from tests import tiny
 from tests.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
 from tests.experiences import made_up
+from tests.slabs import SLOTS, begun, value
 from tests.test_stream import House
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.mark.needs("nvidia-smi")
+def test_nvml_says_what_nvidia_smi_says():
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    shown = [
+        line.split(", ")
+        for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    ]
+    nvml = Nvml(ctypes.CDLL(LIBRARY))
+
+    gpus = nvml.read()
+    nvml.close()
+
+    assert [(gpu.uuid, gpu.capacity_bytes >> 20) for gpu in gpus] == [(uuid, int(total)) for uuid, total, _ in shown]
+    for gpu, (_, _, used) in zip(gpus, shown, strict=True):
+        assert abs((gpu.used_bytes >> 20) - int(used)) < 1024
+        assert gpu.utilization is None or 0 <= gpu.utilization <= 1
+
+
+def test_allocated_memory_of_a_process_on_the_gpu_is_shown(tmp_path):
+    slab = MetricsSlab.create(tmp_path / "metrics", SLOTS)
+    held = torch.ones(1 << 20, device="cuda")
+
+    show_memory(begun(slab, "rollout"))
+
+    assert value(slab, "rlhfd_torch_memory_bytes", state="allocated") >= held.nbytes
+    assert value(slab, "rlhfd_torch_memory_bytes", state="reserved") >= held.nbytes
+    slab.close()
 
 
 class Tokenizer:

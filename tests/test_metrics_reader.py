@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from pipeline.gpus import Gpu, gpu_series
 from pipeline.metrics import METRICS, SlotName
 from pipeline.metrics_reader import MetricsReader
 from pipeline.metrics_slab import MetricsSlab
@@ -23,6 +24,7 @@ INFO = {
     "rlhfd_build_info": {"version": "0.1.0", "commit": "c0ffee", "python": "3.11.7", "torch": "2.13.0+cpu", "cuda": ""},
     "rlhfd_run_info": {"run_id": "1", "algorithm": "grpo", "model": 'a "b"\\c\nd'},
 }
+GPUS = gpu_series([Gpu(0, "GPU-aaaa", 1 << 30, 80 << 30, 0.5), Gpu(1, "GPU-bbbb", 0, 80 << 30, 0.0)])
 
 
 @pytest.fixture
@@ -144,6 +146,7 @@ def test_mean_of_a_histogram_is_over_all_that_was_observed(slab: MetricsSlab) ->
 def test_both_parsers_read_every_series(slab: MetricsSlab) -> None:
     write_everything(slab)
     reader = MetricsReader(slab, INFO)
+    reader.told.update(GPUS)
 
     text = {family.name: family for family in parse_text(reader.text().decode())}
     openmetrics = {family.name: family for family in parse_openmetrics(reader.openmetrics().decode())}
@@ -161,6 +164,7 @@ def test_both_parsers_read_every_series(slab: MetricsSlab) -> None:
 def test_parsed_values_are_those_that_were_read(slab: MetricsSlab) -> None:
     write_everything(slab)
     reader = MetricsReader(slab, INFO)
+    reader.told.update(GPUS)
 
     parsed = {
         (sample.name, tuple(sample.labels.values())): sample.value
@@ -180,7 +184,9 @@ def test_parsed_values_are_those_that_were_read(slab: MetricsSlab) -> None:
 def test_promtool_finds_nothing_to_complain_of(slab: MetricsSlab) -> None:
     write_everything(slab)
 
-    body = MetricsReader(slab, INFO).text()
+    reader = MetricsReader(slab, INFO)
+    reader.told.update(GPUS)
+    body = reader.text()
     checked = subprocess.run(["promtool", "check", "metrics"], input=body, capture_output=True, timeout=60)
 
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
