@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pipeline.errors import ExitCode, NotRunningError, RlhfdError
+from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
 
 # Everything else is imported by the command that needs it: `rlhfd --help` and completion answer at once.
 if TYPE_CHECKING:
@@ -136,7 +136,10 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -
         from pipeline.launchers.serial import run
     else:
         from pipeline.supervisor import run
-    sys.exit(int(run(loaded)))
+    try:
+        sys.exit(int(run(loaded)))
+    except ConfigError as error:
+        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
 
 
 @main.command()
@@ -292,7 +295,13 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
       rlhfd config check
       rlhfd config check --config grpo.toml --set rollout.workers=8
     """
+    from pipeline import workspace
+
     loaded = _load(path, sets, files=True)
+    try:
+        workspace.refuse_sizes(loaded.config)
+    except ConfigError as error:
+        raise ConfigError(loaded.placed(str(error))) from error
     click.echo(f"{loaded.path or 'embedded defaults'}: ok")
 
 

@@ -10,21 +10,21 @@ A key that is unknown or set twice is shown at the key, a value that is wrong at
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
+import stat
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
-from pipeline import prompts
+from pipeline import placement, prompts
 from pipeline.config import BUILTIN_PREFIX, Config, conflicts
+from pipeline.config_advice import SECTIONS, describe, problem_of_key, problem_of_section, toml
 from pipeline.errors import ConfigError
 from pipeline.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
 
@@ -33,21 +33,11 @@ RUNTIME_DIR_VARIABLE = "RLHFD_RUNTIME_DIR"
 
 _PREFIX = "RLHFD_"
 _FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
+_SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
 _MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
 _PATH_KEYS = {
-    *_FOLDER_KEYS, *_MODEL_KEYS, "prompts.path", "metrics.tls_cert", "metrics.tls_key", "metrics.token_file",
+    *_FOLDER_KEYS, *_MODEL_KEYS, *_SECRET_KEYS, "prompts.path",
 }  # fmt: skip
-_SECTIONS: dict[str, BaseModel] = {name: info.default for name, info in Config.model_fields.items()}
-_TYPE_MESSAGES = {
-    "int_type": "must be an integer",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "list_type": "must be a list",
-    "finite_number": "must be finite",
-    "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
-}
-_SHOWN_CHARACTERS = 60
 
 
 class ConfigErrors(ConfigError):
@@ -91,6 +81,14 @@ class LoadedConfig:
     def where(self, key: str) -> str:
         """Return what an error about ``section.key`` starts with: its place and name."""
         return _where(self.origins.get(key, Origin("default")), key)
+
+    def placed(self, error: str) -> str:
+        """Return an error of one line that begins with its key, with the key's place before it."""
+        key = re.match(r"[a-z]+\.[a-z_]+", error)
+        origin = self.origins.get(key[0]) if key else None
+        if key is None or origin is None:
+            return error
+        return f"{origin.place}: {error}" if origin.layer == "file" else f"{origin.place}{error[key.end() :]}"
 
 
 def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, files: bool = False) -> LoadedConfig:
@@ -175,7 +173,7 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
         "trainer.kl_coef": config.trainer_kl_coef,
     }
     blocks = []
-    for section, defaults in _SECTIONS.items():
+    for section, defaults in SECTIONS.items():
         lines = []
         for name in type(defaults).model_fields:
             key = f"{section}.{name}"
@@ -183,7 +181,7 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
                 continue
             value = get(config, key)
             value = in_force.get(key) if value is None else value
-            line = f"# {name} is left out" if value is None else f"{name} = {_toml(value)}"
+            line = f"# {name} is left out" if value is None else f"{name} = {toml(value)}"
             place = loaded.origins.get(key, Origin("default")).place or "default"
             lines.append(f"{line}  # {place}" if origin and value is not None else line)
         if lines:
@@ -219,12 +217,12 @@ def _from_file(path: Path, errors: list[str]) -> dict[str, _Value]:
         return Origin("file", f"{path}:{line}:{column}")
 
     for section, table in tables.items():
-        if problem := _problem_of_section(section, table):
+        if problem := problem_of_section(section, table):
             errors.append(f"{origin(positions.marks[section,].key).place}: {problem}")
             continue
         for name, value in table.items():
             key, mark = f"{section}.{name}", positions.marks[section, name]
-            if problem := _problem_of_key(section, name):
+            if problem := problem_of_key(section, name):
                 errors.append(f"{origin(mark.key).place}: {problem}")
                 continue
             elements = {
@@ -236,18 +234,28 @@ def _from_file(path: Path, errors: list[str]) -> dict[str, _Value]:
 
 def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Positions]:
     try:
-        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         return text, tomllib.loads(text), scan(text)
     except OSError as error:
-        errors.append(f"{path}: cannot be read: {error.strerror}")
+        errors.append(f"{path}: cannot be read: {error.strerror}{_file_advice(path)}")
     except UnicodeDecodeError as error:
-        before = error.object[: error.start].decode("utf-8")
-        errors.append("{}:{}:{}: not UTF-8".format(path, *line_and_column(before, len(before))))
+        before = error.object[: error.start].decode("utf-8-sig")
+        what = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else f"byte 0x{error.object[error.start]:02x}"
+        place = "{}:{}:{}".format(path, *line_and_column(before, len(before)))
+        errors.append(f"{place}: not UTF-8 but {what}, save the file as UTF-8")
     except tomllib.TOMLDecodeError as error:
         errors += [f"{path}:{line}:{column}: {what}" for line, column, what in syntax_errors(text, str(error))]
     except RecursionError:
         errors.append(f"{path}: nested too deeply")
     return "", {}, Positions({}, [])
+
+
+def _file_advice(path: Path) -> str:
+    if path.is_dir():
+        found = sorted(path.glob("*.toml"))
+        return f", did you mean {found[0]}?" if found else ""
+    close = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.toml")], n=1)
+    return f", did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str, _Value]:
@@ -256,10 +264,33 @@ def _from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str
         section, separator, name = variable.removeprefix(_PREFIX).lower().partition("__")
         if variable.startswith(_PREFIX) and separator:
             values |= _from_text(section, name, environ[variable], Origin("environment", variable), errors)
+        elif variable.startswith(_PREFIX) and (meant := _variable_meant(variable, environ[variable])):
+            errors.append(f"{variable}: unknown variable, did you mean {meant}?")
     if folder := environ.get(RUNTIME_DIR_VARIABLE):
         key = "daemon.runtime_dir"
         values[key] = _Value(_resolve(key, folder, Path()), Origin("environment", RUNTIME_DIR_VARIABLE))
     return values
+
+
+def _variable_meant(variable: str, value: str) -> str:
+    """Return which of ours a variable with our prefix was to be; nothing for what is somebody else's.
+
+    Kubernetes gives every container RLHFD_PORT and the like where a service is called rlhfd.
+    """
+    if variable in (CONFIG_VARIABLE, RUNTIME_DIR_VARIABLE) or value.startswith(("tcp://", "udp://")):
+        return ""
+    known = [
+        f"{_PREFIX}{section}__{name}".upper()
+        for section, model in SECTIONS.items()
+        for name in type(model).model_fields
+    ]
+    same = [
+        name
+        for name in known
+        if name.replace("__", "_") == variable or name.endswith(f"__{variable.removeprefix(_PREFIX)}")
+    ]
+    close = difflib.get_close_matches(variable, [*known, CONFIG_VARIABLE, RUNTIME_DIR_VARIABLE], n=1, cutoff=0.85)
+    return next(iter([*same, *close]), "")
 
 
 def _from_sets(sets: Sequence[str], errors: list[str]) -> dict[str, _Value]:
@@ -268,14 +299,25 @@ def _from_sets(sets: Sequence[str], errors: list[str]) -> dict[str, _Value]:
         key, separator, text = (part.strip() for part in assignment.partition("="))
         section, dot, name = key.partition(".")
         if not (section and dot and name and separator):
-            errors.append(f"--set {assignment}: must be of the form section.key=value")
+            errors.append(f"--set {assignment}: must be of the form section.key=value{_assignment_meant(assignment)}")
         else:
             values |= _from_text(section, name, text, Origin("set", f"--set {key}"), errors)
     return values
 
 
+def _assignment_meant(assignment: str) -> str:
+    """Say what an assignment of another form was to be, where that can be told."""
+    match = re.fullmatch(r"\s*(?:([A-Za-z_]+)(?:__|[./:-]))?([A-Za-z_]+)\s*(?::=|==|[=:\s])\s*(.+?)\s*", assignment)
+    if match is None:
+        return ""
+    section, name, value = match[1], match[2].lower(), match[3]
+    homes = [home for home, model in SECTIONS.items() if name in type(model).model_fields]
+    home = section if section in homes else homes[0] if homes and section is None else ""
+    return f", did you mean --set {home}.{name}={value}?" if home else ""
+
+
 def _from_text(section: str, name: str, text: str, origin: Origin, errors: list[str]) -> dict[str, _Value]:
-    if problem := _problem_of_section(section, {}) or _problem_of_key(section, name):
+    if problem := problem_of_section(section, {}) or problem_of_key(section, name):
         errors.append(f"{origin.place}: {problem}")
         return {}
     try:
@@ -296,7 +338,7 @@ def _resolve(key: str, value: Any, base: Path) -> Any:
 
 def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Config:
     wrong: set[str] = set()
-    sections: dict[str, Any] = {name: _validate_section(name, values, base, errors, wrong) for name in _SECTIONS}
+    sections: dict[str, Any] = {name: _validate_section(name, values, base, errors, wrong) for name in SECTIONS}
     # Without validation: conflicts are found here, where their places are known.
     config = Config.model_construct(**sections)
     for keys, message in conflicts(config):
@@ -312,9 +354,9 @@ def _validate_section(
     section: str, values: Mapping[str, _Value], base: Path, errors: list[str], wrong: set[str]
 ) -> BaseModel:
     """Return the section with every value that is right; wrong ones go to `errors`, their keys to `wrong`."""
-    model = type(_SECTIONS[section])
+    model = type(SECTIONS[section])
     given = {
-        name: _resolve(f"{section}.{name}", str(getattr(_SECTIONS[section], name)), base)
+        name: _resolve(f"{section}.{name}", str(getattr(SECTIONS[section], name)), base)
         for name in model.model_fields
         if f"{section}.{name}" in _FOLDER_KEYS
     }
@@ -333,7 +375,7 @@ def _validate_section(
                 given.pop(name, None)
                 wrong.add(key)
                 origin = value.element_origins.get(details["loc"][1:], value.origin)
-                errors.append(f"{_where(origin, key)}: {_describe(details)}")
+                errors.append(f"{_where(origin, key)}: {describe(section, name, value.value, details)}")
 
 
 def _problems_of_files(loaded: LoadedConfig) -> list[str]:
@@ -353,6 +395,11 @@ def _problems_of_files(loaded: LoadedConfig) -> list[str]:
             # Lines about the prompts' own content begin with the place there.
             where, name = loaded.where("prompts.path"), "prompts.path:"
             errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
+    errors += [problem for key in _SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
+    try:
+        placement.place(loaded.config, placement.visible_gpus(os.environ), [])
+    except ConfigError as error:
+        errors.append(loaded.placed(str(error)))
     for key in _FOLDER_KEYS:
         folder = get(loaded.config, key)
         nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
@@ -363,35 +410,19 @@ def _problems_of_files(loaded: LoadedConfig) -> list[str]:
     return errors
 
 
-def _describe(details: ErrorDetails) -> str:
-    problem = _TYPE_MESSAGES.get(details["type"]) or re.sub(r"^\w+ should ", "must ", details["msg"])
-    problem = problem.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    if details["type"] == "literal_error":
-        problem = problem.replace("'", '"')
-    shown = _toml(details["input"])
-    return f"{problem}, got {shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + '...'}"
-
-
-def _problem_of_section(section: str, table: object) -> str:
-    if section in _SECTIONS:
-        return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {_toml(table)}"
-    if isinstance(table, dict):
-        return f"unknown section {_key(section)}{_suggestion(section, _SECTIONS)}"
-    homes = [f"{home}.{section}" for home in _SECTIONS if section in type(_SECTIONS[home]).model_fields]
-    return f"unknown key {_key(section)}" + (f", did you mean {homes[0]}?" if homes else "")
-
-
-def _problem_of_key(section: str, name: str) -> str:
-    names = type(_SECTIONS[section]).model_fields
-    if name in names:
+def _problem_of_secret(loaded: LoadedConfig, key: str) -> str:
+    """What is wrong with a file of the HTTP server: whether it can be used shows when it is."""
+    path: Path | None = get(loaded.config, key)
+    if path is None:
         return ""
-    homes = [f"{home}.{name}" for home, model in _SECTIONS.items() if name in type(model).model_fields]
-    return f"unknown key {section}.{_key(name)}{f', did you mean {homes[0]}?' if homes else _suggestion(name, names)}"
-
-
-def _suggestion(wrong: str, right: Iterable[str]) -> str:
-    close = difflib.get_close_matches(wrong.lower(), right, n=1)
-    return f", did you mean {close[0]}?" if close else ""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        return f"{loaded.where(key)}: cannot read {path}: {error.strerror}"
+    if key != "metrics.tls_cert" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return f"{loaded.where(key)}: {path} is open to other users, it must have mode 0600: chmod 600 {path}"
+    return ""
 
 
 def _where(origin: Origin, key: str) -> str:
@@ -406,20 +437,3 @@ def _by_place(path: Path | None) -> Callable[[str], tuple[float, float]]:
         return (int(match[1]), int(match[2])) if match else (math.inf, 0)
 
     return place
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[\w.-]+", name) else _toml(name)
-
-
-def _toml(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str() | Path():
-            return json.dumps(str(value), ensure_ascii=not str(value).isprintable())
-        case list() | tuple():
-            return f"[{', '.join(map(_toml, value))}]"
-        case dict():
-            return f"{{{', '.join(f'{_key(key)} = {_toml(inner)}' for key, inner in value.items())}}}"
-    return str(value)

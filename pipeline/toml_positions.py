@@ -6,6 +6,8 @@ import re
 import tomllib
 from typing import NamedTuple, TypeAlias
 
+from pipeline.toml_advice import advise
+
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 
 _GAP = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
@@ -76,10 +78,11 @@ def syntax_errors(text: str, message: str) -> list[tuple[int, int, str]]:
         ]
     match = _SYNTAX_ERROR.fullmatch(message)
     what = match[1] if match else message
-    place = (int(match[2]), int(match[3])) if match and match[2] else line_and_column(text, len(text))
-    there = text.split("\n")[place[0] - 1][place[1] - 1 :]
-    hint = ", a string needs quotes" if what == "Invalid value" and re.match(r"[A-Za-z./~]", there) else ""
-    return [(*place, what[:1].lower() + what[1:] + hint)]
+    offset = len(text)
+    if match and match[2]:
+        offset = sum(map(len, text.splitlines(keepends=True)[: int(match[2]) - 1])) + int(match[3]) - 1
+    offset, message = advise(text, offset, what[:1].lower() + what[1:])
+    return [(*line_and_column(text, offset), message)]
 
 
 class _Scanner:

@@ -86,9 +86,7 @@ class Workspace:
         Raises:
             ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches.
         """
-        limits = limits_of(config)
-        refuse_small_arena(config, limits)
-        refuse_many_leases(config)
+        refuse_sizes(config)
         _make_own(folder)
         folder.chmod(0o700)
         layout = ledger_layout(config)
@@ -200,6 +198,12 @@ def ledger_layout(config: Config) -> LedgerLayout:
     rows = config.prompts_per_ticket * config.group_size
     extents = config.buffer.arena_bytes // (rows * _TYPICAL_ROW_BYTES)
     return LedgerLayout(extents=min(max(extents, _LEAST_EXTENTS), _MOST_EXTENTS), rows_per_extent=rows)
+
+
+def refuse_sizes(config: Config) -> None:
+    """Raise ConfigError when memory of these sizes could not hold what the configuration asks for."""
+    refuse_small_arena(config, limits_of(config))
+    refuse_many_leases(config)
 
 
 def refuse_small_arena(config: Config, limits: Limits) -> None:
