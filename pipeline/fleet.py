@@ -9,16 +9,22 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
+import msgspec
+
 from pipeline import oom
 from pipeline.errors import ExitCode, GaveUpError
-from pipeline.launchers.local import LaunchSpec, LocalChild
+from pipeline.launchers.local import LaunchSpec, LocalChild, Starter, executed
+from pipeline.launchers.template import Template
 from pipeline.metrics import START
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.placement import Place
 from pipeline.restarts import RestartLimits, RestartPolicy
 from pipeline.role import Report
 
-SlotState = Literal["idle", "starting", "ready", "draining", "backoff", "failed", "ended"]
+SlotState = Literal["idle", "waiting", "starting", "ready", "draining", "backoff", "failed", "ended"]
+
+_FORKED = ("trainer", "rollout", "setup")
+"""Roles that load torch: they are forked from the template, which has it."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +68,17 @@ class Slot:
     @property
     def name(self) -> str:
         """How it is called in logs."""
-        return self.role if self.role in ("buffer", "setup") else f"{self.role}-{self.index}"
+        return self.role if self.role in ("buffer", "setup", "template") else f"{self.role}-{self.index}"
+
+    @property
+    def works(self) -> bool:
+        """Whether it has a part in the run itself, and so a place in the metrics."""
+        return self.role not in ("setup", "template")
+
+    @property
+    def shown_state(self) -> str:
+        """The state as people are shown it: whoever waits for the template is starting."""
+        return "starting" if self.state == "waiting" else self.state
 
     @property
     def alive(self) -> bool:
@@ -76,6 +92,9 @@ class Fleet:
     Attributes:
         slots: All of them.
         prompts: Prompts in one epoch, told to each child; 0 if unknown.
+        threads: Threads that each role computes with, 1 for one that is not named.
+        name: The instance's name.
+        model: Directory of the actor, whose code the template loads.
     """
 
     def __init__(
@@ -90,8 +109,14 @@ class Fleet:
         on_line: Callable[[Slot, str], None],
         limits: RestartLimits,
     ) -> None:
+        self._limits = limits
         self.slots: list[Slot] = []
         self.prompts = 0
+        self.threads: dict[str, int] = {}
+        self.name = ""
+        self.model = ""
+        self._template = Template()
+        self._template_slot = self.add("template", 0, Place("", ()))
         self._folder = folder
         self._slab = slab
         self._clock = clock
@@ -99,7 +124,6 @@ class Fleet:
         self._on_end = on_end
         self._on_change = on_change
         self._on_line = on_line
-        self._limits = limits
         self._oom_kills = oom.kill_count()
         self._metrics = slab.writer("supervisor")
 
@@ -119,41 +143,68 @@ class Fleet:
         """Yield the slots of some roles."""
         return (slot for slot in self.slots if slot.role in roles)
 
-    def start(self, slot: Slot, *, threads: int = 1) -> None:
-        """Start a child in a slot.
+    def start(self, slot: Slot) -> None:
+        """Start a child in a slot; one that is forked from the template waits until that is ready.
 
         Raises:
             GaveUpError: If this machine has no process or file descriptor for it.
         """
-        now_s = self._clock()
-        if slot.role != "setup":
+        if not self._can_start(slot):
+            slot.state = "waiting"
+            self._on_change(slot)
+            return
+        forked = slot.role in _FORKED and self._template_slot.state == "ready"
+        slot.generation += 1
+        if slot.works:
             self._slab.begin(slot.role, slot.index, activity=START)
+        try:
+            slot.child = self._child(slot, forked=forked)
+        except OSError as error:
+            if not forked or not isinstance(error, ConnectionError | TimeoutError):
+                # No process or descriptor to be had: whoever waits for this child would wait for ever.
+                raise GaveUpError(f"{slot.name} cannot be started: {error}") from error
+            log.warning("the template does not answer and is replaced, %s waits for the next: %s", slot.name, error)
+            slot.generation -= 1
+            if slot.works:
+                self._slab.fold(slot.role, slot.index)
+            slot.state = "waiting"
+            self._template_slot.state = "draining"
+            self.signal([self._template_slot], signal.SIGKILL)
+        else:
+            self._started(slot)
+        self._on_change(slot)
+
+    def _started(self, slot: Slot) -> None:
+        if slot.works:
             self._metrics.counter("rlhfd_process_starts_total", role=slot.role).inc()
+        now_s = self._clock()
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line = "", -1, ""
-        slot.generation += 1
-        spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus))
+
+    def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
+        return LocalChild(
+            self._starter(slot, forked=forked),
+            on_report=lambda report: self._report(slot, report),
+            on_line=lambda line: self._line(slot, line),
+            on_exit=lambda code: self._ended(slot, code),
+        )
+
+    def _starter(self, slot: Slot, *, forked: bool) -> Starter:
         environment = {
             "CUDA_VISIBLE_DEVICES": slot.place.gpu,
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(self.threads.get(slot.role, 1)),
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        try:
-            slot.child = LocalChild(
-                spec,
-                environment,
-                on_report=lambda report: self._report(slot, report),
-                on_line=lambda line: self._line(slot, line),
-                on_exit=lambda code: self._ended(slot, code),
-            )
-        except OSError as error:
-            # No process or descriptor to be had: whoever waits for this child would wait for ever.
-            raise GaveUpError(f"{slot.name} cannot be started: {error}") from error
-        self._on_change(slot)
+        if slot.role == "template":
+            return self._template.starter(self.name, self.model, environment)
+        spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus))
+        if forked:
+            return self._template.forked(spec, environment)
+        return executed("pipeline.launchers.child", [msgspec.json.encode(spec).decode()], environment)
 
     def retry(self, slot: Slot) -> float | None:
         """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
@@ -169,7 +220,21 @@ class Fleet:
     def due(self) -> Iterator[Slot]:
         """Yield the slots whose next start is due."""
         now_s = self._clock()
-        return (slot for slot in self.slots if slot.state == "backoff" and slot.due_s <= now_s)
+        for slot in self.slots:
+            if (slot.state == "backoff" and slot.due_s <= now_s) or (slot.state == "waiting" and self._can_start(slot)):
+                yield slot
+
+    def _can_start(self, slot: Slot) -> bool:
+        """Whether what it is forked from is there; once the template has failed for good, roles are executed."""
+        return slot.role not in _FORKED or self._template_slot.state in ("ready", "failed")
+
+    def close(self) -> None:
+        """End the template; nothing that is forked from it is started any more."""
+        for slot in self.slots:
+            if slot.state == "waiting":
+                slot.state = "ended"
+        self.signal([self._template_slot], signal.SIGKILL)
+        self._template.close()
 
     def signal(self, slots: Iterable[Slot], number: signal.Signals) -> None:
         """Send a signal to whatever runs in these slots."""
@@ -179,7 +244,7 @@ class Fleet:
 
     def all_ready(self) -> bool:
         """Whether every role but the setup is ready; failed rollout slots degrade a run, they do not stop it."""
-        required = [slot for slot in self.slots if slot.role != "setup" and slot.state != "failed"]
+        required = [slot for slot in self.slots if slot.works and slot.state != "failed"]
         return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
 
     def now_s(self) -> float:
@@ -202,7 +267,7 @@ class Fleet:
         if report.state == "ready":
             slot.state = "ready"
             startup_s = self._clock() - slot.started_s
-            if slot.role != "setup":
+            if slot.works:
                 self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
             log.info(
                 "ready: process=%s pid=%d startup_s=%.1f", slot.name, slot.child.pid if slot.child else 0, startup_s
@@ -220,7 +285,10 @@ class Fleet:
         booted = slot.state != "starting"
         slot.last_pid = slot.child.pid if slot.child is not None else 0
         slot.child, slot.last_exit, slot.state = None, code, "ended"
-        if slot.role != "setup":
+        if slot.role == "template" and not booted and code > 0:
+            # What it cannot load, the roles cannot either; theirs to say what it is.
+            slot.mistrusted = True
+        if slot.works:
             slot.working_on = self._slab.progress(slot.role, slot.index).working_on
             self._slab.fold(slot.role, slot.index)
             kills = oom.kill_count()

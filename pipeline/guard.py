@@ -140,7 +140,7 @@ class Guard:
     # Looking.
 
     def _slots(self) -> list[Slot]:
-        return [slot for slot in self._fleet.slots if slot.role != "setup"]
+        return [slot for slot in self._fleet.slots if slot.works]
 
     def _standing(self, slot: Slot) -> Standing:
         pid = slot.child.pid if slot.child else 0

@@ -98,10 +98,10 @@ class InstanceStatus:
 
     def changed(self, slot: Slot) -> None:
         """Show a slot's new state."""
-        if slot.role == "setup":
+        if not slot.works:
             return
         for state in _SLOT_STATES:
-            count = sum(other.state == state for other in self._fleet.of(slot.role))
+            count = sum(other.shown_state == state for other in self._fleet.of(slot.role))
             self._writer.gauge("rlhfd_processes", role=slot.role, state=state).set(count)
         labels = {"role": slot.role, "worker": str(slot.index)}
         self._writer.gauge("rlhfd_process_up", **labels).set(float(slot.state == "ready"))
@@ -144,7 +144,7 @@ class InstanceStatus:
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
         """Return whether every required role is ready, and which are not."""
-        waiting = [slot.name for slot in self._fleet.slots if slot.role != "setup" and slot.state != "ready"]
+        waiting = [slot.name for slot in self._fleet.slots if slot.works and slot.state != "ready"]
         return self._fleet.all_ready() and self.state == "ready", {"state": self.shown_state, "waiting_for": waiting}
 
     def snapshot(self) -> Snapshot:
@@ -202,7 +202,7 @@ class InstanceStatus:
                 "dropped": books.dropped_by_reason() if books else {},
                 "unaccounted": books.unaccounted if books else 0,
             },
-            "processes": [self._process(slot) for slot in self._fleet.slots if slot.role != "setup"],
+            "processes": [self._process(slot) for slot in self._fleet.slots if slot.works],
         }
 
     def summary(self) -> list[str]:
@@ -237,7 +237,7 @@ class InstanceStatus:
             "role": slot.role,
             "index": slot.index,
             "pid": slot.child.pid if slot.child else None,
-            "state": slot.state,
+            "state": slot.shown_state,
             "restarts": slot.restarts,
             "uptime_s": round(self._fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
@@ -247,7 +247,7 @@ class InstanceStatus:
 
     def _sample_processes(self) -> None:
         for slot in self._fleet.slots:
-            if slot.role == "setup" or slot.child is None:
+            if not slot.works or slot.child is None:
                 continue
             labels = {"role": slot.role, "worker": str(slot.index)}
             self._writer.gauge("rlhfd_process_resident_memory_bytes", **labels).set(resident_bytes(slot.child.pid))

@@ -29,6 +29,7 @@ from pipeline.instance import (
 )
 from pipeline.instance_status import InstanceStatus
 from pipeline.launchers.local import allow_descriptors
+from pipeline.lifeline import adopt_orphans, reap_orphans
 from pipeline.messages import Drain, PeerDied
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
@@ -112,6 +113,7 @@ class Supervisor:
     async def serve(self) -> ExitCode:
         """Start everything, watch until all has ended, leave nothing behind."""
         self._loop = asyncio.get_running_loop()
+        adopt_orphans()
         self._prepare()
         self._record = self._write_record()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -156,6 +158,9 @@ class Supervisor:
             limits=RestartLimits.of(config.daemon),
         )
         self._fleet.prompts = prompts_at_most(Path(config.prompts.path))
+        self._fleet.name = config.daemon.name
+        self._fleet.model = config.model.actor
+        self._fleet.threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}
         nowhere = Place("", ())
         if not self._is_prepared():
             self._fleet.add("setup", 0, nowhere)
@@ -212,26 +217,17 @@ class Supervisor:
         return record
 
     def _start_first(self) -> None:
-        for slot in self._fleet.of("buffer"):
-            self._start(slot)
-        setup = list(self._fleet.of("setup"))
-        for slot in setup:
-            self._start(slot)
-        if not setup:
-            self._start_roles()
-
-    def _start_roles(self) -> None:
-        for slot in self._fleet.of("trainer", "rollout"):
-            self._start(slot)
-
-    def _start(self, slot: Slot) -> None:
-        threads = {"trainer": self._config.trainer.threads, "rollout": self._config.rollout.threads}
-        self._fleet.start(slot, threads=threads.get(slot.role, 1))
+        first = ["template", "buffer", "setup"]
+        if not any(self._fleet.of("setup")):
+            first += ["trainer", "rollout"]
+        for slot in self._fleet.of(*first):
+            self._fleet.start(slot)
 
     # While it runs.
 
     def _tick(self) -> None:
         now_s = monotonic_s()
+        reap_orphans([slot.child.pid for slot in self._fleet.slots if slot.child is not None])
         if not self._ending:
             self._restart_due()
             self._check_startup(now_s)
@@ -246,10 +242,10 @@ class Supervisor:
         for slot in list(self._fleet.due()):
             # Ranks start together: a rank alone would wait for the others of its generation for ever.
             if slot.role != "trainer" or not self._fleet.alive("trainer") or self._due_together():
-                self._start(slot)
+                self._fleet.start(slot)
 
     def _due_together(self) -> bool:
-        return all(slot.state in ("backoff", "starting") for slot in self._fleet.of("trainer"))
+        return all(slot.state in ("backoff", "waiting", "starting") for slot in self._fleet.of("trainer"))
 
     def _check_startup(self, now_s: float) -> None:
         limit_s = self._config.daemon.startup_timeout_s
@@ -283,11 +279,14 @@ class Supervisor:
             self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
         elif slot.role == "setup":
             if code == 0:
-                self._start_roles()
+                for role in self._fleet.of("trainer", "rollout"):
+                    self._fleet.start(role)
             else:
                 self._abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.error or slot.last_line}")
         elif slot.role == "trainer":
             self._rank_ended(slot, code)
+        elif slot.role == "template":
+            self._template_ended(slot, code)
         else:
             if slot.role == "rollout":
                 self._to_buffer.send(PeerDied(worker_name(slot.index), slot.working_on, slot.last_pid))
@@ -307,6 +306,12 @@ class Supervisor:
             other.ended_by = other.ended_by or "group"
             self._fleet.signal([other], signal.SIGKILL)
         self._retry(slot, code)
+
+    def _template_ended(self, slot: Slot, code: int) -> None:
+        """Nothing that runs depends on it; without one, a role that is started takes some seconds longer."""
+        delay_s = self._fleet.retry(slot)
+        further = "roles are started without it" if delay_s is None else f"another one in {delay_s:.1f} s"
+        log.warning("the template has ended (%d), %s: %s", code, further, slot.error or slot.last_line)
 
     def _retry(self, slot: Slot, code: int) -> None:
         delay_s = self._fleet.retry(slot)
@@ -368,6 +373,7 @@ class Supervisor:
         self._owing = [slot for slot in self._fleet.alive("trainer") if slot.state == "ready"]
         self._drain_word = Drain(complete)
         self._to_buffer.send(self._drain_word)
+        self._fleet.close()
         self._fleet.signal(self._fleet.alive("trainer", "rollout", "setup"), signal.SIGTERM)
         for slot in self._fleet.alive("trainer", "rollout"):
             slot.state = "draining"
@@ -409,7 +415,7 @@ class Supervisor:
                     self._exit_code = self._exit_code or ExitCode.FAILED
                     self._kill_all()
             for slot in [slot for slot in self._fleet.of("buffer") if slot.state == "backoff"]:
-                self._start(slot)
+                self._fleet.start(slot)
                 self._to_buffer.send(self._drain_word)
         if not self._fleet.alive():
             self._ended.set()

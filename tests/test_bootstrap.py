@@ -266,6 +266,16 @@ def test_an_environment_of_another_program_is_not_deleted(project: Project) -> N
     assert foreign.exists()
 
 
+def test_an_environment_that_is_only_linked_to_is_not_emptied(project: Project, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    theirs.joinpath("installing").touch()
+    project.root.joinpath(".venv").symlink_to(theirs)
+
+    assert "is a link to an environment" in refusal(project)
+    assert [path.name for path in theirs.iterdir()] == ["installing"]
+
+
 def test_an_old_python_is_refused_in_one_line(project: Project, tmp_path: Path) -> None:
     old = executable(tmp_path / "old-python", '#!/bin/sh\ncase "$2" in *print*) echo 3.9 ;; *) exit 1 ;; esac\n')
 

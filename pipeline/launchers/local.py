@@ -1,4 +1,4 @@
-"""Roles as child processes of this machine: exec, never fork; one pidfd each; they die with their supervisor."""
+"""Roles as child processes of this machine: one pidfd each; they die with their supervisor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -49,7 +50,7 @@ def allow_descriptors(children: int, scorers: int) -> None:
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """All that a child needs to become a role; handed over on its command line."""
+    """All that a child needs to become a role."""
 
     role: str
     index: int
@@ -59,13 +60,55 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     cpus: list[int] = []
 
 
+class Process(Protocol):
+    """A child of this process, which alone may reap it."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    def wait(self) -> int:
+        """Reap it once it is dead; return its exit code, or minus the signal."""
+
+
+Starter = Callable[[int, int], Process]
+"""Starts a process, given the child's ends of the pipes for its reports and for its lines."""
+
+
+def executed(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], *, pass_fds: Sequence[int] = ()
+) -> Starter:
+    """Return what starts ``python -m module REPORTS ARGUMENTS...``, with these variables set on top of ours."""
+
+    def start(reports: int, lines: int) -> Process:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(reports), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=lines,
+            stderr=lines,
+            pass_fds=(reports, *pass_fds),
+            env=child_environment(environment),
+            # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
+            start_new_session=True,
+        )
+
+    return start
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return our variables with these on top, as a child of ours is to see them."""
+    variables = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    # A child that could tell systemd that it is ready would speak for the whole service.
+    variables.pop("NOTIFY_SOCKET", None)
+    return variables
+
+
 class LocalChild:
     """One running child. Its callbacks come from the event loop, the last of them `on_exit`, once."""
 
     def __init__(
         self,
-        spec: LaunchSpec,
-        environment: Mapping[str, str],
+        start: Starter,
         *,
         on_report: Callable[[Report], None],
         on_line: Callable[[str], None],
@@ -74,8 +117,7 @@ class LocalChild:
         """Start the child.
 
         Args:
-            spec: What it is.
-            environment: Variables set on top of ours.
+            start: Starts its process.
             on_report: Called with each report of the child.
             on_line: Called with each line it prints.
             on_exit: Called with its exit code, or minus the signal, after all its lines and reports.
@@ -83,28 +125,14 @@ class LocalChild:
         Raises:
             OSError: If there is no process or file descriptor to be had; nothing is left open then.
         """
-        self.spec = spec
         self._on_report = on_report
         self._on_line = on_line
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         pipes = _pipes()
         reports, reports_child, lines, lines_child = pipes
-        variables = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        # A child that could tell systemd that it is ready would speak for the whole service.
-        variables.pop("NOTIFY_SOCKET", None)
-        module = "pipeline.launchers.child"
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(reports_child), msgspec.json.encode(spec).decode()],
-                stdin=subprocess.DEVNULL,
-                stdout=lines_child,
-                stderr=lines_child,
-                pass_fds=(reports_child,),
-                env=variables,
-                # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
-                start_new_session=True,
-            )
+            self._process = start(reports_child, lines_child)
         except OSError:
             for descriptor in pipes:
                 os.close(descriptor)

@@ -52,6 +52,7 @@ TARGETS = (
     Target("trainer", "publish"),
     Target("trainer", "wait_data"),
     Target("trainer"),
+    Target("template"),
     Target("supervisor"),
     Target("everything"),
     Target("rollout", "generate", hangs=True),
@@ -176,6 +177,10 @@ class Campaign:
             os.kill(self.daemon.pid, signal.SIGKILL)
             wait_until(lambda: not any(map(is_alive, family)), 5.0, "the children die with their supervisor")
             return ""
+        if target.role == "template":
+            for pid in filter(_is_template, self.daemon.family()):
+                os.kill(pid, signal.SIGKILL)
+            return ""
         with self._slab() as slab:
             worker = self._rng.choice([slot.worker for slot in slab.layout.slots if slot.role == target.role])
             stage = self._wait_stage(slab, target, worker)
@@ -234,3 +239,9 @@ class Campaign:
 
 def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
     return slab.is_live(role, worker) and slab.pid(role, worker) > 0 and is_alive(slab.pid(role, worker))
+
+
+def _is_template(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"rlhfd: template" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
