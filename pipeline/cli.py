@@ -328,8 +328,9 @@ def schema() -> None:
 
     \b
     Examples:
-      rlhfd config schema | jq '."$defs".RolloutConfig.properties | keys'
+      rlhfd config schema > config.schema.json     # then: #:schema config.schema.json
+      rlhfd config schema | jq '.properties.rollout.properties | keys'
     """
-    from pipeline.config import Config
+    from pipeline import config_reference
 
-    click.echo(json.dumps(Config.model_json_schema(), indent=2))
+    click.echo(json.dumps(config_reference.schema(), indent=2))

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.codec_bounds import row_bytes_bound
 
-LIVE: Final[JsonDict] = {"reload": "live"}
+LIVE: Final[JsonDict] = {"x-reload": "live"}
 """On a field: `rlhfd reload` puts a new value in force in a running instance. Any other needs a restart."""
 
 BUILTIN_PREFIX = "builtin:"
@@ -94,13 +94,27 @@ def _check_function(value: str) -> str:
     return value
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes, json_schema_input_type=int | str)]
-Devices = Annotated[Literal["auto"] | list[int], BeforeValidator(_check_devices)]
+_BytesText = Annotated[str, Field(pattern=rf"^{_BYTES_TEXT.pattern}$")]
+_Natural = Annotated[int, Field(ge=0)]
+_Sequence = Annotated[list[_Natural], Field(min_length=1)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_DeviceList = Annotated[list[_Natural], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
+_Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes, json_schema_input_type=int | _BytesText)]
+Devices = Annotated[
+    Literal["auto"] | list[int],
+    BeforeValidator(_check_devices, json_schema_input_type=Literal["auto"] | _DeviceList),
+]
 AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 Source = Annotated[str, AfterValidator(_check_source)]
-FunctionName = Annotated[str, AfterValidator(_check_function)]
-StopTokenIds = Annotated[int | list[int] | list[list[int]] | None, BeforeValidator(_check_stops)]
-Betas = Annotated[tuple[float, float], BeforeValidator(_check_betas)]
+FunctionName = Annotated[
+    str, AfterValidator(_check_function), Field(json_schema_extra={"pattern": f"^{_FUNCTION.pattern}$"})
+]
+StopTokenIds = Annotated[
+    int | list[int] | list[list[int]] | None,
+    BeforeValidator(_check_stops, json_schema_input_type=_Natural | list[_Natural] | list[_Sequence] | None),
+]
+Betas = Annotated[tuple[float, float], BeforeValidator(_check_betas, json_schema_input_type=_Betas)]
 
 
 class _Section(BaseModel):
@@ -115,7 +129,7 @@ class DaemonConfig(_Section):
         default="rlhfd",
         pattern=r"^[a-z0-9-]+$",
         max_length=64,
-        description="Name of the instance in process titles and metrics.",
+        description="Name of the instance in process titles and metrics: a-z, 0-9 and -.",
     )
     runtime_dir: AnyPath = Field(
         default=Path("run/rlhfd"),

@@ -27,7 +27,7 @@ def is_live(key: str) -> bool:
     """Whether a running instance takes up a new value of ``section.key``; declared on the field."""
     section, _, name = key.partition(".")
     extra = type(getattr(Config(), section)).model_fields[name].json_schema_extra
-    return isinstance(extra, dict) and extra.get("reload") == "live"
+    return isinstance(extra, dict) and extra.get("x-reload") == "live"
 
 
 def compare(running: Config, wanted: Config) -> Changes:

@@ -185,7 +185,7 @@ class TestConfig:
         assert run("config", "show").stdout == ""
 
     def test_schema_is_json(self) -> None:
-        assert "RolloutConfig" in json.loads(run("config", "schema").stdout)["$defs"]
+        assert "workers" in json.loads(run("config", "schema").stdout)["properties"]["rollout"]["properties"]
 
 
 class TestStart:
