@@ -15,7 +15,7 @@ from pipeline import oom
 from pipeline.errors import ExitCode, GaveUpError
 from pipeline.launchers.local import LaunchSpec, LocalChild, Starter, executed
 from pipeline.launchers.template import Template
-from pipeline.metrics import START
+from pipeline.metrics import BY_NAME, START
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.placement import Place
 from pipeline.restarts import RestartLimits, RestartPolicy
@@ -131,6 +131,10 @@ class Fleet:
         """Make a slot; nothing runs in it yet."""
         slot = Slot(role, index, place, RestartPolicy(self._limits, random.Random()))
         self.slots.append(slot)
+        if slot.works:
+            # From 0 on: Prometheus sees no increase in a counter that appears as 1.
+            for reason in BY_NAME["rlhfd_process_exits_total"].labels["reason"]:
+                self._metrics.counter("rlhfd_process_exits_total", role=role, reason=reason)
         return slot
 
     def limit(self, limits: RestartLimits) -> None:
