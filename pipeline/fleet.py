@@ -233,10 +233,7 @@ class Fleet:
         return slot.role not in _FORKED or self._template_slot.state in ("ready", "failed")
 
     def close(self) -> None:
-        """End the template; nothing that is forked from it is started any more."""
-        for slot in self.slots:
-            if slot.state == "waiting":
-                slot.state = "ended"
+        """End the template."""
         self.signal([self._template_slot], signal.SIGKILL)
         self._template.close()
 

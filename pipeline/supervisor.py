@@ -15,6 +15,7 @@ from pipeline import log as logs
 from pipeline import placement, sort_digits
 from pipeline.config import Config
 from pipeline.config_file import LoadedConfig
+from pipeline.ending import Ending
 from pipeline.errors import ExitCode, RlhfdError
 from pipeline.fleet import Fleet, Slot
 from pipeline.guard import Guard
@@ -30,7 +31,7 @@ from pipeline.instance import (
 from pipeline.instance_status import InstanceStatus
 from pipeline.launchers.local import allow_descriptors
 from pipeline.lifeline import adopt_orphans, reap_orphans
-from pipeline.messages import Drain, PeerDied
+from pipeline.messages import PeerDied
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.page import Access, HttpServer
@@ -44,8 +45,6 @@ from pipeline.transport import BUFFER, Outbox, trainer_name, worker_name
 from pipeline.workspace import Workspace
 
 _TICK_S = 0.25
-# The buffer writes what is undelivered to disk.
-_KILL_AFTER_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +99,7 @@ class Supervisor:
         self._loaded = loaded
         self._workspace = workspace
         self._http = http
-        self._exit_code = ExitCode.OK
-        self._draining_since_s: float | None = None
-        self._drain_word = Drain()
-        # Trainer ranks that were at work when the drain began.
-        self._owing: list[Slot] = []
-        self._killed_s: float | None = None
         self._finished_ranks: set[int] = set()
-        self._ended = asyncio.Event()
         self._hangup = Hangup()
 
     async def serve(self) -> ExitCode:
@@ -125,12 +117,12 @@ class Supervisor:
         self._view.start()
         try:
             self._do(self._start_first)
-            while not self._ended.is_set():
+            while not self._end.over:
                 self._do(self._tick)
-                await asyncio.sleep(_TICK_S) if self._fleet.alive() or not self._ending else None
+                await asyncio.sleep(_TICK_S) if not self._end.over else None
         finally:
             await self._leave(control)
-        return self._exit_code
+        return self._end.exit_code
 
     def _do(self, part: Callable[[], None]) -> None:
         try:
@@ -188,6 +180,7 @@ class Supervisor:
         )
         self._view = LiveView()
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
+        self._end = Ending(config, self._fleet, self._slab, self._to_buffer, taken_over=self._workspace.taken_over)
         self._pause = Pause(self._workspace.folder)
         if self._workspace.taken_over:
             log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
@@ -228,15 +221,15 @@ class Supervisor:
     def _tick(self) -> None:
         now_s = monotonic_s()
         reap_orphans([slot.child.pid for slot in self._fleet.slots if slot.child is not None])
-        if not self._ending:
+        if not self._end.under_way:
             self._restart_due()
             self._check_startup(now_s)
         self._status.sample(now_s)
-        if not self._ending:
+        if not self._end.under_way:
             self._guard.tick(now_s, *self._status.steps_and_version())
         self._view.update(self._status.snapshot())
-        if self._ending:
-            self._press_on(now_s)
+        if self._end.under_way:
+            self._end.press_on(now_s)
 
     def _restart_due(self) -> None:
         for slot in list(self._fleet.due()):
@@ -264,16 +257,11 @@ class Supervisor:
 
     def _child_ended(self, slot: Slot, code: int) -> None:
         self._child_changed(slot)
-        if slot.role == "trainer" and code == ExitCode.FAILED and (self._ending or slot.finished):
+        if slot.role == "trainer" and code == ExitCode.FAILED and (self._end.under_way or slot.finished):
             # All steps it was to take are taken, but for a last checkpoint that nobody could write.
-            self._exit_code = self._exit_code or ExitCode.FAILED
-        if self._ending:
-            if slot.role == "buffer" and self._killed_s is None:
-                self._last_buffer_ended(slot, code)
-            elif slot in self._owing and code not in (ExitCode.OK, ExitCode.FAILED) and self._exit_code is ExitCode.OK:
-                self._exit_code = ExitCode.FAILED
-                log.error("%s ended (%d) before its last checkpoint, the next start goes on from the one before",
-                          slot.name, code)  # fmt: skip
+            self._end.exit_code = self._end.exit_code or ExitCode.FAILED
+        if self._end.under_way:
+            self._end.child_ended(slot, code)
             return
         if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
             self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
@@ -327,28 +315,13 @@ class Supervisor:
         if slot.role != "rollout" or not usable:
             self._abort(ExitCode.GAVE_UP, f"{slot.name} failed ({how}): {words}")
 
-    def _last_buffer_ended(self, slot: Slot, code: int) -> None:
-        """Nobody else can write to disk what is undelivered: unless it came to that itself, it is started again."""
-        died = code not in (ExitCode.OK, ExitCode.FAILED, ExitCode.BAD_CONFIG)
-        if died and self._fleet.retry(slot) is not None:
-            log.warning(
-                "buffer ended (%d) before it had written what is undelivered, restart: %s", code, slot.last_line
-            )
-        elif code:
-            self._exit_code = self._exit_code or ExitCode.FAILED
-            log.error("what was undelivered is lost: %s", slot.error or slot.last_line)
-
     def _take(self, config: Config) -> None:
         """Let a reloaded configuration hold; nothing here fails."""
-        self._config = config
+        self._config = self._end.config = config
         self._guard.limit(config)
         self._fleet.limit(RestartLimits.of(config.daemon))
 
     # The end.
-
-    @property
-    def _ending(self) -> bool:
-        return self._draining_since_s is not None or self._killed_s is not None
 
     def _hung_up(self) -> None:
         match self._hangup.meaning():
@@ -358,72 +331,30 @@ class Supervisor:
                 self._reload.soon()
 
     def _stop_asked(self, number: signal.Signals) -> None:
-        if self._ending:
+        if self._end.under_way:
             log.info("ending at once: second signal")
-            self._kill_all()
+            self._end.kill_all()
         else:
             self._drain(f"{signal.Signals(number).name} received")
 
     def _drain(self, reason: str, *, complete: bool = False) -> None:
-        """Let rollouts and steps in progress finish; `_press_on` sees to it that this ends."""
-        if reason:
-            log.info("draining: %s", reason)
-        self._draining_since_s = monotonic_s()
+        log.info("draining: %s", reason)
         self._status.state = "draining"
-        self._owing = [slot for slot in self._fleet.alive("trainer") if slot.state == "ready"]
-        self._drain_word = Drain(complete)
-        self._to_buffer.send(self._drain_word)
-        self._fleet.close()
-        self._fleet.signal(self._fleet.alive("trainer", "rollout", "setup"), signal.SIGTERM)
-        for slot in self._fleet.alive("trainer", "rollout"):
-            slot.state = "draining"
+        self._end.begin(complete=complete)
 
     def _abort(self, code: ExitCode, reason: str) -> None:
         """End because going on makes no sense; what is trained and what is undelivered still goes to disk."""
-        if self._exit_code is ExitCode.OK:
-            self._exit_code = code
+        if self._end.exit_code is ExitCode.OK:
+            self._end.exit_code = code
             log.error("%s", reason)
-        if self._ending:
-            self._kill_all()
+        if self._end.under_way:
+            self._end.kill_all()
             return
-        ranks = self._fleet.alive("trainer")
-        able = len(ranks) == self._config.trainer.world_size and all(slot.state == "ready" for slot in ranks)
-        self._drain("")
-        self._fleet.signal(self._fleet.alive("rollout", "setup", *(() if able else ("trainer",))), signal.SIGKILL)
+        self._status.state = "draining"
+        self._end.begin_failed()
         for slot in self._fleet.of("buffer"):
             if not slot.alive and code is ExitCode.GAVE_UP:
                 slot.state = "backoff"
-
-    def _kill_all(self) -> None:
-        self._killed_s = self._killed_s or monotonic_s()
-        self._fleet.signal(self._fleet.alive(), signal.SIGKILL)
-
-    def _press_on(self, now_s: float) -> None:
-        working = self._fleet.alive("trainer", "rollout", "setup")
-        if self._draining_since_s is not None and self._killed_s is None:
-            overdue_s = now_s - self._draining_since_s - self._config.daemon.drain_timeout_s
-            if working and overdue_s > 0:
-                log.warning("cut at daemon.drain_timeout_s: %s", ", ".join(slot.name for slot in working))
-                self._fleet.signal(working, signal.SIGKILL)
-            elif not working and (overdue_s > 0 or not self._is_leased()):
-                # Once, and none that still starts: without its handler it would die of it.
-                for slot in [slot for slot in self._fleet.alive("buffer") if slot.state == "ready"]:
-                    self._fleet.signal([slot], signal.SIGTERM)
-                    slot.state = "draining"
-                if overdue_s > _KILL_AFTER_S:
-                    log.error("what was undelivered is lost: the buffer has not ended within %g s", _KILL_AFTER_S)
-                    self._exit_code = self._exit_code or ExitCode.FAILED
-                    self._kill_all()
-            for slot in [slot for slot in self._fleet.of("buffer") if slot.state == "backoff"]:
-                self._fleet.start(slot)
-                self._to_buffer.send(self._drain_word)
-        if not self._fleet.alive():
-            self._ended.set()
-
-    def _is_leased(self) -> bool:
-        """Whether a trainer of somebody else's still holds a batch; it is told to drain, and gets the time for it."""
-        books = self._slab.conservation()
-        return self._config.trainer.kind == "external" and books is not None and books.leases_active > 0
 
     async def _leave(self, control: asyncio.AbstractServer) -> None:
         self._view.update(self._status.snapshot())
@@ -445,11 +376,11 @@ class Supervisor:
             case "reload":
                 return await self._reload.run()
             case "pause" | "resume" as word:
-                if self._ending:
+                if self._end.under_way:
                     return {"error": "the instance is draining"}
                 return {"in_force": await self._pause.turn(word == "pause", lambda: self._status.is_buffer_paused)}
             case "stop":
-                if not self._ending:
+                if not self._end.under_way:
                     self._drain("asked to by `rlhfd stop`")
                 return {"ok": True}
             case other:

@@ -1,6 +1,7 @@
 """A real daemon whose processes are killed with SIGKILL; what must go on goes on, and the books balance."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -104,7 +105,7 @@ def test_after_a_killed_supervisor_nothing_runs_and_the_next_start_goes_on(tmp_p
         daemon.wait_step(5)
         family = daemon.family()
         run_id, sealed = daemon.status()["run_id"], total(daemon.metrics(), "rlhfd_items_sealed_total")
-        assert len(family) == 3
+        assert len(family) == 4, "template, buffer, trainer, worker"
 
         daemon.signal(signal.SIGKILL)
         daemon.wait()
@@ -236,3 +237,21 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
         assert total(metrics, "rlhfd_items_dropped_total") == newer
         finish(daemon)
         assert list((daemon.state_dir / "journal").iterdir()) == []
+
+
+def test_a_trainer_killed_during_a_stop_comes_back_and_writes_its_checkpoint(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0", "buffer.max_staleness=0", "daemon.drain_timeout_s=120")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids, step = daemon.pids(), daemon.status()["step"]
+        # Stopped, it cannot end in order before it is killed.
+        daemon.signal(signal.SIGSTOP, "trainer-0")
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_logged("draining")
+        os.kill(pids["trainer-0"], signal.SIGKILL)
+        assert daemon.wait() == 0, daemon.errors
+        assert "before its last checkpoint, restart" in daemon.errors
+
+    latest = read_latest(daemon.state_dir / "checkpoints")
+    assert latest is not None and latest.step >= step, "no step is lost, though none was on disk"

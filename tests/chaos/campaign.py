@@ -24,10 +24,15 @@ from tests.daemon import Daemon, is_alive, wait_until
 RECOVERY_TIMEOUT_S = 120.0
 _STAGE_TIMEOUT_S = 4.0
 _LOOK_S = 0.0002
+# Within which an end in order is hit: most take that long.
+_DRAIN_S = 0.5
 
 
 class Target(NamedTuple):
-    """Whom to hit, and at which stage of its work, any if none is named; with `hangs` it is stopped, not killed."""
+    """Whom to hit, and at which stage of its work, any if none is named; with `hangs` it is stopped, not killed.
+
+    At the stage ``"drain"`` the daemon has been told to stop.
+    """
 
     role: str
     stage: str = ""
@@ -55,6 +60,10 @@ TARGETS = (
     Target("template"),
     Target("supervisor"),
     Target("everything"),
+    Target("rollout", "drain"),
+    Target("buffer", "drain"),
+    Target("trainer", "drain"),
+    Target("supervisor", "drain"),
     Target("rollout", "generate", hangs=True),
     Target("buffer", hangs=True),
     Target("trainer", "train", hangs=True),
@@ -110,7 +119,10 @@ class Campaign:
         states = self._states()
         stage = self._strike(target)
         started_s = time.monotonic()
-        if target.role in ("supervisor", "everything"):
+        if target.stage == "drain":
+            self._end(target)
+            before = self._trained()
+        elif target.role in ("supervisor", "everything"):
             self._revive()
         self._wait_trained(before)
         kill = Kill(target, stage, states, time.monotonic() - started_s)
@@ -157,6 +169,13 @@ class Campaign:
         self.daemon.wait()
         self._start()
 
+    def _end(self, target: Target) -> None:
+        """Let a stop go on to its end, which must be one in order unless the supervisor was killed; start again."""
+        code = self.daemon.wait()
+        if target.role != "supervisor":
+            assert code == 0, f"{target} made it end with {code}\n{self.daemon.errors[-4000:]}"
+        self._start()
+
     # Targets.
 
     def _next(self) -> Target:
@@ -167,6 +186,8 @@ class Campaign:
 
     def _strike(self, target: Target) -> str:
         """Kill the target, at its stage if that comes up in time; return the stage it was at."""
+        if target.stage == "drain":
+            return self._strike_drain(target)
         if target.role == "everything":
             for pid in [self.daemon.pid, *self.daemon.family()]:
                 with contextlib.suppress(ProcessLookupError):
@@ -186,6 +207,17 @@ class Campaign:
             stage = self._wait_stage(slab, target, worker)
             os.kill(slab.pid(target.role, worker), signal.SIGSTOP if target.hangs else signal.SIGKILL)
         return stage
+
+    def _strike_drain(self, target: Target) -> str:
+        """Tell the daemon to stop, and kill the target a moment later, unless that has ended by itself."""
+        self.daemon.wait_ready(RECOVERY_TIMEOUT_S)
+        pids = self.daemon.pids()
+        name = self._rng.choice([name for name in ("supervisor", *sorted(pids)) if name.startswith(target.role)])
+        self.daemon.signal(signal.SIGTERM)
+        time.sleep(self._rng.random() * _DRAIN_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.daemon.pid if name == "supervisor" else pids[name], signal.SIGKILL)
+        return target.stage
 
     def _wait_stage(self, slab: MetricsSlab, target: Target, worker: int) -> str:
         """Wait until that process is up and at the stage; any other one will do at the deadline."""
