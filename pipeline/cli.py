@@ -273,6 +273,52 @@ def resume(path: Path | None, runtime_dir: Path | None) -> None:
     click.echo("resumed" if is_in_force else "resumed as soon as the buffer is there")
 
 
+@main.command()
+@_finding
+@click.option("--last", type=click.IntRange(min=0), default=10, show_default=True, help="How many, the newest.")
+@click.option("--follow", "-f", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.option("--min-reward", type=float, metavar="R", help="Only where a response got at least R.")
+@click.option("--max-reward", type=float, metavar="R", help="Only where a response got at most R.")
+@click.option("--contains", default="", metavar="TEXT", help="Only with TEXT in prompt, answer or a response.")
+@click.option("--worker", type=click.IntRange(min=0), metavar="N", help="Only of worker N.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
+def samples(
+    path: Path | None,
+    runtime_dir: Path | None,
+    last: int,
+    follow: bool,
+    min_reward: float | None,
+    max_reward: float | None,
+    contains: str,
+    worker: int | None,
+    as_json: bool,
+) -> None:
+    r"""Show sampled rollouts: prompt, responses with reward and advantage; of a run that has ended, too.
+
+    \b
+    Examples:
+      rlhfd samples --last 3
+      rlhfd samples --follow --min-reward 0.9
+      rlhfd samples --json --contains 7302 | jq '.responses[].reward'
+    """
+    from pipeline.samples import SampleReader, folder_of
+    from pipeline.samples_view import Filter, show
+
+    reader = SampleReader(folder_of(_state_dir(runtime_dir, path)))
+    show(reader, Filter(min_reward, max_reward, contains, worker), last=last, follow=follow, as_json=as_json)
+
+
+def _state_dir(directory: Path | None, path: Path | None) -> Path:
+    """Return the running instance's state directory; where none runs, the configured one."""
+    from pipeline import instance
+
+    try:
+        record = instance.find(_runtime_dir(directory, path))
+    except NotRunningError:
+        return _load(path, (), files=False).config.daemon.state_dir
+    return Path(json.loads((Path(record.shm_dir) / "config.json").read_text())["daemon"]["state_dir"])
+
+
 @main.group()
 def config() -> None:
     r"""Check and show the configuration.

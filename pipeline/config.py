@@ -374,6 +374,7 @@ class MetricsConfig(_Section):
     enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address it listens on.")
     port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0 for any that is free.")
+    page: bool = Field(default=True, description="Whether it serves the page of the run at `/`.")
     tls_cert: AnyPath | None = Field(
         default=None, description="Certificate chain in PEM; with it the server speaks TLS."
     )
@@ -382,6 +383,24 @@ class MetricsConfig(_Section):
         default=None,
         description="File of mode 0600 with a bearer token, asked for by all but /healthz and /readyz.",
         json_schema_extra=LIVE,
+    )
+
+
+class SamplesConfig(_Section):
+    """Rollouts kept for people to read, on the page and by `rlhfd samples`."""
+
+    per_minute: float = Field(
+        default=30.0, ge=0, le=6000, description="Prompts a minute whose responses are kept, of all workers; 0: none."
+    )
+    bytes: Bytes = Field(
+        default=16 << 20,
+        ge=1 << 16,
+        lt=2**40,
+        description="Most bytes of what is kept under daemon.state_dir; the oldest go first.",
+    )
+    remote: bool = Field(
+        default=False,
+        description="Whether the page shows them where metrics.host is no loopback address too.",
     )
 
 
@@ -405,6 +424,7 @@ class Config(_Section):
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     metrics: MetricsConfig = MetricsConfig()
+    samples: SamplesConfig = SamplesConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property

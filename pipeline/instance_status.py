@@ -13,6 +13,7 @@ from pipeline.config import Config
 from pipeline.fleet import Fleet, Slot
 from pipeline.gpus import GpuWatch, gpu_series
 from pipeline.guard import Guard
+from pipeline.metrics import Conservation
 from pipeline.metrics_reader import MetricsReader, Reading, build_info
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.pause import Pause
@@ -107,6 +108,15 @@ class InstanceStatus:
         self._writer.gauge("rlhfd_process_up", **labels).set(float(slot.state == "ready"))
         wait_s = slot.due_s - self._fleet.now_s() if slot.state == "backoff" else 0.0
         self._writer.gauge("rlhfd_process_backoff_seconds", **labels).set(max(0.0, wait_s))
+
+    @property
+    def reading(self) -> Reading:
+        """The newest one."""
+        return self._reading
+
+    def books(self) -> Conservation | None:
+        """Return where every row is; None before the buffer has said so."""
+        return self._slab.conservation()
 
     @property
     def phase(self) -> str:

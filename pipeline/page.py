@@ -1,13 +1,18 @@
-"""The HTTP server of an instance: metrics for Prometheus, health and readiness for whoever watches.
+"""The HTTP server of an instance: metrics for Prometheus, health and readiness for whoever watches, a page for people.
 
 It runs inside the supervisor's event loop, and a request costs that loop no more than its handler: no client, however
 slow, holds up another one. Connections are bounded: the oldest goes when one too many comes, and one that has not sent
 a whole request in time. What is no HTTP is answered with 400 and not logged, for it would be a line for each.
+
+The page is files of `pipeline/web` and two answers in JSON that it asks for again and again. Its policy lets it load
+nothing from elsewhere, run no script that is not such a file, and take no text for markup.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import contextlib
 import dataclasses
 import errno
@@ -20,7 +25,7 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -44,12 +49,38 @@ _MOST_CONNECTIONS: Final = 256
 _MOST_HEADER_BYTES: Final = 16 << 10
 _MOST_TOKEN_BYTES: Final = 4096
 _OPEN_PATHS: Final = ("/healthz", "/readyz")
+_WEB: Final = Path(__file__).with_name("web")
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 log = logging.getLogger(__name__)
 
 Metrics = Callable[[bool], bytes]
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 Ready = Callable[[], tuple[bool, dict[str, Any]]]
+
+
+class Page(Protocol):
+    """What the page asks for, as JSON (`pipeline.page_data`)."""
+
+    def live(self, after_s: float) -> bytes:
+        """Return the run at this moment, and its history after a Unix time."""
+
+    def samples(self, cursor: str) -> bytes:
+        """Return the rollouts that came after a cursor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +114,20 @@ class Access:
         if not self.token or scope["path"] in _OPEN_PATHS:
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + self.token)
+        return len(given) == 1 and hmac.compare_digest(_token_of(given[0]), self.token)
+
+
+def _token_of(authorization: bytes) -> bytes:
+    """Return the token of a request: a bearer's, or the password that a browser asks its user for."""
+    scheme, _, credentials = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return credentials
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _load_certificate(context: ssl.SSLContext, config: MetricsConfig) -> None:
@@ -133,7 +177,7 @@ class HttpServer:
                 raise ConfigError(f"metrics.port {port} on {host} is in use") from error
             where = f"metrics.port {port} on {host}" if error.errno == errno.EACCES else f"metrics.host {host}"
             raise ConfigError(f"{where} cannot be bound: {error.strerror or error}") from error
-        if not server._access.token and not ipaddress.ip_address(server.host).is_loopback:
+        if not server._access.token and not server.is_loopback:
             log.warning(
                 "metrics are open to everybody who reaches %s: metrics.token_file asks for a token", server.host
             )
@@ -144,6 +188,11 @@ class HttpServer:
         """Where it is reached, without a path."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self._access.tls is None else 'https'}://{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return ipaddress.ip_address(self.host).is_loopback
 
     def renew(self, config: MetricsConfig) -> None:
         """Read token, certificate and key again, for every request and connection from now on.
@@ -159,15 +208,17 @@ class HttpServer:
         if self._guard is not None:
             self._guard.access = self._access
 
-    async def start(self, metrics: Metrics, health: Health, ready: Ready) -> None:
+    async def start(self, metrics: Metrics, health: Health, ready: Ready, page: Page | None = None) -> None:
         """Answer requests from now on.
 
         Args:
             metrics: Gives the exposition, in OpenMetrics if its argument is true.
             health: Gives whether the instance goes on (200, else 503) and what /healthz says.
             ready: Gives whether the instance is ready (200, else 503) and what /readyz says.
+            page: Gives what the page shows; without it there is none.
         """
-        self._guard = _Guard(_application(metrics, health, ready), self._access)
+        routes = [*_routes(metrics, health, ready), *([] if page is None else _page_routes(page))]
+        self._guard = _Guard(Starlette(routes=routes), self._access, names_are_refused=self.is_loopback)
         config = uvicorn.Config(
             self._guard,
             http=_Connection,
@@ -175,7 +226,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             log_level="error",
-            headers=[("X-Content-Type-Options", "nosniff")],
+            headers=list(_HEADERS.items()),
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             access_log=False,
             proxy_headers=False,
@@ -249,18 +300,34 @@ class _Connection(H11Protocol):
 
 
 class _Guard:
-    """Lets through what `Access` admits."""
+    """Lets through what `Access` admits; on the loopback address, what the page asks for under its own name only.
 
-    def __init__(self, application: ASGIApp, access: Access) -> None:
+    A page from elsewhere, whose owner points its name to 127.0.0.1, would otherwise be of the same origin.
+    """
+
+    def __init__(self, application: ASGIApp, access: Access, *, names_are_refused: bool) -> None:
         self._application = application
         self.access = access
+        self._names_are_refused = names_are_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.access.admits(scope):
-            await self._application(scope, receive, send)
-        else:
+        if not self.access.admits(scope):
             refused = PlainTextResponse("a bearer token is needed\n", 401, headers={"WWW-Authenticate": "Bearer"})
+            # A browser asks for a password then; any user's name will do. It takes one way a line.
+            refused.headers.append("WWW-Authenticate", 'Basic realm="rlhfd: the password is the token"')
             await refused(scope, receive, send)
+        elif self._names_are_refused and scope["path"].startswith("/api/") and not _is_own_name(scope):
+            await PlainTextResponse("ask for localhost or an address\n", 421)(scope, receive, send)
+        else:
+            await self._application(scope, receive, send)
+
+
+def _is_own_name(scope: Scope) -> bool:
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    host = hosts[0].rpartition("]")[0].lstrip("[") or hosts[0].partition(":")[0] if len(hosts) == 1 else ""
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return host.lower() == "localhost"
 
 
 def _report(task: asyncio.Task[None]) -> None:
@@ -268,7 +335,7 @@ def _report(task: asyncio.Task[None]) -> None:
         log.error("HTTP server ended: error=%r", error)
 
 
-def _application(metrics: Metrics, health: Health, ready: Ready) -> Starlette:
+def _routes(metrics: Metrics, health: Health, ready: Ready) -> list[Route]:
     # Coroutines all: Starlette would run plain functions in a thread of their own.
     async def show_metrics(request: Request) -> Response:
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
@@ -282,13 +349,42 @@ def _application(metrics: Metrics, health: Health, ready: Ready) -> Starlette:
         is_ready, state = ready()
         return JSONResponse(state, status_code=200 if is_ready else 503)
 
-    return Starlette(
-        routes=[
-            Route("/metrics", show_metrics),
-            Route("/healthz", show_health),
-            Route("/readyz", show_readiness),
-        ]
-    )
+    return [
+        Route("/metrics", show_metrics),
+        Route("/healthz", show_health),
+        Route("/readyz", show_readiness),
+    ]
+
+
+def _page_routes(page: Page) -> list[Route]:
+    files = {
+        "/" if path.name == "index.html" else f"/{path.name}": path for path in _WEB.iterdir() if path.suffix in _TYPES
+    }
+
+    async def show_file(request: Request) -> Response:
+        path = files[request.url.path]
+        headers = {"content-type": _TYPES[path.suffix], "cache-control": "no-cache"}
+        return Response(path.read_bytes(), headers=headers)
+
+    async def show_live(request: Request) -> Response:
+        try:
+            after_s = float(request.query_params.get("after_s", "0"))
+        except ValueError:
+            return PlainTextResponse("after_s is no number\n", 400)
+        return _json(page.live(after_s))
+
+    async def show_samples(request: Request) -> Response:
+        return _json(page.samples(request.query_params.get("cursor", "")))
+
+    return [
+        *(Route(path, show_file) for path in files),
+        Route("/api/live", show_live),
+        Route("/api/samples", show_samples),
+    ]
+
+
+def _json(text: bytes) -> Response:
+    return Response(text, headers={"content-type": "application/json", "cache-control": "no-store"})
 
 
 def wants_openmetrics(accept: str) -> bool:

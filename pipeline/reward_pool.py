@@ -82,13 +82,14 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What came of the row with this number; a problem in words, and in words fit for a log."""
+    """What came of the row with this number, by function too; a problem in words, and in words fit for a log."""
 
     number: int = -1
     score: float = 0.0
     problem: Problem = ""
     text: str = ""
     bare: str = ""
+    parts: list[float] = []
 
 
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -128,6 +129,7 @@ class RewardPool:
         processes: How many rows are scored at the same time.
         on_problem: Told why a row has no score, once a row.
         on_progress: Called once a second at least while rows are scored.
+        on_row: Told what each function gave for a row, None where it has no reward; in the order of rows.
         log_texts: Whether what a function raised or returned is logged in its own words.
 
     Attributes:
@@ -143,6 +145,7 @@ class RewardPool:
         processes: int = 1,
         on_problem: Callable[[Problem], None] = lambda problem: None,
         on_progress: Callable[[], None] = lambda: None,
+        on_row: Callable[[Sequence[float] | None], None] = lambda parts: None,
         log_texts: bool = False,
     ) -> None:
         self.log_texts = log_texts
@@ -150,6 +153,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._on_problem = on_problem
         self._on_progress = on_progress
+        self._on_row = on_row
         pairs = [socket.socketpair() for _ in range(processes)]
         descriptors = [other.fileno() for _, other in pairs]
         self._process = subprocess.Popen(
@@ -227,6 +231,8 @@ class RewardPool:
         if vision is not None and any(scorer.sees_images for scorer in self._scorers):
             rows = [_with_images(row, vision.rows([place])) for place, row in enumerate(rows)]
         scores = self._score(rows)
+        for score in scores:
+            self._on_row(None if score.problem else score.parts)
         problems = [(row, score) for row, score in enumerate(scores) if score.problem]
         self.problem = problems[0][1] if problems else None
         for row, score in problems:

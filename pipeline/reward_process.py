@@ -58,7 +58,9 @@ def _serve(link: socket.socket, functions: list[str], tokenizer: Any, timeout_s:
         die_with_parent()
         # The user's modules are found where the daemon was started, as in the worker.
         sys.path.append(os.getcwd())
-        reward = FunctionReward([load_reward_function(name) for name in functions], tokenizer)
+        parts: list[float] = []
+        loaded = [load_reward_function(name) for name in functions]
+        reward = FunctionReward(loaded, tokenizer, on_row=parts.extend)
         link.sendall(frame(Loaded(os.getpid(), sees_images=reward.sees_images)))
         read = bytearray()
         while data := link.recv(1 << 16):
@@ -66,9 +68,10 @@ def _serve(link: socket.socket, functions: list[str], tokenizer: Any, timeout_s:
             while (body := unframe(read)) is not None:
                 # A function may hang with the interpreter's lock held: only the C timer still runs then.
                 faulthandler.dump_traceback_later(timeout_s, exit=True)
+                parts.clear()
                 score = _score(reward, msgspec.msgpack.decode(body, type=RowToScore))
                 faulthandler.cancel_dump_traceback_later()
-                link.sendall(frame(score))
+                link.sendall(frame(msgspec.structs.replace(score, parts=parts)))
         code = ExitCode.OK
     except RlhfdError as error:
         link.sendall(frame(Loaded(os.getpid(), str(error))))

@@ -34,19 +34,25 @@ class FunctionReward:
             (`response_end` exclusive, the stop included), and returns a number or a tensor with one element.
         tokenizer: Handed to every function.
         on_progress: Called after each row: a function that never returns ends these calls.
+        on_row: Told what each function gave for a row, before `on_progress`.
 
     Raises:
         ConfigError: If there are no functions.
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction], tokenizer: Any, on_progress: Callable[[], None] = lambda: None
+        self,
+        functions: Sequence[RewardFunction],
+        tokenizer: Any,
+        on_progress: Callable[[], None] = lambda: None,
+        on_row: Callable[[Sequence[float]], None] = lambda parts: None,
     ) -> None:
         if not functions:
             raise ConfigError("no reward functions: give at least one")
         self._functions = [(function, _named(function, _VISION_PARAMETERS)) for function in functions]
         self._tokenizer = tokenizer
         self._on_progress = on_progress
+        self._on_row = on_row
 
     @property
     def sees_images(self) -> bool:
@@ -89,12 +95,12 @@ class FunctionReward:
                 "tokenizer": self._tokenizer,
             }
             seen = _seen(None if vision is None else vision.rows([row]))
-            scores.append(
-                sum(
-                    _score(function, row, ids, mask, keywords | {name: seen[name] for name in names})
-                    for function, names in self._functions
-                )
-            )
+            parts = [
+                _score(function, row, ids, mask, keywords | {name: seen[name] for name in names})
+                for function, names in self._functions
+            ]
+            scores.append(sum(parts))
+            self._on_row(parts)
             self._on_progress()
         return torch.tensor(scores, dtype=torch.float32)
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from pipeline.experience import Experience
 from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.prompts import Prompt, PromptSource, render
 from pipeline.rollout_metrics import RolloutMetrics
+from pipeline.rollout_samples import RolloutSamples
 from pipeline.transport import Sender, worker_name
 from pipeline.vision_prompts import RenderedPrompt, VisionPrompts
 from pipeline.weights import WeightsReader, WeightsVersion
@@ -53,12 +54,13 @@ class Maker(Protocol):
 class Rolled:
     """What came of a ticket: experience of the prompts that could be rolled out (None if none could).
 
-    `stopped` is ``(B,)`` bool: whether the response ended by itself.
+    `stopped` is ``(B,)`` bool: whether the response ended by itself. `answers` has the right one of each prompt.
     """
 
     experience: Experience | None
     prompts_failed: int
     stopped: torch.Tensor | None = None
+    answers: Sequence[Any] = ()
 
 
 class Roller:
@@ -121,7 +123,8 @@ class Roller:
             **self._generate_kwargs,
             **(_vision_keywords(kept) if self._vision else {}),
         )
-        return Rolled(experience, prompts - len(kept), self._stopped(experience))
+        answers = [prompt.answer for prompt, _ in kept]
+        return Rolled(experience, prompts - len(kept), self._stopped(experience), answers)
 
     def _render(self, prompt: Prompt) -> RenderedPrompt:
         template: Any = self._template
@@ -186,6 +189,7 @@ class RolloutWorker:
         initial_version: int = -1,
         check: Callable[[WeightsVersion], None] = lambda fetched: None,
         log_texts: bool = False,
+        samples: RolloutSamples | None = None,
     ) -> None:
         """Introduce this worker to the buffer.
 
@@ -203,6 +207,7 @@ class RolloutWorker:
             initial_version: The version of the weights as loaded; -1 if only published ones count.
             check: Called with each version fetched; raises MistrustedError if the model does not compute with it.
             log_texts: Whether reasons may quote prompts, responses and answers.
+            samples: Keeps some rollouts for people to read.
         """
         self.draining = False
         self.held = WeightsVersion(initial_version, 0)
@@ -218,6 +223,7 @@ class RolloutWorker:
         self._checksum = checksum
         self._check = check
         self._log_texts = log_texts
+        self._samples = samples
         self._reader: WeightsReader | None = None
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
@@ -266,6 +272,8 @@ class RolloutWorker:
         """Unmap the weights."""
         if self._reader is not None:
             self._reader.close()
+        if self._samples is not None:
+            self._samples.close()
 
     def _hello(self) -> Hello:
         held = [*self._unsettled, *(ticket.ticket for ticket in self._tickets)]
@@ -281,6 +289,8 @@ class RolloutWorker:
     def _work(self, ticket: Ticket) -> Message:
         if self._must_fetch(ticket):
             self._fetch()
+        if self._samples is not None:
+            self._samples.begin()
         try:
             rolled = self._roller.roll(ticket.position, ticket.prompts)
             if rolled.experience is None:
@@ -310,6 +320,11 @@ class RolloutWorker:
             group_size=self._group_size,
             stopped=rolled.stopped,
         )
+        if self._samples is not None:
+            self._samples.keep(
+                experience, rolled.stopped, rolled.answers,
+                ticket=ticket.ticket, position=ticket.position, version=self.held.version,
+            )  # fmt: skip
         return Sealed(
             self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
             self.held.version, self.held.fingerprint, rolled.prompts_failed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from pipeline.rewards import FunctionReward, load_reward_function
 from pipeline.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
 from pipeline.rollout_metrics import RolloutMetrics
+from pipeline.rollout_samples import RolloutSamples
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.vision_prompts import VisionPrompts
 from pipeline.vision_rows import VisionRows
@@ -81,7 +82,8 @@ def new_worker(
     tokenizer = load_tokenizer(config.model.actor)
     vision = VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None
     # Before the models: a reward that does not load should not take as long as they do to say so.
-    reward = load_reward(config, tokenizer, device, metrics)
+    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
+    reward = load_reward(config, tokenizer, device, metrics, samples)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
     targets = {f"actor.{name}": tensor for name, tensor in actor.state_dict().items()}
@@ -150,6 +152,7 @@ def new_worker(
         group_size=config.group_size,
         checksum=config.buffer.checksum,
         log_texts=config.daemon.log_texts,
+        samples=samples,
         check=weights_check(config, actor, tokenizer, device),
         initial_version=0 if config.trainer.kind == "external" else -1,
     )
@@ -167,9 +170,15 @@ def weights_check(config: Config, actor: Any, tokenizer: Any, device: torch.devi
     return check_fetched
 
 
-def load_reward(config: Config, tokenizer: Any, device: torch.device, metrics: RolloutMetrics) -> Any:
+def load_reward(
+    config: Config,
+    tokenizer: Any,
+    device: torch.device,
+    metrics: RolloutMetrics,
+    samples: RolloutSamples | None = None,
+) -> Any:
     """Return the configured reward model, or functions, or both added up; progress is told once a row."""
-    functions = reward_functions(config, tokenizer, metrics) if config.rollout.reward_functions else None
+    functions = reward_functions(config, tokenizer, metrics, samples) if config.rollout.reward_functions else None
     if config.model.reward is None:
         return functions
     model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
@@ -182,16 +191,19 @@ def load_reward(config: Config, tokenizer: Any, device: torch.device, metrics: R
     return both
 
 
-def reward_functions(config: Config, tokenizer: Any, metrics: RolloutMetrics) -> FunctionReward | RewardPool:
+def reward_functions(
+    config: Config, tokenizer: Any, metrics: RolloutMetrics, samples: RolloutSamples | None = None
+) -> FunctionReward | RewardPool:
     """Return the reward functions: in processes that can be killed, unless they are this package's own.
 
     Raises:
         ConfigError: If one cannot be loaded.
     """
     rollout = config.rollout
+    scored: Callable[[Sequence[float] | None], None] = (lambda parts: None) if samples is None else samples.scored
     if not rollout.reward_timeout_s or all(name.startswith("pipeline.") for name in rollout.reward_functions):
         loaded = [load_reward_function(name) for name in rollout.reward_functions]
-        return FunctionReward(loaded, tokenizer, metrics.beat)
+        return FunctionReward(loaded, tokenizer, metrics.beat, scored)
     pool = RewardPool(
         rollout.reward_functions,
         config.model.actor,
@@ -199,6 +211,7 @@ def reward_functions(config: Config, tokenizer: Any, metrics: RolloutMetrics) ->
         processes=rollout.reward_processes,
         on_problem=metrics.reward_errored,
         on_progress=metrics.beat,
+        on_row=scored,
         log_texts=config.daemon.log_texts,
     )
     pool.wait_ready()

@@ -35,6 +35,7 @@ from pipeline.messages import PeerDied
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.page import Access, HttpServer
+from pipeline.page_data import PageData
 from pipeline.pause import Pause
 from pipeline.placement import Place
 from pipeline.reload import Hangup, Reload
@@ -113,7 +114,7 @@ class Supervisor:
         self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         control = await serve_control(self._workspace.folder / "control.sock", self._answer)
         if self._http is not None:
-            await self._http.start(self._status.metrics, self._status.health, self._status.ready)
+            await self._http.start(self._status.metrics, self._status.health, self._status.ready, self._page)
         self._view.start()
         try:
             self._do(self._start_first)
@@ -178,6 +179,10 @@ class Supervisor:
             path=self._loaded.path,
             pending=self._reload.pending,
         )
+        self._page = None
+        if self._http is not None and config.metrics.page:
+            local = self._http.is_loopback
+            self._page = PageData(config, self._workspace, self._status, self._guard, is_local=local)
         self._view = LiveView()
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
         self._end = Ending(config, self._fleet, self._slab, self._to_buffer, taken_over=self._workspace.taken_over)
@@ -225,6 +230,8 @@ class Supervisor:
             self._restart_due()
             self._check_startup(now_s)
         self._status.sample(now_s)
+        if self._page is not None:
+            self._page.sample(now_s)
         if not self._end.under_way:
             self._guard.tick(now_s, *self._status.steps_and_version())
         self._view.update(self._status.snapshot())
@@ -362,6 +369,8 @@ class Supervisor:
         for line in self._status.summary():
             log.info("%s", line)
         control.close()
+        if self._page is not None:
+            self._page.save()
         if self._http is not None:
             await self._http.stop()
         self._to_buffer.close()

@@ -42,8 +42,12 @@ SHOWN_TO_PEOPLE = {
     "instance_status.py": 1,
     "log.py": 2,
     "metrics_reader.py": 1,
+    "page_data.py": 1,
     "quarantine.py": 2,
+    "reload.py": 2,
     "rollout_metrics.py": 1,
+    "rollout_samples.py": 1,
+    "samples_view.py": 2,
     "supervisor.py": 1,
     "trainer_metrics.py": 2,
     # How long ago another process began to make a folder: a file's time has no other clock.

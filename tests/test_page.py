@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -44,15 +45,26 @@ def not_ready() -> tuple[bool, dict[str, Any]]:
     return False, {"state": "starting", "waiting_for": ["trainer-0"]}
 
 
+class Shown:
+    """What a page shows: what it was asked."""
+
+    def live(self, after_s: float) -> bytes:
+        return json.dumps({"after_s": after_s}).encode()
+
+    def samples(self, cursor: str) -> bytes:
+        return json.dumps({"cursor": cursor}).encode()
+
+
 @contextlib.asynccontextmanager
 async def served(
     metrics: Callable[[bool], bytes] = exposition,
     health: Callable[[], tuple[bool, dict[str, Any]]] = healthy,
     ready: Callable[[], tuple[bool, dict[str, Any]]] = is_ready,
     access: Access | None = None,
+    page: Shown | None = None,
 ) -> AsyncIterator[HttpServer]:
     server = HttpServer.bind("127.0.0.1", 0, access)
-    await server.start(metrics, health, ready)
+    await server.start(metrics, health, ready, page)
     try:
         yield server
     finally:
@@ -290,7 +302,8 @@ def test_with_a_token_all_but_health_and_readiness_ask_for_it(token_file: Path) 
             for wrong in ("Bearer a-token-of-the-tes", "Bearer a-token-of-the-testt", "Bearer", "Basic eDp5", ""):
                 assert await code("/metrics", ("Authorization", wrong)) == 401
             assert await code("/metrics", right, ("Authorization", "Bearer x")) == 401
-            assert (await client.get("/metrics")).headers["www-authenticate"] == "Bearer"
+            ways = (await client.get("/metrics")).headers.get_list("www-authenticate")
+            assert ways == ["Bearer", 'Basic realm="rlhfd: the password is the token"']
 
     in_loop(check)
     assert "a-token" not in repr(access)
@@ -398,7 +411,7 @@ def test_a_crowd_of_idle_and_dripping_clients_does_not_hold_up_a_scrape(caplog: 
                 writer.transport.abort()
 
     in_loop(check)
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name != "httpx"] == []
 
 
 def test_a_client_that_sends_no_whole_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,5 +435,90 @@ def test_a_header_without_end_is_refused() -> None:
             writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 40_000)
             assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
             writer.close()
+
+    in_loop(check)
+
+
+# The page.
+
+
+def test_the_page_and_its_files_are_served_with_a_policy_that_lets_nothing_in_from_elsewhere() -> None:
+    async def check() -> None:
+        async with served(page=Shown()) as server:
+            answers = {path: await get(server, path) for path in ("/", "/page.css", "/page.js", "/icon.svg")}
+            missing = await get(server, "/index.html"), await get(server, "/../page.py"), await get(server, "/%2e%2e/x")
+
+        types = [answer.headers["content-type"].partition(";")[0] for answer in answers.values()]
+        assert types == ["text/html", "text/css", "text/javascript", "image/svg+xml"]
+        assert [answer.status_code for answer in missing] == [404, 404, 404]
+        for answer in answers.values():
+            policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+            assert answer.status_code == 200
+            assert policy["default-src"] == policy["frame-ancestors"] == policy["trusted-types"] == "'none'"
+            assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+            assert answer.headers["x-frame-options"] == "DENY"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "unsafe" not in answer.headers["content-security-policy"]
+
+    in_loop(check)
+
+
+def test_what_the_page_asks_for_is_json_that_nobody_stores() -> None:
+    async def check() -> None:
+        async with served(page=Shown()) as server:
+            live, samples = await get(server, "/api/live?after_s=12.5"), await get(server, "/api/samples?cursor=a.7")
+            first, wrong = await get(server, "/api/live"), await get(server, "/api/live?after_s=x")
+
+        assert (live.json(), samples.json(), first.json()) == ({"after_s": 12.5}, {"cursor": "a.7"}, {"after_s": 0.0})
+        assert live.headers["cache-control"] == samples.headers["cache-control"] == "no-store"
+        assert wrong.status_code == 400
+
+    in_loop(check)
+
+
+def test_without_a_page_there_is_none() -> None:
+    async def check() -> None:
+        async with served() as server:
+            paths = ("/", "/page.js", "/api/live", "/api/samples")
+            assert [(await get(server, path)).status_code for path in paths] == [404] * 4
+
+    in_loop(check)
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("127.0.0.1:9477", 200),
+        ("localhost:9477", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:9477", 200),
+        ("evil.example:9477", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("", 421),
+    ],
+)
+def test_a_name_that_somebody_pointed_here_is_not_answered(host: str, code: int) -> None:
+    async def check() -> None:
+        async with served(page=Shown()) as server, httpx.AsyncClient(trust_env=False) as client:
+            api = await client.get(f"{server.url}/api/samples", headers={"host": host})
+            metrics = await client.get(f"{server.url}/metrics", headers={"host": host})
+
+        assert (api.status_code, metrics.status_code) == (code, 200)
+
+    in_loop(check)
+
+
+def test_a_browser_may_send_the_token_as_a_password() -> None:
+    async def check() -> None:
+        access = Access(token=b"secret")
+        async with served(access=access, page=Shown()) as server, httpx.AsyncClient(trust_env=False) as client:
+            refused = [
+                await client.get(f"{server.url}/", auth=auth) for auth in (None, ("me", "wrong"), ("secret", ""))
+            ]
+            damaged = await client.get(f"{server.url}/", headers={b"authorization": b"Basic \xff%"})
+            admitted = await client.get(f"{server.url}/", auth=("anybody", "secret"))
+
+        assert [answer.status_code for answer in (*refused, damaged)] == [401] * 4
+        assert admitted.status_code == 200
 
     in_loop(check)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -108,10 +108,12 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
     problems: list[str] = []
     answers = ["a", "hang", {"b": [1, None]}, "raise", "die", None, "nan", "text", 2**70, "freeze", "c", "exit", "d"]
     functions = ("judges:by_answer", "judges:length")
-    with RewardPool(functions, tokenizer, timeout_s=1.0, on_problem=problems.append) as rewards:
+    parts: list[Sequence[float] | None] = []
+    with RewardPool(functions, tokenizer, timeout_s=1.0, on_problem=problems.append, on_row=parts.append) as rewards:
         rewards.wait_ready()
 
         scores = score(rewards, answers)
+        of_each = parts[:]
 
         pid = int(score(rewards, ["pid"])[0]) - 2
         os.kill(pid, signal.SIGKILL)
@@ -122,6 +124,8 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
     assert [row for row, value in enumerate(scores) if math.isnan(value)] == bad, "errored is no reward, and not 0"
     assert all(value == right(row) for row, value in enumerate(scores) if row not in bad)
     assert problems == [BAD[answers[row]] for row in bad]
+    assert [row for row, each in enumerate(of_each) if each is None] == bad
+    assert all(each is None or (sum(each) == right(row) and len(each) == 2) for row, each in enumerate(of_each))
     assert "in by_answer" in capfd.readouterr().err, "the log shows where the one that hung was"
 
 

@@ -123,3 +123,14 @@ def test_scores_of_a_reward_model_are_one_finite_number_a_row() -> None:
         checked_scores(torch.zeros(2, 1), 2, "model")
     with pytest.raises(RewardError, match="model returned nan for row 1"):
         checked_scores(torch.tensor([0.0, torch.nan]), 2, "model")
+
+
+def test_what_each_function_gave_is_told_row_by_row() -> None:
+    rows: list[list[float]] = []
+    functions = [lambda ids, mask, **_: float(ids[0]), lambda ids, mask, **_: 0.5]
+    reward = FunctionReward(functions, "the tokenizer", on_row=lambda parts: rows.append(list(parts)))
+
+    scores = reward(IDS, MASK, START, END, [None, None])
+
+    assert rows == [[float(ids[0]), 0.5] for ids in IDS]
+    assert scores.tolist() == [sum(parts) for parts in rows]

@@ -1,0 +1,138 @@
+// Asks the daemon once a second, while somebody looks, and shows what it says.
+
+import { LineChart, ShareChart, ago, isWait, NAMES } from "./charts.js";
+import { Feed } from "./rollouts.js";
+
+const INTERVAL_MS = 1000, TIMEOUT_MS = 10000, MOST_POINTS = 4000;
+const $ = (id) => document.getElementById(id);
+const fixed = (digits) => (value) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const shown = (value, format) => value === null || value === undefined ? "–" : format(value);
+const bytes = (count) => {
+  const power = Math.min(4, Math.floor(Math.log2(Math.max(1, count)) / 10));
+  return `${(count / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+};
+const write = (id, text) => { if ($(id).textContent !== text) $(id).textContent = text; };
+
+let points = [];
+let latest = null;
+let cursor = "";
+let answered_ms = 0;
+
+const charts = [
+  new LineChart($("chart-reward"), "Mean reward of a step, and its spread", { key: "reward", spread: "reward_spread", format: fixed(3) }),
+  new LineChart($("chart-speed"), "Response tokens a second", { key: "tokens_per_s", format: fixed(0) }),
+  new LineChart($("chart-ready"), "Rows that wait for the trainer", { key: "ready_items", format: fixed(0), capacity: () => latest?.status.buffer.capacity_items }),
+  new LineChart($("chart-staleness"), "Versions that trained rows were old", { key: "staleness", format: fixed(2) }),
+  ...["rollout", "trainer", "buffer"].map((role) => new ShareChart($(`chart-${role}`), `What the ${role} spends its time on`, role, $(`legend-${role}`))),
+];
+const feed = new Feed();
+
+async function ask(path) {
+  const answer = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
+  if (!answer.ok) throw new Error(`${path} answered ${answer.status}`);
+  return answer.json();
+}
+
+function showRun({ status, why }) {
+  const { buffer } = status;
+  write("state", status.state);
+  $("state").className = `pill ${status.state}`;
+  write("what", `${status.algorithm} · ${status.model.split("/").slice(-2).join("/")}`);
+  $("what").title = status.model;
+  write("step", shown(status.step, fixed(0)));
+  write("step-of", status.max_steps ? `of ${fixed(0)(status.max_steps)} steps` : "steps");
+  $("progress").hidden = !status.max_steps;
+  $("progress").value = status.max_steps ? Math.min(1, status.step / status.max_steps) : 0;
+  write("version", shown(status.policy_version, fixed(0)));
+  write("uptime", ago(status.uptime_s));
+  write("why", why.join(" ") || "Nothing to say yet.");
+  write("reward", shown(status.reward_mean, fixed(3)));
+  const change = status.reward_trend;
+  write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since the start`);
+  write("speed", shown(status.tokens_per_s, fixed(0)));
+  write("ready", shown(buffer.ready_items, fixed(0)));
+  write("ready-of", buffer.capacity_items ? `of ${fixed(0)(buffer.capacity_items)} rows ready, ${fixed(0)(buffer.leased_items)} leased` : "rows ready");
+  write("staleness", shown(status.staleness_mean_versions, fixed(2)));
+  write("run", `run ${status.run_id}`);
+  document.title = status.reward_mean === null ? `${status.state} · rlhfd` : `${status.reward_mean.toFixed(3)} at step ${status.step} · rlhfd`;
+  const lost = buffer.unaccounted;
+  $("lost").hidden = !lost;
+  if (lost) write("lost", `${lost} rows are unaccounted for: please report this.`);
+  const rows = status.processes.map((process) => [
+    process.name, process.state, NAMES[process.activity] ?? process.activity, process.pid ?? "–", process.devices, process.restarts,
+    process.pid ? bytes(process.resident_bytes) : "–", process.pid ? ago(process.uptime_s) : "–",
+  ]);
+  showRows($("processes"), rows);
+}
+
+/** Cell by cell: a row that is replaced would lose what is selected in it. */
+function showRows(body, rows) {
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  for (const [at, row] of rows.entries()) {
+    const line = body.rows[at] ?? body.insertRow();
+    for (const [column, value] of row.entries()) {
+      const cell = line.cells[column] ?? line.insertCell();
+      if (column === 1) {
+        const pill = cell.firstElementChild ?? cell.appendChild(document.createElement("span"));
+        pill.className = `pill ${value}`;
+        pill.textContent = value;
+      } else {
+        if ([3, 5, 6, 7].includes(column)) cell.className = "number";
+        if (cell.textContent !== String(value)) cell.textContent = value;
+      }
+    }
+  }
+}
+
+function showCharts() {
+  if (!points.length) return;
+  const seconds = Number(document.querySelector("input[name=range]:checked").value);
+  const end_s = points.at(-1).end_s;
+  // Until the first response is made there is nothing to see.
+  const first = points.find((point) => point.tokens_per_s > 0) ?? points[0];
+  const start_s = Math.max(seconds ? end_s - seconds : 0, first.start_s);
+  const seen = points.filter((point) => point.end_s > start_s);
+  for (const chart of charts) chart.draw(seen, start_s, end_s);
+  for (const role of ["rollout", "trainer", "buffer"]) {
+    const shares = points.findLast((point) => point.shares?.[role])?.shares[role];
+    const busy = shares && Object.entries(shares).reduce((sum, [name, share]) => sum + (isWait(name) ? 0 : share), 0);
+    write(`${role}-busy`, busy === undefined ? "–" : `${Math.round(busy * 100)} %`);
+  }
+}
+
+async function look() {
+  try {
+    const after_s = points.length && points.length < MOST_POINTS ? points.at(-1).end_s : 0;
+    latest = await ask(`/api/live?after_s=${after_s}`);
+    // Rounded times may bring the last point again.
+    if (after_s) points.push(...latest.history.filter((point) => point.end_s > after_s));
+    else points = latest.history;
+    showRun(latest);
+    showCharts();
+    const answer = await ask(`/api/samples?cursor=${encodeURIComponent(cursor)}`);
+    if (answer.hidden) feed.hide(answer.hidden);
+    else { cursor = answer.cursor; feed.add(answer.samples); }
+    answered_ms = Date.now();
+  } catch (error) {
+    const since = answered_ms ? ` since ${new Date(answered_ms).toLocaleTimeString()}` : "";
+    write("state", "no answer");
+    $("state").className = "pill gone";
+    write("why", `The daemon has not answered${since}. This page goes on asking, and shows what was last known.`);
+  }
+}
+
+let wake = () => {};
+document.addEventListener("visibilitychange", () => wake());
+
+async function watch() {
+  for (;;) {
+    if (!document.hidden) await look();
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, INTERVAL_MS);
+    });
+  }
+}
+
+for (const choice of document.querySelectorAll("input[name=range]")) choice.addEventListener("change", showCharts);
+watch();

@@ -1,0 +1,144 @@
+"""A run's history: every sum in it is exact however coarse it has become, and it is there after a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pipeline.history import SPAN_S, History, HistoryRecorder, Point
+from pipeline.metrics import SlotName
+from pipeline.metrics_reader import MetricsReader
+from pipeline.metrics_slab import MetricsSlab
+
+
+def point(number: int) -> Point:
+    return Point(
+        2.0 * number, 2.0 * number + 2.0, 2.0, number, 1.0, number % 7, (number % 7) ** 2 + 1.0, 5.0, 2.0 * number,
+        1.0, 3.0, {"rollout": {"generate": 1.5, "reward": 0.5}},
+    )  # fmt: skip
+
+
+def test_a_history_is_bounded_and_nothing_in_its_sums_is_lost(tmp_path: Path) -> None:
+    history = History(tmp_path / "history", "run")
+
+    for number in range(43_200):
+        history.add(point(number))
+
+    points = history.points()
+    assert len(points) < 1200, "a day"
+    assert sum(one.rewards for one in points) == 43_200
+    assert sum(one.reward_sum for one in points) == sum(number % 7 for number in range(43_200))
+    assert sum(one.ready_item_seconds for one in points) == sum(2.0 * number for number in range(43_200))
+    assert sum(one.spent_s["rollout"]["generate"] for one in points) == 1.5 * 43_200
+    assert [one.start_s for one in points] == [0.0, *(one.end_s for one in points[:-1])]
+    assert points[-1] == point(43_199)
+    spans = [one.end_s - one.start_s for one in points]
+    assert spans == sorted(spans, reverse=True), "the older the coarser"
+
+
+def test_means_rates_and_shares_are_those_of_all_that_was_added() -> None:
+    both = point(3).plus(point(4)).shown()
+
+    # Rewards 3 and 4 with a variance of 1 each: mean 3.5, variance 1 within and 0.25 between.
+    assert both == {
+        "start_s": 6.0, "end_s": 10.0, "step": 4, "reward": 3.5, "reward_spread": round(1.25**0.5, 5),
+        "tokens_per_s": 2.5, "ready_items": 3.5, "staleness": pytest.approx(1 / 3, abs=1e-4),
+        "shares": {"rollout": {"generate": 0.75, "reward": 0.25}},
+    }  # fmt: skip
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert Point(0.0, 2.0, 2.0).shown().keys() == {"start_s", "end_s", "step", "tokens_per_s", "ready_items", "shares"}
+
+
+def test_a_history_goes_on_after_a_restart_and_not_with_another_run(tmp_path: Path) -> None:
+    history = History(tmp_path / "deep" / "history", "run")
+    for number in range(300):
+        history.add(point(number))
+    history.save()
+
+    again, other = (History(tmp_path / "deep" / "history", name) for name in ("run", "another"))
+    again.add(point(300))
+
+    assert again.points() == [*history.points(), point(300)] or len(again.points()) == len(history.points())
+    assert again.points()[-1] == point(300) and again.points()[0] == history.points()[0]
+    assert other.points() == []
+    assert (tmp_path / "deep" / "history").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["history"]
+
+
+@pytest.mark.parametrize("text", [b"", b"\xc1", b"\x80", b"[]"])
+def test_a_damaged_history_is_begun_anew(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "history").write_bytes(text)
+
+    assert History(tmp_path / "history", "run").points() == []
+
+
+@dataclasses.dataclass
+class Bench:
+    """A slab with a worker and a trainer, and a recorder of it."""
+
+    folder: Path
+    now_s: float = 100.0
+
+    def __post_init__(self) -> None:
+        names = [SlotName("supervisor"), SlotName("buffer"), SlotName("trainer", 0), SlotName("rollout", 0)]
+        self.slab = MetricsSlab.create(self.folder / "metrics", names)
+        for name in names:
+            self.slab.begin(name.role, name.worker)
+        self.history = History(self.folder / "history", "run")
+        self.recorder = HistoryRecorder(self.history)
+        self.reader = MetricsReader(self.slab)
+        self.trainer, self.rollout = self.slab.writer("trainer", 0), self.slab.writer("rollout", 0)
+
+    def look(self, after_s: float, ready_items: int = 0) -> None:
+        self.now_s += after_s
+        self.recorder.add(self.now_s, 1e9 + self.now_s, self.reader.read(), ready_items)
+
+
+def test_points_hold_what_the_metrics_grew_by(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    tokens = bench.rollout.counter("rlhfd_tokens_total", kind="response")
+    stale = bench.trainer.histogram("rlhfd_policy_staleness_versions", point="train")
+    steps = bench.trainer.counter("rlhfd_train_steps_total")
+    mean = bench.trainer.gauge("rlhfd_reward_mean", source="function")
+    spread = bench.trainer.gauge("rlhfd_reward_stddev", source="function")
+    # What was counted before is not of this span.
+    tokens.inc(1000)
+    stale.observe(7)
+    steps.inc(5)
+    mean.set(0.9)
+    bench.look(0.0, ready_items=50)
+    bench.look(0.5, ready_items=10)
+    for reward in (0.25, 0.75):
+        steps.inc()
+        mean.set(reward)
+        spread.set(0.5)
+        bench.look(0.5, ready_items=10)
+    tokens.inc(60)
+    stale.observe_many([0, 1, 1])
+    bench.look(0.5, ready_items=40)
+
+    (one,) = bench.history.points()
+    assert one.end_s - one.start_s == one.seconds == SPAN_S
+    assert (one.step, one.rewards, one.reward_sum) == (7, 2, 1.0)
+    assert one.reward_squares == pytest.approx(2 * 0.25 + 0.0625 + 0.5625)
+    assert one.tokens == 60
+    assert (one.staleness_sum, one.staleness_rows) == (2, 3)
+    assert one.ready_item_seconds == 1.5 * 10 + 0.5 * 40
+    bench.slab.close()
+
+
+def test_with_a_trainer_of_ones_own_rewards_are_those_of_the_rollouts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    rewards = bench.rollout.histogram("rlhfd_reward", source="function")
+    rewards.observe(9.0)
+    bench.look(0.0)
+    rewards.observe_many([0.0, 1.0, 0.5])
+    bench.look(2.0)
+
+    (one,) = bench.history.points()
+    assert one.shown()["reward"] == 0.5
+    bench.slab.close()
