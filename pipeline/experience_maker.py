@@ -29,9 +29,10 @@ from pipeline.advantages import (
 from pipeline.errors import FieldError, RewardError, ShapeError
 from pipeline.experience import Experience, ExperienceVL
 from pipeline.generation import ResponseGenerator, Sampling
+from pipeline.generation.actors import ActorGenerator
 from pipeline.generation.rows import Rows, check_prompts
 from pipeline.generation.stops import parse_stop_token_ids
-from pipeline.generation.transformers import ActorGenerator, LeanGenerator, fits_lean_loop
+from pipeline.generation.transformers import LeanGenerator, fits_lean_loop
 from pipeline.model_inputs import is_transformers_model
 from pipeline.models import Critic, SequenceReward, action_log_probs, all_values
 from pipeline.reward_pool import RewardPool

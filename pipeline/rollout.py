@@ -26,6 +26,7 @@ from pipeline.errors import (
     ShapeError,
 )
 from pipeline.experience import Experience
+from pipeline.generation import ResponseGenerator
 from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.prompts import Prompt, PromptSource, render
 from pipeline.rollout_metrics import RolloutMetrics
@@ -187,6 +188,7 @@ class RolloutWorker:
         group_size: int = 1,
         checksum: bool = True,
         initial_version: int = -1,
+        engine: ResponseGenerator | None = None,
         check: Callable[[WeightsVersion], None] = lambda fetched: None,
         log_texts: bool = False,
         samples: RolloutSamples | None = None,
@@ -205,6 +207,7 @@ class RolloutWorker:
             group_size: Responses of a prompt (G).
             checksum: Whether sealed extents carry one.
             initial_version: The version of the weights as loaded; -1 if only published ones count.
+            engine: What generates; it is paused while weights are copied, and told of them. None where nobody need be.
             check: Called with each version fetched; raises MistrustedError if the model does not compute with it.
             log_texts: Whether reasons may quote prompts, responses and answers.
             samples: Keeps some rollouts for people to read.
@@ -221,6 +224,7 @@ class RolloutWorker:
         self._clock = clock
         self._group_size = group_size
         self._checksum = checksum
+        self._engine = engine
         self._check = check
         self._log_texts = log_texts
         self._samples = samples
@@ -347,13 +351,22 @@ class RolloutWorker:
         assert self._reader is not None
         with self._metrics.activity("fetch_weights"):
             started_s = self._clock()
+            if self._engine is not None:
+                self._engine.pause()
             self.held = self._reader.fetch(self._targets)
+            if self._engine is not None:
+                self._engine.update_weights(_of_actor(self._targets))
+                self._engine.resume()
             try:
                 self._check(self.held)
             except MistrustedError:
                 self._metrics.mistrusted()
                 raise
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
+
+
+def _of_actor(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}
 
 
 def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.generation import ResponseGenerator, Sampling
+from pipeline.generation.actors import ActorGenerator
+from pipeline.generation.cache import RoomyLayer
 from pipeline.generation.stops import parse_stop_token_ids, response_lengths
-from pipeline.generation.transformers import ActorGenerator, LeanGenerator, fits_lean_loop, sample_tokens
+from pipeline.generation.transformers import LeanGenerator, fits_lean_loop, sample_tokens
 from tests import tiny
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -159,6 +162,99 @@ def test_each_prompt_is_encoded_once_for_its_group() -> None:
     LeanGenerator(model).generate(PROMPTS, MASK, sampling(eos_token_ids=()), group_size=5)
 
     assert encoded == [(3, 4)] + [(15, 1)] * 5
+
+
+def test_prompts_of_similar_length_share_a_mini_batch() -> None:
+    model = tiny.llama()
+    encoded: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def recorded(**keywords: Any) -> Any:
+        encoded.append(tuple(keywords["input_ids"].shape))
+        return forward(**keywords)
+
+    lengths = torch.tensor([8, 2, 7, 1])
+    mask = (torch.arange(8) >= 8 - lengths.unsqueeze(1)).long()
+    prompts = torch.randint(3, 12, (4, 8), generator=torch.Generator().manual_seed(0)) * mask
+    settings = sampling(max_length=12, eos_token_ids=())
+    expected = LeanGenerator(model).generate(prompts, mask, settings, group_size=2)
+    model.forward = recorded  # type: ignore[method-assign, assignment]
+
+    responses = LeanGenerator(model).generate(prompts, mask, settings, group_size=2, batch_rows=4)
+
+    assert [shape for shape in encoded if shape[1] > 1] == [(2, 2), (2, 8)]
+    assert torch.equal(responses.sequences, expected.sequences)
+
+
+def test_the_cache_holds_what_transformers_own_would_hold() -> None:
+    """Random appends, repeats and choices of rows, against the layer that joins tensors at every token."""
+    generator = torch.Generator().manual_seed(3)
+    mine, its, rows = RoomyLayer(), DynamicLayer(), 3
+    for step in range(120):
+        if step % 40 == 7:
+            mine.batch_repeat_interleave(2)
+            its.batch_repeat_interleave(2)
+            rows *= 2
+        elif step % 10 == 5:
+            kept = torch.randperm(rows, generator=generator)[: max(1, rows - 1)]
+            mine.batch_select_indices(kept)
+            its.batch_select_indices(kept)
+            rows = len(kept)
+        states = torch.randn(2, rows, 2, 1 + 4 * (step == 0), 6, generator=generator)
+        mine.update(*states)
+        its.update(*states)
+        assert torch.equal(mine.keys, its.keys)
+        assert torch.equal(mine.values, its.values)
+        assert mine.get_seq_length() == its.get_seq_length()
+        assert mine.get_mask_sizes(1) == its.get_mask_sizes(1)
+
+
+def test_a_token_is_written_where_there_is_room_and_nothing_is_copied() -> None:
+    layer = RoomyLayer()
+    layer.update(torch.zeros(2, 2, 100, 4), torch.zeros(2, 2, 100, 4))
+    places = set()
+    for _ in range(50):
+        layer.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4))
+        places.add((layer.keys.data_ptr(), layer.values.data_ptr()))
+
+    assert len(places) == 1
+    assert layer.keys.shape == (2, 2, 150, 4)
+
+
+@pytest.mark.parametrize("model", [tiny.llama(), tiny.gpt2()], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("stops", [(tiny.EOS,), tuple(range(1, 12))], ids=["some end", "most end"])
+def test_steps_of_fixed_shapes_give_the_tokens_of_the_others(model: Any, stops: tuple[int, ...]) -> None:
+    """Over 90 tokens, so that the room for them grows; where most rows end, they leave at halves."""
+    settings = sampling(max_length=94, eos_token_ids=stops)
+    expected = LeanGenerator(model).generate(PROMPTS, MASK, settings, group_size=8)
+
+    fixed = LeanGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, settings, group_size=8)
+
+    assert torch.equal(fixed.sequences, expected.sequences)
+    assert torch.equal(fixed.lengths, expected.lengths)
+    assert fixed.log_probs is not None
+    torch.testing.assert_close(fixed.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+
+
+def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_rows_do() -> None:
+    """What a CUDA graph needs: the tensors of a step are those of the step before."""
+    model = tiny.llama()
+    places: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def recorded(**keywords: Any) -> Any:
+        output = forward(**keywords)
+        layer = keywords["past_key_values"].layers[0]
+        given = (keywords["input_ids"], keywords["attention_mask"], keywords["position_ids"], layer.keys, layer.values)
+        places.append((*(tensor.data_ptr() for tensor in given), layer.keys.shape[2]))
+        return output
+
+    model.forward = recorded  # type: ignore[method-assign, assignment]
+    LeanGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, sampling(max_length=204, eos_token_ids=()))
+
+    rooms = [place[-1] for place in places[1:]]
+    assert [rooms.count(room) for room in (68, 136, 204)] == [64, 68, 67]
+    assert len(set(places[1:])) == 3
 
 
 def test_columns_that_are_padding_in_every_row_are_not_run() -> None:

@@ -8,7 +8,8 @@ import torch
 
 from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.generation import Sampling
-from pipeline.generation.transformers import ActorGenerator, LeanGenerator
+from pipeline.generation.actors import ActorGenerator
+from pipeline.generation.transformers import LeanGenerator
 from pipeline.rewards import FunctionReward
 from tests import tiny
 from tests.test_learner import TRAINER, experience_for, new_learner

@@ -4,13 +4,18 @@ An engine takes each prompt once, not once a response: it makes `group_size` res
 long each of them is. What it samples depends on the prompts and on `Sampling` alone, the seed in it above all: not on
 the random state of the process, which it leaves as it was, nor on how many rows it runs at a time.
 
-`transformers` holds the engine that stands behind `NaiveExperienceMaker` by default, and the adapter for any object
-that keeps the Hugging Face convention of ``generate``; `stops` says where a response ends.
+Weights change in place: `pause`, the new values are copied into the actor's tensors, `update_weights`, `resume`.
+`engines` makes an engine of the name in `rollout.engine`; docs/engines.md says where the next one goes.
+
+`transformers` holds the engine that stands behind `NaiveExperienceMaker` by default, over `cache` and, on a card,
+`fixed_steps`; `actors` the adapter for any object that keeps the Hugging Face convention of ``generate``; `stops` says
+where a response ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -71,7 +76,7 @@ class Responses:
 
 
 class ResponseGenerator(Protocol):
-    """The seam: an engine that samples responses."""
+    """The seam: an engine that samples responses with weights that others replace."""
 
     def generate(
         self,
@@ -96,4 +101,21 @@ class ResponseGenerator(Protocol):
         Returns:
             ``prompts * group_size`` responses, on the device of `input_ids`.
         """
+        ...
+
+    def update_weights(self, actor: Mapping[str, Tensor]) -> None:
+        """Compute with the weights that the actor's tensors hold now, from the next `generate` on.
+
+        Args:
+            actor: The actor's state dict under Hugging Face's names: the same tensors each time, with new values. An
+                engine that computes with them has nothing to do.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Return once no weight is being read, and let go of memory that only generating needs."""
+        ...
+
+    def resume(self) -> None:
+        """Be ready to generate again."""
         ...

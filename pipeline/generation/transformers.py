@@ -1,4 +1,4 @@
-"""Sampling with transformers models: a lean loop over the key-value cache, and the adapter for foreign actors.
+"""Sampling with transformers models: a lean loop over the key-value cache.
 
 The loop encodes each prompt once however many responses it gets, drops finished rows from the batch, and draws each
 row's random numbers before the first step, one a step, so that a row's tokens do not depend on its neighbours. Pixels
@@ -9,18 +9,18 @@ Measured against coati's own loop on a CPU it is about 50 times faster, and twic
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.errors import ShapeError
 from pipeline.generation import Responses, Sampling
-from pipeline.generation.stops import response_lengths
+from pipeline.generation.actors import ActorGenerator
 from pipeline.model_inputs import accepted_keywords, model_inputs
-from pipeline.vision_inputs import plain_tokens, token_kinds, vision_backbone
+from pipeline.vision_inputs import plain_tokens, vision_backbone
 from pipeline.vision_rows import VisionRows
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _DROP_SHARE = 8
 """Finished rows leave the batch once they are one row in this many: leaving copies the cache of all the others."""
+
+_FIXED_DROP_SHARE = 2
+"""The same where steps have fixed shapes: each change of the batch is another graph."""
 
 _SAMPLE_ELEMENTS = 2**24
 """Probabilities in float64 at once while a token is sampled: 128 MiB."""
@@ -54,15 +57,31 @@ def fits_lean_loop(actor: object) -> bool:
     return cached and not actor.config.is_encoder_decoder
 
 
+def new_engine(
+    actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
+) -> LeanGenerator | ActorGenerator:
+    """Make the engine for an actor; see `pipeline.generation.engines.EngineFactory`."""
+    return LeanGenerator(actor, on_progress) if fits_lean_loop(actor) else ActorGenerator(actor, None, on_progress)
+
+
 class LeanGenerator:
     """An engine over a transformers causal language model, or a vision-language one of the Qwen2-VL kind.
 
     Args:
         model: Called with `input_ids`, `attention_mask`, `position_ids` and a cache; its current weights are used.
         on_progress: Called once a token.
+        fixed_shapes: Whether steps run over tensors of fixed shapes (`pipeline.generation.fixed_steps`), where the
+            model is fit for it; left out: on a card, where they are CUDA graphs.
     """
 
-    def __init__(self, model: PreTrainedModel, on_progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        on_progress: Callable[[], None] = lambda: None,
+        *,
+        fixed_shapes: bool | None = None,
+    ) -> None:
+        self._fixed_shapes = fixed_shapes
         self._model = model
         self._on_progress = on_progress
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
@@ -93,12 +112,16 @@ class LeanGenerator:
             lengths=torch.zeros(shape[0], dtype=torch.int64, device=device),
             noise=noise.to(device),
         )
-        for first_prompt, last_prompt, first_row, repeats in _mini_batches(prompts, group_size, batch_rows):
+        # Prompts of similar length together: what is padding in all of a mini-batch is not run at all.
+        order = (attention_mask != 0).sum(dim=1).argsort(stable=True).cpu()
+        for part, first_response, repeats in _mini_batches(prompts, group_size, batch_rows):
+            chosen = order[part]
+            rows = chosen.unsqueeze(1) * group_size + torch.arange(first_response, first_response + repeats)
             self._run(
-                input_ids[first_prompt:last_prompt].to(device),
-                attention_mask[first_prompt:last_prompt].to(device),
-                None if vision is None else vision.rows(slice(first_prompt, last_prompt)),
-                torch.arange(first_row, first_row + (last_prompt - first_prompt) * repeats, device=device),
+                input_ids[chosen].to(device),
+                attention_mask[chosen].to(device),
+                None if vision is None else vision.rows(chosen),
+                rows.flatten().to(device),
                 repeats,
                 sampling,
                 state,
@@ -109,6 +132,15 @@ class LeanGenerator:
             lengths=state.lengths.to(input_ids.device),
             log_probs=state.log_probs.to(input_ids.device),
         )
+
+    def update_weights(self, actor: Mapping[str, Tensor]) -> None:
+        """Nothing to do: the model's own tensors are computed with."""
+
+    def pause(self) -> None:
+        """Nothing to do: no memory is held between calls."""
+
+    def resume(self) -> None:
+        """Nothing to do."""
 
     def _run(
         self,
@@ -121,7 +153,8 @@ class LeanGenerator:
         state: _State,
     ) -> None:
         """Generate `repeats` responses of each prompt into the rows of `state`."""
-        from transformers import DynamicCache
+        from pipeline.generation.cache import roomy_cache
+        from pipeline.generation.fixed_steps import FixedSteps, fits_fixed_steps
 
         first_real = int((attention_mask != 0).any(dim=0).nonzero()[0])
         input_ids, mask = input_ids[:, first_real:], (attention_mask[:, first_real:] != 0).long()
@@ -131,7 +164,7 @@ class LeanGenerator:
             self._model, functional.pad(input_ids, (0, 1)), functional.pad(mask, (0, 1), value=1), vision
         )
         positions, pixels = others.pop("position_ids"), others
-        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        cache = roomy_cache(self._model.config.get_text_config(decoder=True))
         logits = self._forward(inputs["input_ids"][:, :-1], mask, positions[..., :-1], cache, **pixels)
         logits = logits.repeat_interleave(repeats, dim=0)
         if repeats > 1:
@@ -140,6 +173,10 @@ class LeanGenerator:
         next_position = positions[..., -1:].repeat_interleave(repeats, dim=-2)
         mask = functional.pad(mask, (0, state.tokens.shape[1]), value=1).repeat_interleave(repeats, dim=0)
         alive = torch.ones_like(rows, dtype=torch.bool)
+        wanted = logits.is_cuda if self._fixed_shapes is None else self._fixed_shapes
+        fixed = wanted and fits_fixed_steps(self._model, cache)
+        drop_share = _FIXED_DROP_SHARE if fixed else _DROP_SHARE
+        steps: FixedSteps | None = None
         for step in range(state.tokens.shape[1]):
             self._on_progress()
             tokens = state.sample(logits, rows, alive, step, sampling)
@@ -147,14 +184,20 @@ class LeanGenerator:
             living = int(alive.sum())
             if living == 0 or step + 1 == state.tokens.shape[1]:
                 return
-            if (len(rows) - living) * _DROP_SHARE >= len(rows):
+            if (len(rows) - living) * drop_share >= len(rows):
                 kept = alive.nonzero().squeeze(1)
                 cache.batch_select_indices(kept)
                 rows, tokens, mask, next_position = rows[kept], tokens[kept], mask[kept], next_position[..., kept, :]
                 alive = alive[kept]
+                steps = None
             if self._vision_backbone is not None:
                 tokens = plain_tokens(self._vision_backbone, tokens)
-            logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
+            if not fixed:
+                logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
+                continue
+            if steps is None or steps.full:
+                steps = FixedSteps(self._forward, cache, mask, width + step, next_position + step)
+            logits = steps.step(tokens)
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, **pixels: Tensor) -> Tensor:
         """``(rows, V)`` float32 logits after the last token."""
@@ -243,135 +286,13 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
     return tokens.clamp_(max=probs.shape[1] - 1)
 
 
-class ActorGenerator:
-    """An engine over any object with the Hugging Face convention of ``generate``.
-
-    The actor gets rows in batch order at full prompt width, with the prompts already repeated, and returns ``(B, T)``
-    ids. It draws from the global random state, which is seeded for the call and put back after it.
-
-    Args:
-        actor: ``generate(input_ids=, attention_mask=, max_length=, do_sample=, temperature=, top_k=, top_p=,
-            pad_token_id=, eos_token_id=, ...)``; what its signature does not take is left out. Stop sequences arrive
-            as `stopping_criteria`, pixels and grids by the names that transformers has for them.
-        extra_keywords: Passed on as they are.
-        on_progress: Called once a mini-batch.
-    """
-
-    def __init__(
-        self,
-        actor: Any,
-        extra_keywords: dict[str, Any] | None = None,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._actor = actor
-        self._on_progress = on_progress
-        self._extra_keywords = extra_keywords or {}
-
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        sampling: Sampling,
-        *,
-        group_size: int = 1,
-        batch_rows: int | None = None,
-        vision: VisionRows | None = None,
-    ) -> Responses:
-        """Sample responses; see `pipeline.generation.ResponseGenerator`."""
-        device = getattr(self._actor, "device", input_ids.device)
-        rows = input_ids.repeat_interleave(group_size, dim=0)
-        masks = attention_mask.repeat_interleave(group_size, dim=0)
-        row_vision = None if vision is None else vision.repeated(group_size)
-        size = batch_rows or len(rows)
-        sequences = []
-        with torch.random.fork_rng(devices=_cuda_devices(device)):
-            torch.manual_seed(sampling.seed)
-            for first in range(0, len(rows), size):
-                part = slice(first, first + size)
-                ids, mask = rows[part].to(device), masks[part].to(device)
-                pixels = {} if row_vision is None else self._pixels(ids, mask, row_vision.rows(part))
-                generated = self._call(ids, mask, sampling, pixels).to(input_ids.device)
-                sequences.append(_checked(generated, rows[part], sampling))
-                self._on_progress()
-        joined = torch.cat(sequences)
-        responses = joined[:, input_ids.shape[1] :]
-        lengths = response_lengths(responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.pad_token_id)
-        beyond = torch.arange(responses.shape[1], device=joined.device) >= lengths.unsqueeze(1)
-        responses.masked_fill_(beyond, sampling.pad_token_id)
-        return Responses(sequences=joined, lengths=lengths)
-
-    def _pixels(self, ids: Tensor, mask: Tensor, vision: VisionRows) -> dict[str, Tensor]:
-        pixels = vision.model_keywords(ids.device)
-        backbone = vision_backbone(self._actor)
-        if backbone is not None:
-            # Its own `generate` counts positions by itself, from the kinds of the tokens.
-            pixels["mm_token_type_ids"] = token_kinds(backbone, ids, mask, vision)
-        return pixels
-
-    def _call(self, ids: Tensor, mask: Tensor, sampling: Sampling, pixels: dict[str, Tensor]) -> Tensor:
-        # Without top_k=0 transformers takes the 50 most probable tokens only; the log-probs would not be the sampler's.
-        keywords: dict[str, Any] = {
-            "max_length": sampling.max_length,
-            "do_sample": sampling.do_sample,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "pad_token_id": sampling.pad_token_id,
-            "eos_token_id": list(sampling.eos_token_ids) or None,
-            **pixels,
-            **self._extra_keywords,
-        }
-        if not sampling.do_sample:
-            for name in ("temperature", "top_k", "top_p"):
-                del keywords[name]
-        if sampling.stop_sequences:
-            keywords["stopping_criteria"] = [_stopping_criterion(ids.shape[1], sampling.stop_sequences)]
-        generate = self._actor.generate
-        result: Tensor = generate(input_ids=ids, attention_mask=mask, **accepted_keywords(generate, keywords))
-        return result
-
-
-def _stopping_criterion(width: int, stops: tuple[tuple[int, ...], ...]) -> Callable[..., Tensor]:
-    def stopped(input_ids: Tensor, scores: Any, **_ignored: Any) -> Tensor:
-        responses = input_ids[:, width:]
-        done = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
-        for stop in stops:
-            if responses.shape[1] >= len(stop):
-                done |= (responses[:, -len(stop) :] == torch.tensor(stop, device=responses.device)).all(dim=1)
-        return done
-
-    return stopped
-
-
-def _checked(sequences: Tensor, prompts: Tensor, sampling: Sampling) -> Tensor:
-    """Ids as ``(rows, max_length)``, once they are known to continue the prompts."""
-    width = prompts.shape[1]
-    if sequences.dim() != 2 or len(sequences) != len(prompts) or not width < sequences.shape[1] <= sampling.max_length:
-        raise ShapeError(
-            f"actor.generate returned {tuple(sequences.shape)} for prompts {tuple(prompts.shape)} "
-            f"and max_length {sampling.max_length}"
-        )
-    differing = (sequences[:, :width] != prompts).any(dim=1)
-    if bool(differing.any()):
-        raise ShapeError(f"row {int(differing.nonzero()[0])}: actor.generate changed the prompt")
-    return functional.pad(sequences, (0, sampling.max_length - sequences.shape[1]), value=sampling.pad_token_id)
-
-
-def _mini_batches(prompts: int, group_size: int, batch_rows: int | None) -> list[tuple[int, int, int, int]]:
-    """First prompt, last prompt (exclusive), first row and responses a prompt of each mini-batch."""
+def _mini_batches(prompts: int, group_size: int, batch_rows: int | None) -> list[tuple[slice, int, int]]:
+    """Which prompts, the first of their responses and how many of each, for every mini-batch."""
     if batch_rows is None or batch_rows >= group_size:
         step = prompts if batch_rows is None else batch_rows // group_size
-        return [
-            (first, min(first + step, prompts), first * group_size, group_size) for first in range(0, prompts, step)
-        ]
+        return [(slice(first, min(first + step, prompts)), 0, group_size) for first in range(0, prompts, step)]
     return [
-        (prompt, prompt + 1, prompt * group_size + first, min(batch_rows, group_size - first))
+        (slice(prompt, prompt + 1), first, min(batch_rows, group_size - first))
         for prompt in range(prompts)
         for first in range(0, group_size, batch_rows)
     ]
-
-
-def _cuda_devices(device: torch.device | str) -> list[torch.device]:
-    device = torch.device(device)
-    return [device] if device.type == "cuda" else []
