@@ -33,6 +33,7 @@ BUILTINS = ("builtin:sort-digits",)
 _BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES_TEXT = re.compile(r"([0-9]+)\s*([KMGT]iB|B)")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_ENGINE = re.compile(rf"(transformers|vllm|{_FUNCTION.pattern})")
 
 
 def _parse_bytes(value: object) -> object:
@@ -94,6 +95,12 @@ def _check_function(value: str) -> str:
     return value
 
 
+def _check_engine(value: str) -> str:
+    if _ENGINE.fullmatch(value) is None:
+        raise PydanticCustomError("engine", 'must be transformers, vllm, or of the form "module:function"')
+    return value
+
+
 _BytesText = Annotated[str, Field(pattern=rf"^{_BYTES_TEXT.pattern}$")]
 _Natural = Annotated[int, Field(ge=0)]
 _Sequence = Annotated[list[_Natural], Field(min_length=1)]
@@ -107,6 +114,7 @@ Devices = Annotated[
 ]
 AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 Source = Annotated[str, AfterValidator(_check_source)]
+EngineName = Annotated[str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^{_ENGINE.pattern}$"})]
 FunctionName = Annotated[
     str, AfterValidator(_check_function), Field(json_schema_extra={"pattern": f"^{_FUNCTION.pattern}$"})
 ]
@@ -205,6 +213,18 @@ class ModelConfig(_Section):
         description="Directory of a sequence classification model that scores responses; left out: functions only.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Number format.")
+    lora_rank: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="Rank of LoRA: the actor's adapters alone are trained and published; 0: off.",
+    )
+    lora_alpha: float = Field(default=32.0, gt=0, description="LoRA's alpha: adapters count alpha / rank times.")
+    lora_targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj"],
+        min_length=1,
+        description="Last part of the names of the linear layers that get adapters.",
+    )
 
 
 class PromptsConfig(_Section):
@@ -226,7 +246,10 @@ class RolloutConfig(_Section):
     workers: int = Field(default=1, ge=1, le=1024, description="Rollout processes.")
     devices: Devices = Field(default="auto", description="CUDA device numbers that the workers share, or auto.")
     algorithm: Literal["grpo", "ppo"] = Field(default="grpo", description="How advantages are made of rewards.")
-    engine: Literal["transformers", "vllm"] = Field(default="transformers", description="What generates the responses.")
+    engine: EngineName = Field(
+        default="transformers",
+        description='What generates the responses: transformers, or a "module:function" of yours.',
+    )
     batch_size: int | None = Field(
         default=None, ge=1, description="Prompts of one ticket; left out: half a batch of rows."
     )
@@ -509,8 +532,13 @@ def conflicts(config: Config) -> list[Conflict]:
         keys = ("metrics.tls_cert", "metrics.tls_key")
         found.append(Conflict(keys, "needs metrics.tls_key, and that needs it"))
     # Names of the agreed interface whose parts are still to be built: better refused than ignored.
-    for key, value in (("rollout.engine", rollout.engine), ("cluster.engine", config.cluster.engine)):
-        if value in ("vllm", "ray"):
+    # An engine is there once its module is, which alone is added for it.
+    there = ":" in rollout.engine or (Path(__file__).parent / "generation" / f"{rollout.engine}.py").is_file()
+    for key, value, missing in (
+        ("rollout.engine", rollout.engine, not there),
+        ("cluster.engine", config.cluster.engine, config.cluster.engine == "ray"),
+    ):
+        if missing:
             found.append(Conflict((key,), f'"{value}" is not there yet in this version'))
     if config.buffer.journal_interval_s and trainer.kind == "external":
         keys = ("buffer.journal_interval_s", "trainer.kind")

@@ -22,6 +22,7 @@ from pipeline.checkpoint_notes import Latest, checkpoints_dir, forget_latest, re
 from pipeline.checkpoints import CheckpointNote, copy_tensors, earlier_of_run, load_state, read_note, verify
 from pipeline.config import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
+from pipeline.lora import adapter_of, load_adapter, published
 from pipeline.models import load_actor, load_critic
 from pipeline.stream import Connection
 from pipeline.training_state import HasTensors, Progress, take_over, tensors_of
@@ -187,16 +188,22 @@ class Resumption:
 
     def _load(self, folder: Path) -> Progress:
         state = tensors_of(self._learner, Progress(), self._device)
+        targets = {name: published(model) for name, model in self._models.items()}
         loaders = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
         saved = {}
         for name in self._models:
             load, path = loaders[name]
             try:
-                saved[name] = load(path, dtype=self._config.model.dtype, device="cpu").state_dict()
+                adapted = name == "actor" and adapter_of(self._models[name])
+                saved[name] = (
+                    load_adapter(folder)
+                    if adapted
+                    else load(path, dtype=self._config.model.dtype, device="cpu").state_dict()
+                )
             except ConfigError as error:
                 raise CheckpointError(f"{path}: {error}") from error
-        for name, model in self._models.items():
-            copy_tensors(saved[name], model.state_dict(), f"{folder} ({name})")
+        for name, target in targets.items():
+            copy_tensors(saved[name], target, f"{folder} ({name})")
         load_state(folder, state)
         return take_over(state, self._device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from pipeline.config import Config
 from pipeline.devices import process_device
 from pipeline.errors import ConfigError, ExitCode, MistrustedError, RewardError
 from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.generation.engines import load_engine
+from pipeline.lora import adapt, published
 from pipeline.models import Critic, load_actor, load_critic, load_reward_model, load_tokenizer, sees_images
+from pipeline.pinned import pin_arena
 from pipeline.probe import answer, check, probe_tokens
 from pipeline.prompts import PromptSource
 from pipeline.reward_pool import RewardPool
@@ -37,6 +41,8 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     torch.set_num_threads(config.rollout.threads)
     arena = Arena(context.folder / "arena")
     arena.populate()
+    pinned = pin_arena(arena, process_device())
+    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
     metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config))
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
@@ -66,6 +72,8 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         raise
     finally:
         worker.close()
+        if pinned is not None:
+            pinned.close()
         outbox.close(linger_s=1.0)
         mailbox.close()
 
@@ -86,7 +94,6 @@ def new_worker(
     reward = load_reward(config, tokenizer, device, metrics, samples)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
-    targets = {f"actor.{name}": tensor for name, tensor in actor.state_dict().items()}
     critic = None
     if config.rollout.algorithm == "ppo":
         critic = (
@@ -94,8 +101,19 @@ def new_worker(
             if config.model.critic is None
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
+    # After the critic, which is made of the backbone as it was.
+    adapt(actor, config.model, seed=config.daemon.seed)
+    targets = {f"actor.{name}": tensor for name, tensor in published(actor).items()}
+    if critic is not None:
         targets |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
     rollout = config.rollout
+    engine = load_engine(
+        rollout.engine,
+        actor,
+        directory=Path(config.model.actor),
+        device=device,
+        on_progress=context.metrics.beat,
+    )
     maker = NaiveExperienceMaker(
         actor,
         critic,
@@ -112,6 +130,7 @@ def new_worker(
         # In float32 the sampler's own log-probs are the trainer's to 1e-5; below that they are taken anew.
         reuse_sampling_log_probs=config.model.dtype == "float32",
         drop_errored=True,
+        generator=engine,
         stage=metrics.activity,
         on_progress=context.metrics.beat,
     )
@@ -153,6 +172,7 @@ def new_worker(
         checksum=config.buffer.checksum,
         log_texts=config.daemon.log_texts,
         samples=samples,
+        engine=engine,
         check=weights_check(config, actor, tokenizer, device),
         initial_version=0 if config.trainer.kind == "external" else -1,
     )

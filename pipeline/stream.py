@@ -29,7 +29,9 @@ from pipeline.arena import Arena
 from pipeline.errors import ConfigError, DeadlineError, DecodeError, UnreachableError
 from pipeline.experience import Experience
 from pipeline.instance import find
+from pipeline.lora import without_peft_names
 from pipeline.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
+from pipeline.pinned import PinnedMemory, pin_arena
 from pipeline.policy_versions import PolicyVersions
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer_name
 from pipeline.weights import Probe, WeightsVersion
@@ -106,6 +108,7 @@ class Connection:
         self._damaged: Damaged | None = None
         self._trained_through = 0
         self._closed = False
+        self._pinned: PinnedMemory | None = None
         if rank == 0 and (newest := self.newest()) is not None:
             # Before the first hello: what a dead trainer published includes leases it never acknowledged.
             self._trained_through = newest.trained_through
@@ -218,7 +221,8 @@ class Connection:
         """Publish weights as the next policy version; they include the batches in hand, which count as trained by it.
 
         Args:
-            actor: The policy's state dict, on any device, under Hugging Face's names.
+            actor: The policy's state dict, on any device, under Hugging Face's names. With `model.lora_rank`, of the
+                adapters alone, under those names or peft's (`get_peft_model_state_dict`).
             critic: The critic's, with PPO.
             training: Optimizer moments and whatever else training goes on from, for `restore_training`; dropped with
                 a warning where shared memory has no room for it.
@@ -240,7 +244,7 @@ class Connection:
             self._trained_through = (taken[-1] // self.world_size + 1) * self.world_size
         published = self._versions.publish(
             version,
-            {"actor": actor, "critic": critic},
+            {"actor": without_peft_names(actor), "critic": critic},
             training,
             trained_through=self._trained_through,
             rollback=rollback,
@@ -267,6 +271,12 @@ class Connection:
         self._send(self._hello())
         self._send(Credit(trainer_name(self.rank), self._incarnation, self._prefetch))
 
+    def pin(self, device: torch.device) -> int:
+        """Page-lock the arena for copies to a card; return how many bytes of it are, 0 where there is no card."""
+        if self._pinned is None:
+            self._pinned = pin_arena(self._arena, device)
+        return 0 if self._pinned is None else self._pinned.nbytes
+
     # The end.
 
     def close(self) -> None:
@@ -279,6 +289,8 @@ class Connection:
         for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
             self._send(Release(trainer_name(self.rank), lease))
         self._versions.close()
+        if self._pinned is not None:
+            self._pinned.close()
         self._on_close()
 
     def __enter__(self) -> Connection:

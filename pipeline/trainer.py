@@ -13,6 +13,7 @@ import torch
 from pipeline.config import Config
 from pipeline.errors import CheckpointError
 from pipeline.experience import Experience
+from pipeline.lora import published
 from pipeline.resume import Start
 from pipeline.step_stats import StepStats
 from pipeline.stream import Batch, Connection
@@ -217,7 +218,7 @@ class Trainer:
         with self._metrics.publishing():
             critic = self._models.get("critic")
             self._version = self._connection.publish(
-                actor=self._models["actor"].state_dict(),
+                actor=published(self._models["actor"]),
                 critic=None if critic is None else critic.state_dict(),
                 probe=self._answer(first=version is not None),
                 training=tensors_of(self._learner, self.progress, self._device) if in_memory else None,

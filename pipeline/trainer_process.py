@@ -17,6 +17,7 @@ from pipeline.config import Config
 from pipeline.devices import process_device
 from pipeline.errors import ExitCode
 from pipeline.learner import Learner
+from pipeline.lora import Saved, adapt
 from pipeline.models import Critic, Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.probe import answer, probe_tokens
 from pipeline.resume import Resumption
@@ -45,6 +46,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         verify_checksum=config.buffer.checksum,
         traffic=Traffic(context.metrics),
     )
+    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(process_device()))
     join_ranks(config, context)
     trainer = new_trainer(config, context, connection)
     context.ready()
@@ -110,6 +112,8 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
             if config.model.critic is None
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
+    # After the critic, which is made of the backbone as it was.
+    adapt(actor, config.model, seed=config.daemon.seed)
     metrics = TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config))
 
     def agree(ready: bool) -> bool:
@@ -185,7 +189,7 @@ def checkpoint_writer(
         return save_checkpoint(
             checkpoints_dir(config),
             note,
-            actor=models["actor"],
+            actor=Saved(models["actor"], config.model),
             tokenizer=preprocessing,
             critic=models.get("critic"),
             state=tensors_of(learner, progress, device),

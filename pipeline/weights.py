@@ -18,6 +18,7 @@ A trainer's own state lies in a second such file (`pipeline.policy_versions`), w
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -28,10 +29,11 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-import xxhash
 
 from pipeline.arena import PAGE_BYTES, allocate, refuse_larger_than_free
 from pipeline.errors import WeightsError
+from pipeline.pinned import PinnedMemory
+from pipeline.slot_copy import Slot
 
 _MAGIC = b"rlhfd-weights\x00\x00\x01"
 _HEADER = struct.Struct("<16sQQQQ")
@@ -119,6 +121,7 @@ class _Mapping:
         manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
         self.places = msgspec.msgpack.decode(manifest, type=list[TensorPlace])
         self.marks = self.memory[:PAGE_BYTES].cast("Q")
+        self._pinned: PinnedMemory | None = None
 
     def slot_mark(self, slot: int) -> int:
         return (_SLOT_HEADERS + slot * _SLOT_HEADER_BYTES) // 8
@@ -135,6 +138,15 @@ class _Mapping:
             ).reshape(place.shape)
             for place in self.places
         }
+
+    def all_slots(self) -> list[Slot]:
+        return [Slot(self.slot_memory(slot), self.tensors(slot)) for slot in range(self.slots)]
+
+    def pin_for(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Page-lock the slots, once, if any of these tensors is on a card."""
+        if self._pinned is None and any(tensor.is_cuda for tensor in tensors.values()):
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + int(self.data_offset)
+            self._pinned = PinnedMemory(start, self.slots * self.slot_bytes, f"weights in {self.path.name}")
 
     def newest(self) -> int | None:
         slot = self.marks[_NEWEST]
@@ -155,6 +167,8 @@ class _Mapping:
         return None
 
     def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
         self.marks.release()
         self.memory.release()
         try:
@@ -183,7 +197,7 @@ class WeightsPublisher:
         if not self.matches(path, tensors):
             _create(path, _places(tensors), slots)
         self._mapping = _Mapping(path)
-        self._views = [self._mapping.tensors(slot) for slot in range(self._mapping.slots)]
+        self._slots = self._mapping.all_slots()
 
     @property
     def nbytes(self) -> int:
@@ -220,13 +234,8 @@ class WeightsPublisher:
         slot = 0 if newest is None else (newest + 1) % self._mapping.slots
         mark, marks = self._mapping.slot_mark(slot), self._mapping.marks
         marks[mark] |= 1
-        for name, view in self._views[slot].items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor.shape != view.shape:
-                shape = "missing" if tensor is None else tuple(tensor.shape)
-                raise WeightsError(f"{name}: {shape}, expected {tuple(view.shape)}")
-            view.copy_(tensor.detach())
-        fingerprint = _fingerprint(self._mapping.slot_memory(slot))
+        self._mapping.pin_for(tensors)
+        fingerprint = self._slots[slot].write(tensors)
         if history is None:
             history = rollback + (0 if before is None else before.history)
         published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe)
@@ -252,7 +261,7 @@ class WeightsPublisher:
 
     def close(self) -> None:
         """Unmap; the file stays for the workers."""
-        self._views.clear()
+        self._slots.clear()
         self._mapping.close()
 
     @staticmethod
@@ -272,7 +281,7 @@ class WeightsReader:
 
     def __init__(self, path: Path) -> None:
         self._mapping = _Mapping(path)
-        self._views = [self._mapping.tensors(slot) for slot in range(self._mapping.slots)]
+        self._slots = self._mapping.all_slots()
 
     @property
     def nbytes(self) -> int:
@@ -297,6 +306,7 @@ class WeightsReader:
         Raises:
             WeightsError: If there is no such version, a target is missing or misshapen, or no whole copy could be had.
         """
+        self._mapping.pin_for(into)
         for _ in range(_FETCH_ATTEMPTS):
             slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
             if slot is None:
@@ -304,7 +314,8 @@ class WeightsReader:
             mark = self._mapping.slot_mark(slot)
             before = self._mapping.marks[mark]
             found = self._mapping.version(slot)
-            if before % 2 == 0 and self._copy(slot, into) == found.fingerprint and self._mapping.marks[mark] == before:
+            whole = before % 2 == 0 and self._slots[slot].read(into) == found.fingerprint
+            if whole and self._mapping.marks[mark] == before:
                 return found
             log.warning("weights of version %d were overtaken while being copied, trying again", found.version)
         raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
@@ -313,19 +324,9 @@ class WeightsReader:
         """Whether a version is there, whole."""
         return self._mapping.slot_of(age) is not None
 
-    def _copy(self, slot: int, into: Mapping[str, torch.Tensor]) -> int:
-        with torch.no_grad():
-            for name, view in self._views[slot].items():
-                target = into.get(name)
-                if target is None or target.shape != view.shape:
-                    shape = "missing" if target is None else tuple(target.shape)
-                    raise WeightsError(f"{name}: {shape} in the model, published as {tuple(view.shape)}")
-                target.copy_(view)
-        return _fingerprint(self._mapping.slot_memory(slot))
-
     def close(self) -> None:
         """Unmap."""
-        self._views.clear()
+        self._slots.clear()
         self._mapping.close()
 
 
@@ -356,11 +357,6 @@ def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
         raise
     finally:
         os.close(descriptor)
-
-
-def _fingerprint(memory: memoryview) -> int:
-    # Above 2**63 a fingerprint would not fit every reader's signed integer.
-    return xxhash.xxh3_64_intdigest(memory) >> 1
 
 
 def _page_up(nbytes: int) -> int:

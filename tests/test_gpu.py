@@ -5,19 +5,34 @@ import subprocess
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from pipeline import codec
+from pipeline.arena import Arena
 from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.generation import Sampling
+from pipeline.generation.transformers import LeanGenerator
 from pipeline.gpus import LIBRARY, Nvml
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.models import action_log_probs
+from pipeline.pinned import PinnedMemory, pin_arena
 from pipeline.stream import Connection
 from pipeline.torch_memory import show_memory
+from pipeline.weights import WeightsPublisher, WeightsReader
 from tests import tiny
 from tests.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
 from tests.experiences import made_up
 from tests.slabs import SLOTS, begun, value
 from tests.test_stream import House
+
+
+def long_llama():
+    config = tiny.llama().config
+    config.max_position_embeddings = 256
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(tiny.llama().state_dict())
+    return model
+
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -107,3 +122,81 @@ def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # no
         assert daemon.wait() == 0
     assert "roles are started without it" not in daemon.errors, "the template opens no GPU"
     assert not daemon.shm_dir.exists()
+
+
+def test_the_arena_is_page_locked_once_and_given_back(tmp_path):
+    Arena.create(tmp_path / "arena", payload_bytes=1 << 22, ledger_bytes=4096, layout=1)
+    arena = Arena(tmp_path / "arena")
+    arena.populate()
+
+    pinned = pin_arena(arena, torch.device("cuda:0"))
+
+    view = torch.frombuffer(arena.payload, dtype=torch.uint8)
+    assert pinned.nbytes == arena.payload_bytes
+    assert view.is_pinned()
+    view.fill_(7)
+    assert (view.to("cuda", non_blocking=True).cpu() == 7).all()
+    pinned.close()
+    assert not view.is_pinned()
+    del view
+    arena.close()
+
+
+def test_memory_that_cannot_be_locked_is_a_warning_and_the_card_goes_on(caplog):
+    refused = PinnedMemory(4096, 1 << 40, "an impossible range")
+
+    assert refused.nbytes == 0
+    assert "could not be page-locked" in caplog.text
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+@pytest.mark.parametrize("publisher_device", ["cuda", "cpu"])
+@pytest.mark.parametrize("worker_device", ["cuda", "cpu"])
+def test_weights_travel_between_any_devices_whole(tmp_path, publisher_device, worker_device):
+    """Larger than what is copied before the first event, so that hashing and copies run beside each other."""
+    draws = torch.Generator().manual_seed(0)
+    given = {f"actor.{i}": torch.randn(3_000_001, generator=draws).to(publisher_device) for i in range(12)}
+    target = {name: torch.zeros(tensor.shape, device=worker_device) for name, tensor in given.items()}
+    publisher = WeightsPublisher(tmp_path / "weights", given)
+    reader = WeightsReader(tmp_path / "weights")
+
+    published = publisher.publish(1, given)
+    fetched = reader.fetch(target)
+
+    assert fetched == published
+    for name, tensor in given.items():
+        assert torch.equal(target[name].cpu(), tensor.cpu()), name
+    again = publisher.publish(2, {name: tensor.cpu() for name, tensor in given.items()})
+    assert again.fingerprint == published.fingerprint
+    reader.close()
+    publisher.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ends", [(tiny.EOS,), tuple(range(1, 12))], ids=["some end", "most end"])
+def test_tokens_of_cuda_graphs_are_those_of_the_cpu(ends, caplog):
+    """Greedy, past several changes of room and of rows, each of which is another graph."""
+    prompts = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
+    mask = (prompts != 0).long()
+    greedy = Sampling(max_length=204, pad_token_id=tiny.PAD, eos_token_ids=ends, do_sample=False)
+    expected = LeanGenerator(long_llama()).generate(prompts, mask, greedy, group_size=4)
+
+    graphs = LeanGenerator(long_llama().cuda()).generate(prompts, mask, greedy, group_size=4)
+
+    assert torch.equal(graphs.sequences, expected.sequences)
+    torch.testing.assert_close(graphs.log_probs, expected.log_probs, atol=1e-4, rtol=0)
+    assert "no CUDA graph" not in caplog.text
+
+
+def test_a_graph_computes_with_weights_that_were_replaced_in_place():
+    actor, other = tiny.llama().cuda(), tiny.llama(seed=9).cuda()
+    prompts = torch.tensor([[7, 3, 11, 2]])
+    greedy = Sampling(max_length=60, pad_token_id=tiny.PAD, do_sample=False)
+    engine = LeanGenerator(actor)
+    engine.generate(prompts, torch.ones_like(prompts), greedy)
+    actor.load_state_dict(other.state_dict())
+
+    after = engine.generate(prompts, torch.ones_like(prompts), greedy)
+
+    expected = LeanGenerator(other).generate(prompts, torch.ones_like(prompts), greedy)
+    assert torch.equal(after.sequences, expected.sequences)

@@ -166,7 +166,7 @@ def test_a_training_state_of_another_model_is_not_used(tmp_path):
 def test_a_damaged_training_state_is_never_used_as_if_it_were_whole(tmp_path):
     trainer = PolicyVersions(tmp_path / "weights")
     damaged = trainer.publish(0, model(1.0), training(1), trained_through=0)
-    trainer._training._views[0]["progress"][0] = 99
+    trainer._training._slots[0].views["progress"][0] = 99
 
     with pytest.raises(weights.WeightsError, match="no whole copy"):
         trainer.restore_training(damaged, training(0))

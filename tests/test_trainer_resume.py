@@ -30,15 +30,15 @@ IN_STEP = (
 DIES_WHILE_PUBLISHING = """
 import os, signal, sys
 if any('"role":"trainer"' in word for word in sys.orig_argv):
-    import pipeline.weights as weights
-    told = weights._fingerprint
-    def fingerprint(memory):
+    import pipeline.slot_copy as slot_copy
+    told = slot_copy.combined
+    def fingerprint(digests):
         with open({ledger!r}, "a+") as file:
             file.write(".")
         if os.path.getsize({ledger!r}) in {deaths}:
             os.kill(os.getpid(), signal.SIGKILL)
-        return told(memory)
-    weights._fingerprint = fingerprint
+        return told(digests)
+    slot_copy.combined = fingerprint
 """
 # A worker that copies weights to where its model does not look.
 COPIES_ELSEWHERE = """

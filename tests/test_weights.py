@@ -102,10 +102,10 @@ def test_a_publisher_killed_half_way_leaves_the_version_before(path, monkeypatch
     class Killed(BaseException):
         pass
 
-    def die(memory):
+    def die(digests):
         raise Killed
 
-    monkeypatch.setattr("pipeline.weights._fingerprint", die)
+    monkeypatch.setattr("pipeline.slot_copy.combined", die)
     with pytest.raises(Killed):
         publisher.publish(3, tensors(3.0))
     monkeypatch.undo()
@@ -145,7 +145,7 @@ def test_damaged_weights_are_never_reported_as_loaded(path):
     publisher = WeightsPublisher(path, tensors())
     publisher.publish(1, tensors(1.0))
     reader = WeightsReader(path)
-    publisher._views[0]["actor.a"][0, 0] = 99.0
+    publisher._slots[0].views["actor.a"][0, 0] = 99.0
 
     with pytest.raises(WeightsError, match="no whole copy"):
         reader.fetch(tensors())
