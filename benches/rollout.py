@@ -1,0 +1,232 @@
+"""Rollouts end to end, `NaiveExperienceMaker.make_experience`, against the other ways to the same experience.
+
+All take the most probable token, so that results can be compared: tokens must be equal, log-probs equal to 1e-5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from benches import rollout_peers as peers
+from benches.measure import Sample, interleaved
+from benches.report import ROOT, Section, Table
+from benches.rollout_peers import EOS, PAD, Made, Work
+from pipeline.advantages import group_advantages
+from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.generation.actors import ActorGenerator
+
+TRL = "trl==1.16.0"
+_ENVIRONMENT = ROOT / ".venv-trl"
+# A second one makes each way faster on a quiet machine, and on a busy one every figure a matter of luck.
+_THREADS = 1
+_OURS, _GENERATE, _COATI, _TRL = "rlhfd", "transformers generate", "coati's design", "TRL"
+_TEXT = """GRPO with a KL to a reference model, {parameters} parameters in float32, vocabulary {vocabulary:,}, one
+thread: responses, rewards, log-probs of actor and reference, advantages. *{ours}* is what the daemon runs: a key-value
+cache with room, each prompt encoded once, finished rows leave the batch, the sampler's own log-probs. *{generate}*
+stands at the same seam in its place, and log-probs are taken by our chunked function. *{coati}* is written from its
+description. *{trl}* is `GRPOTrainer._generate_and_score_completions` of {package}, which takes no log-probs of the
+actor on fresh experience. In every round tokens were equal and log-probs agreed to 1e-5. A figure above 1 says how many
+times longer the other way took. {note}"""
+
+
+def run(*, quick: bool) -> Sequence[Section]:
+    """Compare the ways on some shapes of work."""
+    torch.set_num_threads(_THREADS)
+    hidden, layers, vocabulary = (64, 2, 500) if quick else (256, 8, 8000)
+    works = [Work(2, 16, 4, 16)] if quick else [Work(4, 64, 2, 64), Work(8, 64, 4, 32), Work(8, 64, 4, 128, False)]
+    actor = peers.model(hidden, layers, vocabulary, seed=0)
+    # A model of its own that is the actor's equal: TRL's is.
+    reference = peers.model(hidden, layers, vocabulary, seed=0)
+    note, rows = "", []
+    for work in works:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            ways: dict[str, Callable[[], Made]] = {
+                _OURS: lambda work=work: ours(actor, reference, work, vocabulary),
+                _GENERATE: lambda work=work: ours(actor, reference, work, vocabulary, plain=True),
+            }
+            if work.with_coati:
+                ways[_COATI] = lambda work=work: coati(actor, reference, work, vocabulary)
+            if not quick:
+                try:
+                    turn = stack.enter_context(trl(actor, work, vocabulary, Path(folder)))
+                    ways[_TRL] = turn
+                except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                    note = f"TRL could not be measured here: {error}"
+            for name, way in ways.items():
+                if name != _COATI:
+                    way()
+            made = interleaved(
+                ways, 1 if quick else 3, say=lambda line: print(line.partition(", tokens")[0], file=sys.stderr)
+            )
+        check(made)
+        rows.append(_row(work, {way: Sample.of(one.seconds for one in found) for way, found in made.items()}, made))
+    parameters = f"{sum(weight.numel() for weight in actor.parameters()) / 1e6:.1f} M"
+    header = ("rollout of", "tokens", "rlhfd, s", "x generate", "x TRL", "x coati")
+    text = _TEXT.format(
+        parameters=parameters, vocabulary=vocabulary, ours=_OURS, generate=_GENERATE, coati=_COATI,
+        trl=_TRL, package=TRL, note=note,
+    )  # fmt: skip
+    return [Section("rollout", "Rollouts end to end at equal results", " ".join(text.split()), [Table(header, rows)])]
+
+
+def _row(work: Work, seconds: dict[str, Sample], made: dict[str, list[Made]]) -> tuple[str, ...]:
+    lengths = made[_OURS][0].lengths
+    ratios = [
+        str(seconds[way].over(seconds[_OURS])) if way in seconds else "not run" for way in (_GENERATE, _TRL, _COATI)
+    ]
+    what = f"{work.prompts} prompts x {work.group_size}, up to {work.prompt_tokens} + {work.new_tokens} tokens"
+    tokens = f"{int(lengths.sum()):,}, {int(lengths.min())} to {int(lengths.max())} a response"
+    return (what, tokens, str(seconds[_OURS]), *ratios)
+
+
+def check(made: dict[str, list[Made]]) -> None:
+    """Hold all results against ours.
+
+    Raises:
+        RuntimeError: If a way made other tokens, or log-probs that are further off than rounding.
+    """
+    expected = made[_OURS][0]
+    mask = torch.arange(expected.tokens.shape[1]) < expected.lengths.unsqueeze(1)
+    for way, turns in made.items():
+        for one in turns:
+            if not torch.equal(one.lengths, expected.lengths) or not torch.equal(
+                one.tokens[mask], expected.tokens[mask]
+            ):
+                raise RuntimeError(f"{way} made other tokens")
+            for name in ("log_probs", "base_log_probs"):
+                its, mine = getattr(one, name), getattr(expected, name)
+                if its is not None and (off := float((its - mine)[mask].abs().max())) > 1e-5:
+                    raise RuntimeError(f"{way}: {name} are off by {off:g}")
+
+
+def ours(
+    actor: LlamaForCausalLM, reference: LlamaForCausalLM, work: Work, vocabulary: int, *, plain: bool = False
+) -> Made:
+    """Make experience as a worker of the daemon does, or with transformers' own ``generate`` at the same seam."""
+    input_ids, mask = work.inputs(vocabulary)
+    maker = NaiveExperienceMaker(
+        actor,
+        None,
+        _score,
+        reference,
+        SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS),
+        use_grpo=True,
+        num_generation=work.group_size,
+        logits_forward_batch_size=16,
+        reuse_sampling_log_probs=not plain,
+        generator=ActorGenerator(actor) if plain else None,
+    )
+    began_s = time.perf_counter()
+    made = maker.make_experience(input_ids, mask, max_length=work.prompt_tokens + work.new_tokens, do_sample=False)
+    seconds = time.perf_counter() - began_s
+    assert made.action_mask is not None
+    assert made.base_action_log_probs is not None
+    return Made(
+        seconds,
+        made.sequences[:, work.prompt_tokens :],
+        made.action_mask.sum(dim=1),
+        made.base_action_log_probs,
+        made.action_log_probs,
+    )
+
+
+def coati(actor: LlamaForCausalLM, reference: LlamaForCausalLM, work: Work, vocabulary: int) -> Made:
+    """Make the same in coati's way."""
+    input_ids, mask = (tensor.repeat_interleave(work.group_size, dim=0) for tensor in work.inputs(vocabulary))
+    began_s = time.perf_counter()
+    tokens = peers.coati_generate(actor, input_ids, mask, work.new_tokens)
+    lengths = peers.lengths_of(tokens)
+    actions = torch.arange(work.new_tokens) < lengths.unsqueeze(1)
+    sequences, whole = torch.cat([input_ids, tokens], dim=1), torch.cat([mask, actions.long()], dim=1)
+    log_probs, base_log_probs = (
+        peers.all_logits_log_probs(model, sequences, whole, work.new_tokens) for model in (actor, reference)
+    )
+    scores = lengths.float()
+    kl = ((log_probs - base_log_probs) * actions * -0.01).sum(dim=1) / lengths
+    group_advantages(scores + kl, work.group_size)
+    return Made(time.perf_counter() - began_s, tokens, lengths, base_log_probs, log_probs)
+
+
+@contextlib.contextmanager
+def trl(actor: LlamaForCausalLM, work: Work, vocabulary: int, folder: Path) -> Iterator[Callable[[], Made]]:
+    """Start TRL, installed on first use beside this environment and with its torch and transformers.
+
+    Raises:
+        OSError, subprocess.SubprocessError: If it cannot be installed or started.
+    """
+    python = _ENVIRONMENT / "bin" / "python"
+    if not (_ENVIRONMENT / "complete").exists():
+        venv.create(_ENVIRONMENT, with_pip=True, clear=True)
+        (shared,) = _ENVIRONMENT.glob("lib/python*/site-packages")
+        # The very same torch and transformers: what is compared is what stands above them.
+        (shared / "rlhfd.pth").write_text(sysconfig.get_path("purelib"))
+        subprocess.run([python, "-m", "pip", "install", "--quiet", TRL], check=True, stdout=sys.stderr)
+        (_ENVIRONMENT / "complete").touch()
+    actor.save_pretrained(folder / "actor")
+    peers.tokenizer(vocabulary).save_pretrained(folder / "actor")
+    input_ids, mask = work.inputs(vocabulary)
+    settings = {
+        "folder": str(folder),
+        "threads": _THREADS,
+        "rows": work.rows,
+        "group_size": work.group_size,
+        "new_tokens": work.new_tokens,
+        "prompts": peers.texts(input_ids, mask),
+    }
+    script = Path(__file__).with_name("rollout_trl.py")
+    command = [python, script, json.dumps(settings)]
+    with (folder / "trl.log").open("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"},
+        )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asks, answers = process.stdin, process.stdout
+
+        def turn() -> Made:
+            print("go", file=asks, flush=True)
+            while (line := answers.readline()) and line != "DONE\n":
+                pass
+            if not line:
+                raise RuntimeError(f"TRL ended: {(folder / 'trl.log').read_text()[-500:]}")
+            found = torch.load(folder / "turn.pt", weights_only=True)
+            missing = work.new_tokens - found["tokens"].shape[1]
+            pad = torch.nn.functional.pad
+            lengths = found["mask"].sum(dim=1)
+            return Made(
+                found["seconds"],
+                pad(found["tokens"], (0, missing)),
+                lengths,
+                pad(found["base_log_probs"], (0, missing)),
+            )
+
+        try:
+            yield turn
+        finally:
+            asks.close()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            answers.close()
+
+
+def _score(*, response_start: torch.Tensor, response_end: torch.Tensor, **_row: Any) -> torch.Tensor:
+    return (response_end - response_start).float()

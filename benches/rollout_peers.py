@@ -1,0 +1,145 @@
+"""Ways to the same experience: coati's design and plain ``generate`` here, TRL in a process of its own (`rollout_trl`).
+
+coati's design is written from the description of `NaiveExperienceMaker`: it samples with one forward pass over whole
+rows a token and no cache, keeps finished rows in the batch, and takes log-softmax of all logits of all positions, two
+rows at a time. Its formulas are ours here, so that results can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PAD, EOS = 0, 1
+TEMPERATURE = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One comparison: prompts, responses to each, and how long they get.
+
+    Attributes:
+        prompts: Prompts, of `prompt_tokens // 4` to `prompt_tokens` tokens.
+        prompt_tokens: The longest.
+        group_size: Responses of each.
+        new_tokens: The longest response.
+        with_coati: Whether it takes part, which recomputes every token of every row for each new one.
+    """
+
+    prompts: int
+    prompt_tokens: int
+    group_size: int
+    new_tokens: int
+    with_coati: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Responses in all."""
+        return self.prompts * self.group_size
+
+    def inputs(self, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Left-padded prompts and their mask."""
+        draws = torch.Generator().manual_seed(3)
+        lengths = torch.randint(self.prompt_tokens // 4, self.prompt_tokens + 1, (self.prompts,), generator=draws)
+        lengths[0] = self.prompt_tokens
+        mask = (torch.arange(self.prompt_tokens) >= self.prompt_tokens - lengths.unsqueeze(1)).long()
+        return torch.randint(2, vocabulary, mask.shape, generator=draws) * mask, mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What a way made, to be held against the others' results; rows in order, right ends after the lengths unused.
+
+    Attributes:
+        seconds: Wall time.
+        tokens: ``(B, A)`` int64.
+        lengths: ``(B,)`` int64.
+        base_log_probs: ``(B, A)`` float32, under the reference.
+        log_probs: The same under the actor; None where the way takes none.
+    """
+
+    seconds: float
+    tokens: Tensor
+    lengths: Tensor
+    base_log_probs: Tensor
+    log_probs: Tensor | None = None
+
+
+def model(hidden: int, layers: int, vocabulary: int, *, seed: int) -> LlamaForCausalLM:
+    """An untrained Llama whose greedy responses end at all kinds of lengths: its eos has a head of its own strength."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    made = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        made.lm_head.weight[EOS] *= 2.6
+    return made
+
+
+def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Words "2" to "7999" and so on, a token each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": PAD, "<eos>": EOS} | {str(token): token for token in range(2, vocabulary)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    made.padding_side = "left"
+    return made
+
+
+@torch.no_grad()
+def coati_generate(actor: LlamaForCausalLM, input_ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
+    """Greedy responses, ``(B, A)``: all of every row again for each token, until every row has ended."""
+    width, alive = input_ids.shape[1], torch.ones(len(input_ids), dtype=torch.bool)
+    for _ in range(new_tokens):
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        logits = actor(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        tokens = logits[:, -1].argmax(dim=-1).where(alive, PAD)
+        input_ids = torch.cat([input_ids, tokens.unsqueeze(1)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(tokens).unsqueeze(1)], dim=1)
+        alive &= tokens != EOS
+        if not alive.any():
+            break
+    tokens = input_ids[:, width:]
+    return torch.nn.functional.pad(tokens, (0, new_tokens - tokens.shape[1]), value=PAD)
+
+
+@torch.no_grad()
+def all_logits_log_probs(
+    model: LlamaForCausalLM, sequences: Tensor, mask: Tensor, num_actions: int, rows_at_once: int = 2
+) -> Tensor:
+    """Log-probs of the last tokens, ``(B, A)``, from the log-softmax of the logits of every position."""
+    parts = []
+    for ids, real in zip(sequences.split(rows_at_once), mask.split(rows_at_once), strict=True):
+        positions = (real.cumsum(dim=1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=real, position_ids=positions, use_cache=False).logits
+        log_probs = (logits[:, :-1] / TEMPERATURE).log_softmax(dim=-1)
+        parts.append(log_probs.gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -num_actions:])
+    return torch.cat(parts)
+
+
+def lengths_of(tokens: Tensor) -> Tensor:
+    """Tokens up to the first eos, that one included, ``(B,)``."""
+    columns = torch.arange(1, tokens.shape[1] + 1)
+    return torch.where(tokens == EOS, columns, tokens.shape[1]).amin(dim=1)
+
+
+def texts(input_ids: Tensor, mask: Tensor) -> Sequence[str]:
+    """Prompts as text that the tokenizer turns into the same ids."""
+    return [" ".join(str(int(token)) for token in row[real != 0]) for row, real in zip(input_ids, mask, strict=True)]
