@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
+from pipeline.service_commands import logs, systemd
 
 # Everything else is imported by the command that needs it: `rlhfd --help` and completion answer at once.
 if TYPE_CHECKING:
@@ -380,3 +381,7 @@ def schema() -> None:
     from pipeline import config_reference
 
     click.echo(json.dumps(config_reference.schema(), indent=2))
+
+
+main.add_command(logs)
+main.add_command(systemd)

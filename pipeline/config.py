@@ -156,6 +156,11 @@ class DaemonConfig(_Section):
         description="Whether what a reward function or chat template raised or returned is logged in its own words, "
         "which may quote prompts, responses and answers.",
     )
+    log_file_bytes: Bytes = Field(
+        default=16 << 20,
+        ge=0,
+        description="Most room of the log in state_dir/log, where none is kept in systemd's journal; 0: no log.",
+    )
     drain_timeout_s: float = Field(
         default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.", json_schema_extra=LIVE
     )

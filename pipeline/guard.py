@@ -105,10 +105,10 @@ class Guard:
         dumping = self._condemned or self._fleet.now_s() - self._dumped_s < _DUMP_S
         return f"{slot.name} | {line}" if dumping else line
 
-    def is_buffer_silent(self) -> bool:
-        """Whether the buffer is ready and has not moved for 10 s."""
+    def is_buffer_silent(self, limit_s: float = _BUFFER_SILENT_S) -> bool:
+        """Whether the buffer is ready and has not moved for that long."""
         buffers = [self._standing(slot) for slot in self._fleet.of("buffer") if slot.state == "ready"]
-        return any(self._fleet.now_s() - buffer.progress.beat_s > _BUFFER_SILENT_S for buffer in buffers)
+        return any(self._fleet.now_s() - buffer.progress.beat_s > limit_s for buffer in buffers)
 
     def why(self) -> dict[str, Any]:
         """Return what `rlhfd why` shows: sentences, and the numbers behind them."""

@@ -121,6 +121,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
         port: Port of the HTTP server, 0 if there is none.
         config: The configuration file, empty if there is none.
         world_size: Trainer ranks.
+        log: Where its log is, as in `pipeline.run_log`.
         version: Version of rlhfd.
     """
 
@@ -132,6 +133,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     port: int = 0
     config: str = ""
     world_size: int = 1
+    log: str = ""
     version: str = msgspec.field(default_factory=installed_version)
 
     def write(self, runtime_dir: Path) -> None:
@@ -186,10 +188,15 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def shm_directory(runtime_dir: str | os.PathLike[str]) -> Path:
-    """Return the folder in shared memory of the instance that serves, or would serve, `runtime_dir`; it is not made."""
+def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -> Path:
+    """Return the folder in shared memory of the instance that serves, or would serve, `runtime_dir`; it is not made.
+
+    Args:
+        runtime_dir: By which commands find the instance.
+        uid: Whose instance; ours by default.
+    """
     digest = hashlib.blake2b(os.fsencode(os.path.realpath(runtime_dir))).hexdigest()
-    return Path(f"/dev/shm/rlhfd-{os.geteuid()}-{digest[:10]}")
+    return Path(f"/dev/shm/rlhfd-{os.geteuid() if uid is None else uid}-{digest[:10]}")
 
 
 def holder(runtime_dir: Path) -> int | None:

@@ -26,21 +26,23 @@ _FIELD = re.compile(r"(\w+)=%[-+ #0-9.]*[a-z]\b")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
-def configure(process: str, *, level: str = "info", json: bool = False) -> None:
+def configure(process: str, *, level: str = "info", json: bool = False, stderr: bool = True) -> None:
     """Send the records of this process to its standard error; called again, replaces what it set up before.
 
     Args:
         process: Who speaks, such as ``rollout-0``.
         level: Lowest level that is shown: debug, info, warning or error.
         json: Whether a line is a JSON object.
+        stderr: False where another handler brings the records to the same place.
     """
     root = logging.getLogger()
     for handler in [*root.handlers]:
         if isinstance(handler, _StderrHandler):
             root.removeHandler(handler)
-    handler = _StderrHandler()
-    handler.setFormatter(JsonFormatter(process) if json else TextFormatter(process))
-    root.addHandler(handler)
+    if stderr:
+        handler = _StderrHandler()
+        handler.setFormatter(JsonFormatter(process) if json else TextFormatter(process))
+        root.addHandler(handler)
     root.setLevel(level.upper())
     logging.captureWarnings(True)
 

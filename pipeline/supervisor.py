@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -41,6 +42,9 @@ from pipeline.placement import Place
 from pipeline.reload import Hangup, Reload
 from pipeline.restarts import RestartLimits
 from pipeline.role import count_warnings, monotonic_s
+from pipeline.run_log import RunLog
+from pipeline.sdnotify import Notifier
+from pipeline.service import Service
 from pipeline.top import LiveView
 from pipeline.transport import BUFFER, Outbox, trainer_name, worker_name
 from pipeline.workspace import Workspace
@@ -56,11 +60,14 @@ def run(loaded: LoadedConfig) -> ExitCode:
     Raises:
         ConfigError: If the configuration cannot be run here; nothing is left behind then.
     """
+    # What systemd's watchdog kills leaves its stack in the journal.
+    faulthandler.enable()
+    notifier = Notifier.take(os.environ)
     config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     allow_descriptors(1 + config.rollout.workers + config.trainer.world_size, config.rollout.reward_processes)
     hold_signals()
-    with InstanceLock(Path(config.daemon.runtime_dir)):
+    with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "supervisor") as run_log:
         # Bound before anything is made: a port in use is the commonest reason why a start fails.
         web = config.metrics
         http = HttpServer.bind(web.host, web.port, Access.of(web)) if web.enabled else None
@@ -72,7 +79,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
             raise
         try:
             unwind_on_signals()
-            return asyncio.run(Supervisor(config, loaded, workspace, http).serve())
+            return asyncio.run(Supervisor(config, loaded, workspace, http, run_log, notifier).serve())
         finally:
             ignore_signals()
             workspace.remove()
@@ -95,11 +102,21 @@ def prompts_at_most(path: Path) -> int:
 class Supervisor:
     """One instance from its first child to its last."""
 
-    def __init__(self, config: Config, loaded: LoadedConfig, workspace: Workspace, http: HttpServer | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        loaded: LoadedConfig,
+        workspace: Workspace,
+        http: HttpServer | None,
+        run_log: RunLog,
+        notifier: Notifier,
+    ) -> None:
         self._config = config
         self._loaded = loaded
         self._workspace = workspace
         self._http = http
+        self._run_log = run_log
+        self._notifier = notifier
         self._finished_ranks: set[int] = set()
         self._hangup = Hangup()
 
@@ -184,6 +201,9 @@ class Supervisor:
             local = self._http.is_loopback
             self._page = PageData(config, self._workspace, self._status, self._guard, is_local=local)
         self._view = LiveView()
+        self._service = Service(
+            self._notifier, snapshot=self._status.snapshot, is_buffer_silent=self._guard.is_buffer_silent
+        )
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
         self._end = Ending(config, self._fleet, self._slab, self._to_buffer, taken_over=self._workspace.taken_over)
         self._pause = Pause(self._workspace.folder)
@@ -210,6 +230,7 @@ class Supervisor:
             port=self._http.port if self._http is not None else 0,
             config=str(self._loaded.path or ""),
             world_size=self._config.trainer.world_size,
+            log=self._run_log.place,
         )
         record.write(Path(self._config.daemon.runtime_dir))
         return record
@@ -235,6 +256,8 @@ class Supervisor:
         if not self._end.under_way:
             self._guard.tick(now_s, *self._status.steps_and_version())
         self._view.update(self._status.snapshot())
+        has_failed = self._end.exit_code is not ExitCode.OK
+        self._service.tick(now_s, is_ending=self._end.under_way, has_failed=has_failed)
         if self._end.under_way:
             self._end.press_on(now_s)
 
@@ -260,7 +283,8 @@ class Supervisor:
         self._status.changed(slot)
 
     def _child_spoke(self, slot: Slot, line: str) -> None:
-        self._view.log(self._guard.shown(slot, line))
+        if not self._run_log.keep(f"{slot.role}-{slot.index}", line, slot.child.pid if slot.child else slot.last_pid):
+            self._view.log(self._guard.shown(slot, line))
 
     def _child_ended(self, slot: Slot, code: int) -> None:
         self._child_changed(slot)

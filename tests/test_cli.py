@@ -116,6 +116,10 @@ class TestCommands:
             ["config", "check"],
             ["config", "show"],
             ["config", "schema"],
+            ["logs"],
+            ["systemd"],
+            ["systemd", "install"],
+            ["systemd", "uninstall"],
         ],
     )
     def test_help_of_every_command_has_examples(self, names: list[str]) -> None:
@@ -130,6 +134,7 @@ class TestCommands:
         assert set(cli.main.commands) == {
             "bench",
             "config",
+            "logs",
             "pause",
             "reload",
             "resume",
@@ -137,9 +142,12 @@ class TestCommands:
             "start",
             "status",
             "stop",
+            "systemd",
             "why",
         }
         assert isinstance(config, click.Group) and set(config.commands) == {"check", "show", "schema"}
+        systemd = cli.main.commands["systemd"]
+        assert isinstance(systemd, click.Group) and set(systemd.commands) == {"install", "uninstall"}
 
     def test_version(self) -> None:
         result = run("--version")

@@ -33,7 +33,8 @@ def moody(tmp_path, task):
 
 
 def everything_told(daemon):
-    commands = [daemon.ask(*words) for words in (("status",), ("status", "--json"), ("why",), ("why", "--json"))]
+    asked = (("status",), ("status", "--json"), ("why",), ("why", "--json"), ("logs", "--lines", "100000"))
+    commands = [daemon.ask(*words) for words in asked]
     pages = [daemon.get(path)[1] for path in ("/metrics", "/healthz", "/readyz")]
     return "".join([daemon.output, daemon.errors, *pages, *(answer.stdout + answer.stderr for answer in commands)])
 
@@ -48,6 +49,7 @@ def run(folder, *settings):
         for reason in ("exception", "invalid"):
             daemon.wait_until(lambda reason=reason: errors(reason) > 0, f"a reward errored by {reason}")
             daemon.wait_logged(f"reason={reason}: moody:score")
+            assert f"reason={reason}: moody:score" in daemon.ask("logs", "rollout-0", "--lines", "100000").stdout
         return everything_told(daemon)
 
 

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline import systemd_units
+from pipeline.cli import main
+from pipeline.config_file import CONFIG_VARIABLE
+from pipeline.errors import ConfigError
+from pipeline.log_file import LogFile, path_in
+from pipeline.systemd_units import Unit, plan, verify
+
+SHIPPED = systemd_units.SHIPPED_DIR
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "grpo.toml"
+    path.write_text('[daemon]\nstate_dir = "state"\n')
+    return path
+
+
+@pytest.mark.needs("systemd-analyze")
+@pytest.mark.parametrize("name", ["rlhfd.service", "rlhfd@.service"])
+def test_the_units_as_shipped_are_exposed_no_more_than_2(name: str) -> None:
+    found = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=20", str(SHIPPED / name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert found.returncode == 0, found.stdout[-200:] + found.stderr
+    assert re.search(r"Overall exposure level for \S+: 1\.\d OK", found.stdout)
+
+
+def test_both_units_are_the_same_but_for_the_name_of_the_instance() -> None:
+    one, template = ((SHIPPED / name).read_text().splitlines()[1:] for name in ("rlhfd.service", "rlhfd@.service"))
+
+    named = [line.replace("-%i", "").replace("%i.toml", "rlhfd.toml").replace(" (%i)", "") for line in template]
+    assert named == one
+    assert sum("%i" in line for line in template) == 7
+
+
+def test_nothing_that_a_gpu_run_needs_is_taken_away() -> None:
+    text = (SHIPPED / "rlhfd.service").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]\w+=", line))
+
+    for taking in ("MemoryDenyWriteExecute", "PrivateDevices", "DeviceAllow", "ProtectClock", "ProcSubset"):
+        assert taking not in settings
+    assert "AF_NETLINK" in settings["RestrictAddressFamilies"]
+    assert settings["LimitMEMLOCK"] == "infinity" and settings["RemoveIPC"] == "no"
+    assert settings["RestartPreventExitStatus"].split() == ["2", "70", "78"]
+
+
+@pytest.mark.needs("systemd-analyze")
+@pytest.mark.parametrize("instance", [None, "b"])
+def test_units_of_this_checkout_name_its_program_and_configuration(config: Path, instance: str | None) -> None:
+    planned = plan(Unit(instance), config, "root", {"RLHFD_ROLLOUT__WORKERS": "3"})
+    verify(planned.files, planned.unit)
+    text = "\n".join(planned.files.values())
+
+    program = Path(sys.executable).with_name("rlhfd")
+    assert f"ExecStart={program} start\n" in text and f"ExecReload={program} reload\n" in text
+    assert f"RLHFD_CONFIG={config}\n" in text and f"WorkingDirectory={config.parent}\n" in text
+    assert "User=root\n" in text
+    # The configuration lies where PrivateTmp would hide it.
+    assert "PrivateTmp=no\nReadWritePaths=/tmp /var/tmp\n" in text
+    notes = "\n".join(planned.notes)
+    assert f"{config}:2:13: daemon.state_dir is not in force under systemd: /var/lib/rlhfd" in notes
+    assert "RLHFD_ROLLOUT__WORKERS is set here and not taken along" in notes
+    assert "PrivateTmp=no, not yes: the service could not see /tmp/" in notes
+
+
+def test_a_python_below_a_home_directory_stays_visible(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
+    home = config.parent.parent
+    monkeypatch.setitem(systemd_units._HIDING, "ProtectHome=yes", ("ProtectHome=read-only", (home,)))
+
+    planned = plan(Unit(), config, "root", {})
+
+    assert "\nProtectHome=read-only\n" in planned.files["rlhfd.service"]
+    assert any("ProtectHome=read-only, not yes" in note for note in planned.notes)
+
+
+@pytest.mark.needs("systemd-analyze")
+def test_a_key_that_systemd_does_not_know_is_refused(config: Path) -> None:
+    planned = plan(Unit(), config, "root", {})
+    wrong = {"rlhfd.service": planned.files["rlhfd.service"].replace("KillMode=", "KilMode=")}
+
+    with pytest.raises(ConfigError, match="KilMode"):
+        verify(wrong, planned.unit)
+
+
+def test_what_cannot_be_installed_is_refused_with_its_reason(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no user rlhfd-nobody"):
+        plan(Unit(), config, "rlhfd-nobody", {})
+    with pytest.raises(ConfigError, match="must be of letters"):
+        Unit("../b")
+    config.write_text("[daemon]\nstate_dirr = 1\n")
+    with pytest.raises(ConfigError, match="did you mean state_dir"):
+        plan(Unit(), config, "root", {})
+    config.write_text("")
+    monkeypatch.setattr(systemd_units, "SHIPPED_DIR", config.parent / "none")
+    with pytest.raises(ConfigError, match="from a checkout"):
+        plan(Unit(), config, "root", {})
+
+
+def test_an_instance_without_a_file_yet_is_told_where_to_write_it() -> None:
+    planned = plan(Unit("not-there"), None, "root", {CONFIG_VARIABLE: "/elsewhere.toml"})
+
+    assert planned.config == Path("/etc/rlhfd/not-there.toml")
+    assert [*planned.files] == ["rlhfd@.service"]
+    assert "/etc/rlhfd/not-there.toml is to be written before it is started" in planned.notes
+
+
+def test_a_unit_is_known_by_its_runtime_directory() -> None:
+    for unit in (Unit(), Unit("b"), Unit("a-b")):
+        assert Unit.of_runtime_dir(unit.runtime_dir) == unit
+    for other in ("/run/other", "/srv/rlhfd", "/run/rlhfd/b"):
+        assert Unit.of_runtime_dir(Path(other)) is None
+
+
+def test_elsewhere_than_under_systemd_only_a_dry_run_is_possible(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systemd_units, "BOOTED", config.parent / "not-booted")
+
+    ran = CliRunner().invoke(main, ["systemd", "install", "--config", str(config)])
+    dry = CliRunner().invoke(main, ["systemd", "install", "--config", str(config), "--dry-run"])
+
+    assert ran.exit_code == 1 and "--dry-run" in ran.output
+    assert dry.exit_code == 0, dry.output
+    assert "# /etc/systemd/system/rlhfd.service\n" in dry.output and "Type=notify\n" in dry.output
+
+
+# rlhfd logs
+
+
+def test_logs_of_an_instance_that_has_ended_are_found_by_its_configuration(config: Path) -> None:
+    log = LogFile(path_in(config.parent / "state"), 1 << 20)
+    for process in ("supervisor", "rollout-0", "rollout-1", "buffer-0"):
+        log.append(f"2026-11-21T07:30:01.250Z INFO {process} x: from {process}")
+    log.close()
+
+    def shown(*words: str) -> str:
+        found = CliRunner().invoke(main, ["logs", *words, "--config", str(config)])
+        assert found.exit_code == 0, found.output
+        return " ".join(line.rsplit(maxsplit=1)[1] for line in found.output.splitlines())
+
+    assert shown() == "supervisor rollout-0 rollout-1 buffer-0"
+    assert shown("rollout") == "rollout-0 rollout-1"
+    assert shown("rollout-1") == "rollout-1"
+    assert shown("buffer", "-n", "1") == "buffer-0"
+
+
+def test_logs_that_are_not_there_are_exit_3_with_the_reason(config: Path, tmp_path: Path) -> None:
+    none = CliRunner().invoke(main, ["logs", "--config", str(config)])
+    elsewhere = CliRunner().invoke(main, ["logs", "--config", str(config), "--runtime-dir", str(tmp_path / "other")])
+
+    assert (none.exit_code, elsewhere.exit_code) == (3, 3)
+    assert "there is no log yet" in none.output and "name its configuration" in elsewhere.output
