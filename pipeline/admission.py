@@ -15,10 +15,11 @@ they fix each batch's rows, so that a run gives the same experiences whatever th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal, Protocol
 
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import Chosen, ExtentRecord, ExtentState, Item, ItemState
+from pipeline.ledger_records import Chosen, ExtentRecord, ItemState
 from pipeline.ledger_tables import Run
 from pipeline.messages import Sealed
 
@@ -108,31 +109,35 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
 def stale_rows(ledger: Ledger, limits: Limits) -> Chosen:
     """Return ready rows that the next batch could only train beyond the staleness bound."""
     oldest = version_of_lease(ledger, limits, ledger.next_lease()) - limits.max_staleness
-    return [
-        (record, rows)
-        for record in ledger.sealed_extents()
-        if record.policy_version < oldest and (rows := ready_rows(record))
-    ]
+    stale = itertools.takewhile(lambda record: record.policy_version < oldest, ledger.index.ready())
+    return [(record, ready_rows(record)) for record in stale]
 
 
 def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
     """Return the rows of the next batch, oldest version and ticket first, or None while it must wait."""
     if ledger.ready < limits.sample_batch_size:
         return None
-    chosen, missing = [], limits.sample_batch_size
-    left_behind: dict[int, int] = {}
+    chosen = oldest_rows(ledger, limits.sample_batch_size)
+    left_behind = dict(ledger.index.ready_rows)
+    for record, rows in chosen:
+        left_behind[record.policy_version] -= len(rows)
+    slow = None
     for record in ledger.reserved_extents():
         left_behind[record.policy_version] = left_behind.get(record.policy_version, 0) + record.rows
-    slow = min(left_behind, default=None)
-    for record in sorted(ledger.sealed_extents(), key=lambda record: (record.policy_version, record.ticket)):
-        rows = ready_rows(record)
-        if missing and rows:
-            chosen.append((record, rows[:missing]))
-        left = max(0, len(rows) - missing)
-        missing = max(0, missing - len(rows))
-        left_behind[record.policy_version] = left_behind.get(record.policy_version, 0) + left
+        slow = record.policy_version if slow is None else min(slow, record.policy_version)
     # Waiting helps only where a rollout is under way.
     return chosen if slow is None or _fits_later(ledger, limits, left_behind, slow) else None
+
+
+def oldest_rows(ledger: Ledger, count: int) -> Chosen:
+    """Return the `count` ready rows of the oldest versions and tickets; `count` are there."""
+    chosen: Chosen = []
+    records = ledger.index.ready()
+    while count:
+        record = next(records)
+        chosen.append((record, ready_rows(record)[:count]))
+        count -= len(chosen[-1][1])
+    return chosen
 
 
 def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slow: int) -> bool:
@@ -154,7 +159,10 @@ def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slo
 
 def ready_rows(record: ExtentRecord) -> list[int]:
     """Return the rows of a sealed extent that wait for a batch."""
-    return [row for row, item in enumerate(record.items) if item.state is ItemState.READY]
+    if record.ready == record.rows:
+        return list(range(record.rows))
+    ready = ItemState.READY
+    return [row for row, item in enumerate(record.items) if item.state is ready] if record.ready else []
 
 
 def held_rows(record: ExtentRecord) -> list[int]:
@@ -166,9 +174,11 @@ def held_rows(record: ExtentRecord) -> list[int]:
 def rolled_back_rows(ledger: Ledger) -> Chosen:
     """Return ready rows that were written by weights which are rolled back."""
     newest, versions = ledger.totals.policy_version, ledger.versions
+    if not any(version > newest or versions.is_marked(version) for version in ledger.index.ready_rows):
+        return []
     return [
         (record, rows)
-        for record in ledger.sealed_extents()
+        for record in ledger.index.ready()
         if record.policy_version > newest or versions.rolled_back(record.policy_version, record.fingerprint)
         if (rows := ready_rows(record))
     ]
@@ -184,16 +194,10 @@ def prompts_of(record: Prompted, rows: list[int], group_size: int) -> Run:
 
 def uncovered_position(ledger: Ledger, lease: int) -> int:
     """Return a position before which every prompt is trained, dropped or in a lease up to `lease`."""
-
-    def is_open(item: Item) -> bool:
-        return item.state is ItemState.READY or (item.state is ItemState.LEASED and item.lease > lease)
-
-    under_way = (
-        record.position
-        for record in ledger.extents.values()
-        if record.state is ExtentState.RESERVED or any(map(is_open, record.items))
-    )
-    return min([ledger.totals.position, *(run.position for run in ledger.redo), *under_way])
+    lowest = ledger.index.lowest_position()
+    later = (record.position for number, chosen in ledger.leases().items() if number > lease for record, _ in chosen)
+    under_way = [] if lowest is None else [lowest]
+    return min([ledger.totals.position, *(run.position for run in ledger.redo), *under_way, *later])
 
 
 def refusal(sealed: Sealed, record: ExtentRecord, ledger: Ledger) -> Refusal:

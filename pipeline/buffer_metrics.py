@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from pipeline.buffer import Buffer
-from pipeline.ledger_records import ItemState
 from pipeline.metrics import Conservation
 from pipeline.metrics_slab import SlotWriter
 from pipeline.observer import AsideReason, Kept, LeaseEnd, TicketEnd
@@ -94,14 +93,7 @@ class BufferMetrics:
         """Show the books as they stand, all of one moment."""
         ledger, limits = buffer.ledger, buffer.limits
         totals = ledger.totals
-        bytes_by_state = {ItemState.READY: 0, ItemState.LEASED: 0}
-        oldest_s = None
-        for record in ledger.sealed_extents():
-            ready = any(item.state is ItemState.READY for item in record.items)
-            # An extent that is in part ready counts as ready, for its bytes cannot be divided.
-            bytes_by_state[ItemState.READY if ready else ItemState.LEASED] += record.nbytes
-            if ready and (oldest_s is None or record.sealed_s < oldest_s):
-                oldest_s = record.sealed_s
+        index, oldest_s = ledger.index, ledger.index.oldest_seal_s()
         reserved = list(ledger.reserved_extents())
         self._writer.publish_group(
             Conservation(
@@ -111,8 +103,9 @@ class BufferMetrics:
                 ready_items=ledger.ready,
                 leased_items=ledger.leased,
                 writing_items=ledger.reserved,
-                ready_bytes=bytes_by_state[ItemState.READY],
-                leased_bytes=bytes_by_state[ItemState.LEASED],
+                # An extent that is in part ready counts as ready, for its bytes cannot be divided.
+                ready_bytes=index.ready_bytes,
+                leased_bytes=index.sealed_bytes - index.ready_bytes,
                 writing_bytes=sum(record.nbytes for record in reserved),
                 leases_active=len(ledger.leases()),
                 tickets_outstanding=len(reserved),

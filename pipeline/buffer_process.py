@@ -29,21 +29,33 @@ log = logging.getLogger(__name__)
 
 
 class Outboxes:
-    """An outbox a peer, opened when something is first said to it."""
+    """An outbox a peer, opened when something is first said to it.
+
+    What is said within a turn of the loop leaves at its end, to each peer at once: waking a process up costs more than
+    all that the buffer does for a batch.
+    """
 
     def __init__(self, context: RoleContext) -> None:
         self._folder = context.folder
         self._traffic = Traffic(context.metrics)
         self._open: dict[str, Outbox] = {}
+        self._said: dict[str, list[Message]] = {}
 
     def send(self, peer: str, message: Message) -> None:
-        """Queue a message to a peer."""
-        if peer not in self._open:
-            self._open[peer] = Outbox(self._folder, peer, self._traffic)
-        self._open[peer].send(message)
+        """Say something to a peer; it leaves at `flush`, in order."""
+        self._said.setdefault(peer, []).append(message)
+
+    def flush(self) -> None:
+        """Queue what was said since the last time."""
+        said, self._said = self._said, {}
+        for peer, messages in said.items():
+            if peer not in self._open:
+                self._open[peer] = Outbox(self._folder, peer, self._traffic)
+            self._open[peer].send_all(messages)
 
     def close(self) -> None:
         """Close them all, giving last words a moment to leave."""
+        self.flush()
         for outbox in self._open.values():
             outbox.close(linger_s=0.2)
 
@@ -64,6 +76,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     journal = BufferJournal(config, arena, metrics.journal_written)
     pause = Pause(context.folder)
     buffer.paused = pause.is_on()
+    outboxes.flush()
     metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
     context.ready()
     try:
@@ -79,9 +92,11 @@ def run(config: Config, context: RoleContext) -> ExitCode:
                 buffer.handle(message, now_s)
             traffic.drop(BUFFER, buffer.refused - refused)
             buffer.step(now_s)
+            outboxes.flush()
             journal.step(buffer, now_s)
             metrics.publish(buffer, now_s, arena.payload_bytes)
         _hear_last_words(buffer, mailbox)
+        outboxes.flush()
         whole = True
         if buffer.draining:
             journal.close(buffer)

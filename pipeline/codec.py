@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,9 @@ from pipeline.codec_layout import (
     FieldHeader,
     GroupHeader,
     align,
+    array_dtype,
     as_array,
+    as_tensor,
     blocks_of,
     dtype_name,
     header_bytes,
@@ -48,6 +50,8 @@ ACTION_FIELDS = (
 )  # fmt: skip
 OTHER_FIELDS = ("reward", "labels", "references")
 _MAX_GROUPS = 8
+# Below, a block is zeroed whole: fewer calls of numpy than one a row.
+_SMALL_BLOCK_BYTES = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +81,10 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
         ArenaFullError: If the extent is too small.
     """
     fields = dict(_fields(experience))
-    spans = _spans(experience)
+    arrays = {name: as_array(value) for name, value in fields.items()}
+    spans = _spans(experience, arrays)
     vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
-    header = _header(fields, spans, vision)
+    header = _header(fields, arrays, spans, vision)
     packed = msgspec.msgpack.encode(header)
     blocks = list(blocks_of(header, header_bytes(packed)))
     text_stop = blocks[-1].stop if blocks else header_bytes(packed)
@@ -90,8 +95,17 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
             "raise buffer.row_bytes"
         )
     write_header(packed, memory)
+    copies: dict[tuple[int, str], list[_Copy]] = {}
     for block in blocks:
-        _fill(block, fields[block.field.name], header, spans, memory)
+        out, source = block.array(memory), arrays[block.field.name]
+        if block.group is None:
+            out[...] = source
+            continue
+        # Fields of the same columns have their rows in the same places: found out once a group.
+        key = (id(block.group), block.field.columns)
+        if key not in copies:
+            copies[key] = _copies(block, header, spans)
+        _fill(out, source, copies[key])
     if vision is not None:
         vision.write(memory, align(text_stop))
     return Encoded(nbytes, xxhash.xxh3_64_intdigest(memory[:nbytes]) if checksum else 0)
@@ -158,7 +172,7 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
     arrays: dict[str, Array] = {}
     for field in names.values():
         shape = (rows, widths[field.columns]) if field.columns else (rows, *field.tail)
-        tensors[field.name] = torch.zeros(shape, dtype=getattr(torch, field.dtype), pin_memory=pin_memory)
+        tensors[field.name] = _zeros(shape, field, pin_memory)
         arrays[field.name] = as_array(tensors[field.name])
     start = 0
     for reader, chosen in parts:
@@ -187,41 +201,61 @@ class _Spans:
 
 
 def _fields(experience: Experience) -> Iterator[tuple[str, torch.Tensor]]:
+    rows = experience.sequences.shape[0]
     for name in SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS:
         value = getattr(experience, name)
         if value is not None:
-            yield name, _checked(name, value, len(experience.sequences))
+            yield name, _checked(name, value, rows)
     for key, value in (experience.info or {}).items():
-        yield f"info.{key}", _checked(f"info[{key!r}]", value, len(experience.sequences))
+        yield f"info.{key}", _checked(f"info[{key!r}]", value, rows)
+
+
+def _zeros(shape: tuple[int, ...], field: FieldHeader, pin_memory: bool) -> torch.Tensor:
+    if pin_memory:
+        return torch.zeros(shape, dtype=getattr(torch, field.dtype), pin_memory=True)
+    # numpy's own, in this thread: torch would wake all of its threads for each tensor, and wait for the slowest.
+    return as_tensor(np.zeros(shape, array_dtype(field.dtype)), field.dtype)
 
 
 def _checked(name: str, value: object, rows: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
-    if value.ndim == 0 or len(value) != rows:
+    if value.ndim == 0 or value.shape[0] != rows:
         raise ShapeError(f"{name}: {tuple(value.shape)} for {rows} rows")
     return value.detach()
 
 
-def _spans(experience: Experience) -> _Spans:
+def _spans(experience: Experience, arrays: dict[str, Array]) -> _Spans:
     rows, width = experience.sequences.shape
-    mask = experience.attention_mask
-    present = np.ones((rows, width), bool) if mask is None else as_array(mask) != 0
-    if not present.any(axis=1).all():
-        row = int(np.flatnonzero(~present.any(axis=1))[0])
-        raise FieldError(f"attention_mask: row {row} has no token")
-    start, end = present.argmax(axis=1), width - present[:, ::-1].argmax(axis=1)
+    mask = arrays.get("attention_mask")
+    start, end, count = _ones(np.ones((rows, width), bool) if mask is None else mask)
+    if not count.all():
+        raise FieldError(f"attention_mask: row {int(np.flatnonzero(count == 0)[0])} has no token")
     action_columns = _action_columns(experience)
     first = np.zeros(rows, np.int64)
     if experience.action_mask is not None:
-        taken = as_array(experience.action_mask) != 0
-        first = np.where(taken.any(axis=1), taken.argmax(axis=1), action_columns)
-        last = np.where(taken.any(axis=1), action_columns - taken[:, ::-1].argmax(axis=1), 0)
+        start_of, end_of, taken = _ones(arrays["action_mask"])
+        first, last = np.where(taken, start_of, action_columns), np.where(taken, end_of, 0)
         beyond = np.flatnonzero(last > end - (width - action_columns))
         if beyond.size:
             raise FieldError(f"action_mask: row {int(beyond[0])} masks in an action behind its last token")
     actions = np.maximum(end - np.maximum(start, width - action_columns + first), 0)
     return _Spans(start, end, actions, width, action_columns)
+
+
+def _ones(mask: Array) -> tuple[Array, Array, Array]:
+    """Return of each row the column of the first value that is not 0, the one behind the last, and how many there are.
+
+    Of a row without any only the last means something.
+    """
+    present = mask if mask.dtype == bool else mask != 0
+    columns = present.shape[1]
+    if columns == 0:
+        none = np.zeros(len(present), np.int64)
+        return none, none, none
+    right_aligned = present[:, -1].all()
+    end = np.full(len(present), columns) if right_aligned else columns - present[:, ::-1].argmax(axis=1)
+    return present.argmax(axis=1), end, np.count_nonzero(present, axis=1)
 
 
 def _action_columns(experience: Experience) -> int:
@@ -236,20 +270,23 @@ def _action_columns(experience: Experience) -> int:
     return max((value.shape[1] for value in scores if value is not None and value.ndim == 2), default=0)
 
 
-def _header(fields: dict[str, torch.Tensor], spans: _Spans, vision: VisionPart | None) -> ExtentHeader:
+def _header(
+    fields: dict[str, torch.Tensor], arrays: dict[str, Array], spans: _Spans, vision: VisionPart | None
+) -> ExtentHeader:
     stored, full_masks = [], []
     for name, value in fields.items():
         columns = _columns_of(name, value, spans)
-        if name in ("attention_mask", "action_mask") and _is_full(name, value, spans):
+        if name in ("attention_mask", "action_mask") and _is_full(name, arrays[name], spans):
             full_masks.append(name)
         stored.append(FieldHeader(name, dtype_name(name, value), columns, [] if columns else list(value.shape[1:])))
     lengths = spans.end - spans.start
+    tokens, actions = lengths.tolist(), spans.actions.tolist()
     groups = [
-        GroupHeader(rows.tolist(), int(lengths[rows].max()), int(spans.actions[rows].max()))
-        for rows in _similar(lengths)
+        GroupHeader(rows, max(tokens[row] for row in rows), max(actions[row] for row in rows))
+        for rows in _similar(tokens)
     ]
     return ExtentHeader(
-        len(lengths), stored, groups, lengths.tolist(), spans.actions.tolist(), full_masks,
+        len(tokens), stored, groups, tokens, actions, full_masks,
         None if vision is None else vision.header,
     )  # fmt: skip
 
@@ -266,51 +303,68 @@ def _columns_of(name: str, value: torch.Tensor, spans: _Spans) -> Literal["S", "
     return "S" if name in SEQUENCE_FIELDS else "A"
 
 
-def _is_full(name: str, value: torch.Tensor, spans: _Spans) -> bool:
+def _is_full(name: str, value: Array, spans: _Spans) -> bool:
     """Whether the mask is one on exactly the row's span, so that its lengths say everything."""
-    counts = as_array(value).astype(np.int64)
-    if counts.min(initial=0) < 0 or counts.max(initial=0) > 1:
+    if value.dtype != bool and not (value == (value != 0)).all():
         return False
     expected = spans.end - spans.start if name == "attention_mask" else spans.actions
-    return bool((counts.sum(axis=1) == expected).all())
+    return bool((np.count_nonzero(value, axis=1) == expected).all())
 
 
-def _similar(lengths: Array) -> list[Array]:
+def _similar(lengths: list[int]) -> list[list[int]]:
     """Cut rows into at most `_MAX_GROUPS` groups of similar length, each in append order.
 
     One group serves as long as its padding stays below an eighth of its tokens.
     """
-    order = np.argsort(lengths, kind="stable")
-    groups, start = [], 0
-    for stop in range(1, len(order) + 1):
-        if stop == len(order):
-            groups.append(np.sort(order[start:]))
-        elif len(groups) < _MAX_GROUPS - 1:
-            longest = lengths[order[stop]]
-            padding = longest * (stop + 1 - start) - lengths[order[start : stop + 1]].sum()
-            # A group of few short rows is not worth its blocks.
-            if padding * 8 > longest * (stop + 1 - start) and longest * (stop - start) >= 1024:
-                groups.append(np.sort(order[start:stop]))
-                start = stop
-    return groups
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    groups, start, tokens = [], 0, lengths[order[0]]
+    for stop in range(1, len(order)):
+        longest = lengths[order[stop]]
+        tokens += longest
+        padding = longest * (stop + 1 - start) - tokens
+        # A group of few short rows is not worth its blocks.
+        if padding * 8 > longest * (stop + 1 - start) and longest * (stop - start) >= 1024:
+            groups.append(sorted(order[start:stop]))
+            start, tokens = stop, longest
+            if len(groups) == _MAX_GROUPS - 1:
+                break
+    return [*groups, sorted(order[start:])]
 
 
 # Blocks.
 
 
-def _fill(block: Block, value: torch.Tensor, header: ExtentHeader, spans: _Spans, memory: memoryview) -> None:
-    out, source = block.array(memory), as_array(value)
-    if block.group is None:
-        out[...] = source
-        return
-    out[...] = 0
-    lengths = header.sequence_lengths if block.field.columns == "S" else header.action_lengths
+class _Copy(NamedTuple):
+    """Where a row's values lie: ``source[row, start:stop]`` goes to ``out[place, at:]``."""
+
+    place: int
+    at: int
+    row: int
+    start: int
+    stop: int
+
+
+def _copies(block: Block, header: ExtentHeader, spans: _Spans) -> list[_Copy]:
+    assert block.group is not None
+    is_token = block.field.columns == "S"
+    lengths = header.sequence_lengths if is_token else header.action_lengths
     # Action columns end where the sequences' columns end.
-    shift = 0 if block.field.columns == "S" else spans.width - spans.action_columns
-    width = out.shape[1]
-    for place, row in enumerate(block.group.rows):
-        length, stop = lengths[row], int(spans.end[row]) - shift
-        out[place, width - length :] = source[row, stop - length : stop]
+    shift = 0 if is_token else spans.width - spans.action_columns
+    width, ends = block.shape[1], spans.end.tolist()
+    return [
+        _Copy(place, width - lengths[row], row, ends[row] - shift - lengths[row], ends[row] - shift)
+        for place, row in enumerate(block.group.rows)
+    ]
+
+
+def _fill(out: Array, source: Array, copies: list[_Copy]) -> None:
+    if is_small := out.nbytes < _SMALL_BLOCK_BYTES:
+        out[...] = 0
+    for place, at, row, start, stop in copies:
+        if at and not is_small:
+            # Each byte of a large block is written once.
+            out[place, :at] = 0
+        out[place, at:] = source[row, start:stop]
 
 
 def _gather_part(reader: ExtentReader, chosen: list[int], arrays: dict[str, Array], start: int) -> None:
@@ -324,17 +378,24 @@ def _gather_part(reader: ExtentReader, chosen: list[int], arrays: dict[str, Arra
         if group is not group_now:
             # A group's blocks lie together: which of its rows are wanted is found out once.
             group_now, (sources, targets) = group, _places_of(group, chosen, start)
-        if targets:
+        if sources is not None:
             # A group may be wider than this batch: columns beyond the batch's width are its padding.
             width = min(block.shape[1], out.shape[1])
-            out[index_of(targets), out.shape[1] - width :] = block[index_of(sources), block.shape[1] - width :]
+            out[targets, out.shape[1] - width :] = block[sources, block.shape[1] - width :]
 
 
-def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[list[int], list[int]]:
-    """Return where the chosen rows lie in their group, and where they go in the batch."""
+_Places = slice | list[int] | None
+
+
+def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[_Places, _Places]:
+    """Return where the chosen rows lie in their group, and where they go in the batch; None if it has none of them."""
+    if group.rows == chosen:
+        return slice(None), slice(start, start + len(chosen))
     place_of = {row: place for place, row in enumerate(group.rows)}
     found = [(place_of[row], start + place) for place, row in enumerate(chosen) if row in place_of]
-    return [source for source, _ in found], [target for _, target in found]
+    if not found:
+        return None, None
+    return index_of([source for source, _ in found]), index_of([target for _, target in found])
 
 
 def _fill_masks(
@@ -348,12 +409,16 @@ def _fill_masks(
         ("attention_mask", "S", sequence_lengths),
         ("action_mask", "A", action_lengths),
     ):
+        left_out = [name in reader.header.full_masks for reader, _ in parts]
+        first = widths[columns] - lengths[:, None]
+        if all(left_out):
+            np.greater_equal(np.arange(widths[columns]), first, out=arrays[name], casting="unsafe")
+            continue
         start = 0
-        for reader, chosen in parts:
+        for (_, chosen), is_left_out in zip(parts, left_out, strict=True):
             stop = start + len(chosen)
-            if name in reader.header.full_masks:
-                width = widths[columns]
-                arrays[name][start:stop] = np.arange(width) >= width - lengths[start:stop, None]
+            if is_left_out:
+                arrays[name][start:stop] = np.arange(widths[columns]) >= first[start:stop]
             start = stop
 
 

@@ -209,6 +209,17 @@ def as_array(tensor: torch.Tensor) -> Array:
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
+def array_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the dtype of the array that holds values of a torch dtype, as headers name it."""
+    return _ARRAY_DTYPES[dtype]
+
+
+def as_tensor(array: Array, dtype: str) -> torch.Tensor:
+    """Return the tensor over an array's memory; int16 as bfloat16 if that is its torch dtype."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
 def index_of(places: list[int]) -> slice | list[int]:
     """Return a slice where one serves, because slices copy several times faster than index lists."""
     first, count = places[0], len(places)

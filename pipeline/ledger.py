@@ -33,6 +33,7 @@ from collections.abc import Iterator
 
 from pipeline.errors import LedgerError
 from pipeline.journal import Journal
+from pipeline.ledger_index import LedgerIndex
 from pipeline.ledger_records import (
     DROP_REASONS,
     EXTENT_BYTES,
@@ -61,6 +62,8 @@ from pipeline.ledger_tables import (
     unpack_vacant,
 )
 
+_KNOWN_STATES = bytes(ExtentState)
+
 
 class Ledger:
     """The ledger's table with its transactions; exactly one process, the buffer, opens it.
@@ -69,6 +72,7 @@ class Ledger:
 
     Attributes:
         extents: Every record that is not FREE, by ticket, oldest ticket first.
+        index: What they add up to, and which of them are reserved or ready.
         ready: Rows in state READY; `leased` and `reserved` likewise.
         vacant: Lease numbers that lost their rows, lowest first.
         redo: Prompts to be issued again, before those from `totals.position` on.
@@ -101,6 +105,7 @@ class Ledger:
         self.redo = unpack_redo(memory[self._redo_offset :])
         self.versions = PublishedVersions(memory[self._versions_offset :])
         self.extents: dict[int, ExtentRecord] = {}
+        self.index = LedgerIndex(self.extents)
         self.ready = self.leased = self.reserved = 0
         self._free_slots: list[int] = []
         self._leases: dict[int, Chosen] = {}
@@ -128,6 +133,7 @@ class Ledger:
         )  # fmt: skip
         totals.tickets += 1
         self.extents[record.ticket] = record
+        self.index.reserve(record)
         self.reserved += rows
         self._put_extent(record)
         self._commit()
@@ -167,7 +173,10 @@ class Ledger:
         record.state = ExtentState.SEALED
         record.rows, record.nbytes, record.checksum = rows, nbytes, checksum
         record.policy_version, record.fingerprint, record.sealed_s = policy_version, fingerprint, now_s
-        record.items = [Item() for _ in range(rows)]
+        record.hold([Item() for _ in range(rows)])
+        record.held = rows
+        self.index.seal(record)
+        self.index.change(record, rows)
         self.totals.sealed += rows
         self._put_extent(record)
         self._put_items(record, 0, rows)
@@ -197,6 +206,7 @@ class Ledger:
                     )
                 item.state, item.lease, item.deliveries = ItemState.LEASED, lease, min(255, item.deliveries + 1)
             self._put_items(record, rows[0], rows[-1] + 1)
+            self.index.change(record, record.ready - len(rows))
             self.ready -= len(rows)
             self.leased += len(rows)
         self._leases[lease] = chosen
@@ -247,6 +257,7 @@ class Ledger:
             for row in rows:
                 record.items[row].state = ItemState.READY
             self._put_items(record, rows[0], rows[-1] + 1)
+            self.index.change(record, record.ready + len(rows))
             count += len(rows)
         self.leased -= count
         self.ready += count
@@ -268,6 +279,7 @@ class Ledger:
         for record, rows in chosen:
             self.totals.dropped[DROP_REASONS.index(reason)] += len(rows)
             self.ready -= len(rows)
+            self.index.change(record, record.ready - len(rows))
             freed += self._remove(record, rows)
         self._commit()
         return freed
@@ -285,8 +297,11 @@ class Ledger:
             self._free_slots.pop(), ExtentState.SEALED, 1, -1, rows, prompts, ticket, position, policy_version,
             fingerprint, offset, nbytes, checksum, now_s,
         )  # fmt: skip
-        record.items = [Item(ItemState.READY if row in chosen else ItemState.GONE) for row in range(rows)]
+        record.hold([Item(ItemState.READY if row in chosen else ItemState.GONE) for row in range(rows)])
+        record.held = len(chosen)
         self.extents[ticket] = record
+        self.index.seal(record)
+        self.index.change(record, record.held)
         self.ready += len(chosen)
         self.totals.sealed += len(chosen)
         self.totals.tickets = max(self.totals.tickets, ticket + 1)
@@ -296,7 +311,10 @@ class Ledger:
 
     def resume(self, *, position: int, redo: list[Run], versions: list[tuple[int, int]], spool: int) -> None:
         """Go on where an earlier ledger of the same run ended, whose extents are restored."""
-        self.extents = dict(sorted(self.extents.items()))
+        # In place: the index looks records up in it.
+        in_order = sorted(self.extents.items())
+        self.extents.clear()
+        self.extents.update(in_order)
         self.totals.position = max(self.totals.position, position)
         self.totals.spool = spool
         for run in redo:
@@ -340,7 +358,7 @@ class Ledger:
 
     def reserved_extents(self) -> Iterator[ExtentRecord]:
         """Yield the extents of tickets not yet settled, oldest first."""
-        return (record for record in self.extents.values() if record.state is ExtentState.RESERVED)
+        return iter(self.index.reserved.values())
 
     def sealed_extents(self) -> Iterator[ExtentRecord]:
         """Yield the extents that hold items, oldest ticket first."""
@@ -372,12 +390,14 @@ class Ledger:
         for row in rows:
             record.items[row].state = ItemState.GONE
         self._put_items(record, rows[0], rows[-1] + 1)
-        if any(item.state is not ItemState.GONE for item in record.items):
+        record.held -= len(rows)
+        if record.held:
             return []
         self._free(record)
         return [record]
 
     def _free(self, record: ExtentRecord) -> None:
+        self.index.free(record, record.state)
         record.state = ExtentState.FREE
         self._put_extent(record)
         del self.extents[record.ticket]
@@ -423,37 +443,43 @@ class Ledger:
         self._journal.commit()
 
     def _read_table(self) -> None:
-        found = []
-        for slot in range(self.layout.extents):
-            start = self._extents_offset + slot * EXTENT_BYTES
-            if self._memory[start] == ExtentState.FREE:
-                self._free_slots.append(slot)
-            else:
-                found.append(self._read_extent(slot, start))
+        table = self._memory[self._extents_offset : self._items_offset]
+        states = bytes(table[::EXTENT_BYTES])
+        if states.strip(_KNOWN_STATES):
+            raise LedgerError(f"an extent is in state {max(states)}, which is none")
+        used = len(states) - states.count(ExtentState.FREE)
+        self._free_slots = [slot for slot, state in enumerate(states) if not state] if used else [*range(len(states))]
         self._free_slots.reverse()
+        found = [ExtentRecord.unpack(slot, table) for slot, state in enumerate(states) if state] if used else []
         for record in sorted(found, key=lambda record: record.ticket):
             if record.ticket in self.extents:
                 raise LedgerError(f"ticket {record.ticket} stands twice in the ledger")
             self.extents[record.ticket] = record
-            self._count(record)
+            if record.state is ExtentState.RESERVED:
+                self.reserved += record.rows
+                self.index.reserve(record)
+            else:
+                self._read_items(record)
         for parts in self._leases.values():
             parts.sort(key=lambda part: (part[0].policy_version, part[0].ticket))
 
-    def _count(self, record: ExtentRecord) -> None:
-        if record.state is ExtentState.RESERVED:
-            self.reserved += record.rows
+    def _read_items(self, record: ExtentRecord) -> None:
+        start = self._items_offset + record.slot * self.layout.rows_per_extent * ITEM_BYTES
+        data = bytes(self._memory[start : start + record.rows * ITEM_BYTES])
+        ready, leased = Item.count_all(data)
+        record.hold(data)
+        record.held = ready + leased
+        self.index.seal(record)
+        self.index.change(record, ready)
+        self.ready += ready
+        self.leased += leased
+        if leased:
+            self._read_leases(record)
+
+    def _read_leases(self, record: ExtentRecord) -> None:
         for row, item in enumerate(record.items):
-            self.ready += item.state is ItemState.READY
             if item.state is ItemState.LEASED:
-                self.leased += 1
                 parts = self._leases.setdefault(item.lease, [])
                 if not parts or parts[-1][0] is not record:
                     parts.append((record, []))
                 parts[-1][1].append(row)
-
-    def _read_extent(self, slot: int, start: int) -> ExtentRecord:
-        record = ExtentRecord.unpack(slot, self._memory[start : start + EXTENT_BYTES])
-        if record.state is ExtentState.SEALED:
-            first = self._items_offset + slot * self.layout.rows_per_extent * ITEM_BYTES
-            record.items = Item.unpack_all(self._memory[first : first + record.rows * ITEM_BYTES])
-        return record

@@ -8,6 +8,7 @@ import struct
 
 import xxhash
 
+from pipeline.errors import LedgerError
 from pipeline.journal import JOURNAL_HEADER_BYTES
 from pipeline.ledger_tables import VACANT_BYTES, VERSIONS_BYTES, redo_bytes
 
@@ -36,6 +37,11 @@ class ItemState(enum.IntEnum):
     GONE = 0
     READY = 1
     LEASED = 2
+
+
+_STATES = tuple(map(int, ItemState))
+# Looked up rather than made: an enum's own call costs more than all else of a record.
+_EXTENT_STATES = tuple(ExtentState)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Totals:
         return cls(values[0], values[1], list(values[2:split]), *values[split:])
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ExtentRecord:
     """One extent, and the ticket it was reserved for.
 
@@ -116,6 +122,8 @@ class ExtentRecord:
         order: The ticket's number; batches take items in this order.
         policy_version: Newest version when the ticket was issued; the version that wrote the rows once it is sealed.
         sealed_s: Monotonic time of the seal.
+        ready: Rows in state READY, as `ledger_index` keeps count.
+        held: Rows that are not GONE.
         items: State, deliveries and lease of each row.
     """
 
@@ -133,7 +141,20 @@ class ExtentRecord:
     nbytes: int = 0
     checksum: int = 0
     sealed_s: float = 0.0
-    items: list[Item] = dataclasses.field(default_factory=list)
+    ready: int = 0
+    held: int = 0
+    _items: list[Item] | bytes = dataclasses.field(default_factory=list)
+
+    @property
+    def items(self) -> list[Item]:
+        """Each row; what a killed buffer left is decoded when it is asked for, few rows at a time ever are."""
+        if isinstance(self._items, bytes):
+            self._items = Item.unpack_all(self._items)
+        return self._items
+
+    def hold(self, items: list[Item] | bytes) -> None:
+        """Set the rows, or their bytes in the ledger."""
+        self._items = items
 
     def pack(self) -> bytes:
         """Return the record's bytes in the ledger."""
@@ -143,17 +164,17 @@ class ExtentRecord:
         )  # fmt: skip
 
     @classmethod
-    def unpack(cls, slot: int, data: memoryview) -> ExtentRecord:
-        """Return the record that `data` holds, without its items."""
+    def unpack(cls, slot: int, table: memoryview) -> ExtentRecord:
+        """Return the record that a table of records holds in a slot, without its items."""
         (state, attempt, owner, rows, prompts, _, ticket, position, _, version, fingerprint, offset, nbytes,
-         checksum, sealed_s) = _EXTENT.unpack_from(data)  # fmt: skip
+         checksum, sealed_s) = _EXTENT.unpack_from(table, slot * EXTENT_BYTES)  # fmt: skip
         return cls(
-            slot, ExtentState(state), attempt, owner, rows, prompts, ticket, position, version, fingerprint,
+            slot, _EXTENT_STATES[state], attempt, owner, rows, prompts, ticket, position, version, fingerprint,
             offset, nbytes, checksum, sealed_s,
         )  # fmt: skip
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Item:
     """One row of a sealed extent; `deaths` counts the trainers that died at a batch with it."""
 
@@ -167,12 +188,26 @@ class Item:
         return _ITEM.pack(self.state, self.deliveries, self.deaths, self.lease)
 
     @classmethod
-    def unpack_all(cls, data: memoryview) -> list[Item]:
+    def unpack_all(cls, data: bytes) -> list[Item]:
         """Return the items that `data` holds one after another."""
+        states = list(ItemState)
         return [
-            cls(ItemState(state), deliveries, lease, deaths)
+            cls(states[state], deliveries, lease, deaths)
             for state, deliveries, deaths, lease in _ITEM.iter_unpack(data)
         ]
+
+    @staticmethod
+    def count_all(data: bytes) -> tuple[int, int]:
+        """Return how many of the items that `data` holds are READY, and how many LEASED.
+
+        Raises:
+            LedgerError: If one is in no state there is.
+        """
+        states = data[::ITEM_BYTES]
+        gone, ready, leased = map(states.count, _STATES)
+        if gone + ready + leased < len(states):
+            raise LedgerError(f"an item is in state {max(states)}, which is none")
+        return ready, leased
 
 
 # Rows of extents, in the order in which a batch takes them.

@@ -131,6 +131,11 @@ class PublishedVersions:
             return False
         return found.mark == 1 or (found.mark == 2 and found.fingerprint != fingerprint)
 
+    def is_marked(self, version: int) -> bool:
+        """Return whether some weights under this version were rolled back."""
+        found = self._places.get(version % VERSIONS_KEPT)
+        return found is not None and found.version == version and found.mark != 0
+
     def entries(self) -> list[tuple[int, int]]:
         """Return versions that count and their fingerprints, oldest first."""
         return sorted(found[:2] for found in self._places.values() if found.mark != 1)

@@ -272,7 +272,46 @@ def every_operation(ledger):
     yield "abandon"
 
 
+def walked(ledger):
+    """Return what the index keeps, found by a walk over all records."""
+    sealed = [record for record in ledger.extents.values() if record.state is ExtentState.SEALED]
+    reserved = [record for record in ledger.extents.values() if record.state is ExtentState.RESERVED]
+    ready = [(record, [item for item in record.items if item.state.name == "READY"]) for record in sealed]
+    held = [(record, rows) for record, rows in ready if rows]
+    rows_by_version = {}
+    for record, rows in held:
+        rows_by_version[record.policy_version] = rows_by_version.get(record.policy_version, 0) + len(rows)
+    return {
+        "reserved": {record.ticket: record for record in reserved},
+        "order": sorted((record.policy_version, record.ticket) for record, _ in held),
+        "ready_rows": rows_by_version,
+        "ready": {record.ticket: len(rows) for record, rows in ready},
+        "held": {record.ticket: sum(item.state.name != "GONE" for item in record.items) for record in sealed},
+        "ready_bytes": sum(record.nbytes for record, _ in held),
+        "sealed_bytes": sum(record.nbytes for record in sealed),
+        "position": min((record.position for record in [*reserved, *(record for record, _ in held)]), default=None),
+        "seal": min((record.sealed_s for record, _ in held), default=None),
+    }
+
+
+def indexed(ledger):
+    index = ledger.index
+    return {
+        "reserved": index.reserved,
+        "order": [(record.policy_version, record.ticket) for record in index.ready()],
+        "ready_rows": index.ready_rows,
+        "ready": {record.ticket: record.ready for record in ledger.sealed_extents()},
+        "held": {record.ticket: record.held for record in ledger.sealed_extents()},
+        "ready_bytes": index.ready_bytes,
+        "sealed_bytes": index.sealed_bytes,
+        "position": index.lowest_position(),
+        "seal": index.oldest_seal_s(),
+    }
+
+
 def state_of(ledger):
+    # Looking at the rows decodes what an open has left as it was.
+    assert indexed(ledger) == walked(ledger)
     tables = ledger.vacant, ledger.redo, ledger.versions
     return ledger.extents, ledger.totals, tables, ledger.leases(), ledger.ready, ledger.leased, ledger.reserved
 
@@ -298,3 +337,16 @@ def test_a_buffer_killed_at_any_store_leaves_the_state_before_or_after_its_trans
             assert state_of(survivor) in legal, f"killed at store {stores}"
             stores += 1
     assert stores > 60, "the sweep reached every store"
+
+
+def test_a_state_that_is_none_is_damage():
+    # Hand-placed: the first byte of a record and of an item is its state.
+    for offset in ("_extents_offset", "_items_offset"):
+        memory = fresh()
+        ledger = open_ledger(memory)
+        record = ledger.reserve(rows=2, prompts=1, offset=0, nbytes=64)
+        ledger.seal(record, rows=2, nbytes=64, checksum=1, policy_version=0, fingerprint=0, now_s=0.0)
+        memory[getattr(ledger, offset) + record.slot * (128 if offset == "_extents_offset" else 32)] = 7
+
+        with pytest.raises(LedgerError, match="is in state 7, which is none"):
+            open_ledger(memory)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import DROP_REASONS
 from pipeline.ledger_tables import Run
-from tests.test_ledger import LAYOUT, DyingMemory, Killed, fresh
+from tests.test_ledger import LAYOUT, DyingMemory, Killed, fresh, indexed, walked
 
 WORLD_SIZE = 2
 
@@ -338,6 +338,7 @@ class LedgerMachine(RuleBasedStateMachine):
         totals, ledger = self.ledger.totals, self.ledger
         assert totals.sealed == totals.trained + sum(totals.dropped) + ledger.ready + ledger.leased
         assert ledger.reserved == sum(record.rows for record in ledger.reserved_extents())
+        assert indexed(ledger) == walked(ledger)
 
 
 TestLedgerMachine = LedgerMachine.TestCase

@@ -6,13 +6,14 @@ import bisect
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
+from pipeline.admission import oldest_rows, ready_rows
 from pipeline.arena import Extent, ExtentAllocator
 from pipeline.errors import ArenaFullError
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import ExtentRecord, ExtentState, ItemState
+from pipeline.ledger_records import ExtentRecord, ExtentState
 from pipeline.messages import (
     Ack,
     Ask,
@@ -340,7 +341,7 @@ class ReplayQueue:
         elif self.ledger.ready >= self._batch_rows:
             # Remembered first: no batch ever has a holder that the next server does not know.
             self._remember(want.client, self.ledger.totals.leases)
-            chosen = list(self._oldest(self._batch_rows))
+            chosen = oldest_rows(self.ledger, self._batch_rows)
             lease = self.ledger.lease(chosen)
         else:
             return False
@@ -351,15 +352,6 @@ class ReplayQueue:
         ]
         self._answer(want, Lease(want.incarnation, lease, 0, parts))
         return True
-
-    def _oldest(self, count: int) -> Iterator[tuple[ExtentRecord, list[int]]]:
-        for record in self.ledger.sealed_extents():
-            rows = [row for row, item in enumerate(record.items) if item.state is ItemState.READY][:count]
-            if rows:
-                yield record, rows
-                count -= len(rows)
-            if not count:
-                return
 
     def _acknowledge(self, ack: Ack) -> None:
         if self._holders.get(ack.lease) == ack.trainer:
@@ -374,7 +366,7 @@ class ReplayQueue:
 
     def _cut_all(self) -> None:
         while self.ledger.ready:
-            lease = self.ledger.lease(list(self._oldest(min(self._batch_rows, self.ledger.ready))))
+            lease = self.ledger.lease(oldest_rows(self.ledger, min(self._batch_rows, self.ledger.ready)))
             bisect.insort(self._cut, lease)
 
     def _cut_again(self, lease: int, client: str) -> None:
@@ -404,7 +396,7 @@ class ReplayQueue:
         return rows
 
     def _drop(self, record: ExtentRecord, reason: str) -> None:
-        if rows := [row for row, item in enumerate(record.items) if item.state is ItemState.READY]:
+        if rows := ready_rows(record):
             self._free(self.ledger.drop([(record, rows)], reason))
 
     def _free(self, records: list[ExtentRecord]) -> None:
