@@ -1,0 +1,136 @@
+"""Runs ways of `benches.ways` against each other: a process each, that stays while others have their turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benches.peers import RAY, REVERB, Environment, NotInstallableError, python_of
+from benches.report import ROOT
+
+WARM_APPENDS = 32
+_ANSWER_S = 60.0
+
+
+class Contestant(NamedTuple):
+    """A way by its module, how tables call it, and where it runs (None: where rlhfd does)."""
+
+    module: str
+    title: str
+    environment: Environment | None = None
+
+
+BOUND = Contestant("bound", "bound: two plain copies and the touch, no messages")
+DAEMON = Contestant("daemon", "rlhfd: worker, buffer, trainer")
+REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`")
+RAW = Contestant("zeromq_raw", "ZeroMQ, raw bytes, zero-copy send")
+COATI = Contestant("coati", "coati's DetachedReplayBuffer, on a Ray queue", RAY)
+PEERS = (
+    RAW,
+    Contestant("zeromq_pickle", "ZeroMQ, pickle"),
+    Contestant("torchrl_memmap", "TorchRL, shared memmap and semaphores", RAY),
+    Contestant("torch_queue", "torch.multiprocessing.Queue, file_system"),
+    Contestant("torch_queue_fd", "torch.multiprocessing.Queue, file_descriptor"),
+    Contestant("reverb_queue", "reverb", REVERB),
+    COATI,
+    Contestant("transfer_queue", "TransferQueue", RAY),
+)
+
+
+class FailedError(Exception):
+    """A way gave no answer; the last thing that it said."""
+
+
+class Runner:
+    """A way in its process."""
+
+    def __init__(self, contestant: Contestant, producers: int) -> None:
+        environment = contestant.environment
+        python = sys.executable if environment is None else python_of(environment)
+        # A thread each: with more the processes of one way would fight for the cores.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore"}
+        self._process = subprocess.Popen(
+            [python, "-m", "benches.ways", contestant.module, str(producers)],
+            cwd=ROOT, env={**os.environ, **threads, **quiet, "PYTHONPATH": str(ROOT)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            self._answer()
+        except FailedError:
+            self.close()
+            raise
+
+    def measure(self, shape: str, appends: int, *, pause_s: float = 0.0) -> dict[str, Any]:
+        """Let the producers send so many appends in all, and return what `benches.ways` measured."""
+        assert self._process.stdin
+        order = {"shape": shape, "appends": appends, "pause_s": pause_s}
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise FailedError("its process has ended") from error
+        return self._answer()
+
+    def close(self) -> None:
+        """End it, and what it started."""
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout
+        self._process.stdout.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        # An answer is one line, written at once: what can be read can be read to its end.
+        if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
+            self._process.kill()
+            raise FailedError(f"no answer within {_ANSWER_S:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise FailedError(f"its process ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def running(
+    contestants: Sequence[Contestant], producers: int
+) -> Iterator[tuple[dict[Contestant, Runner], dict[str, str]]]:
+    """Start ways; yield those that run, and why others do not."""
+    runners: dict[Contestant, Runner] = {}
+    failed: dict[str, str] = {}
+    try:
+        for contestant in contestants:
+            try:
+                runners[contestant] = Runner(contestant, producers)
+            except (NotInstallableError, FailedError) as error:
+                failed[contestant.title] = str(error)
+        yield runners, failed
+    finally:
+        for runner in runners.values():
+            runner.close()
+
+
+def calibrate(runners: Mapping[Contestant, Runner], shape: str, seconds: float) -> dict[Contestant, int]:
+    """Return how many appends keep each way busy for so long; those that fail at this shape are left out."""
+    counts = {}
+    for contestant, runner in runners.items():
+        try:
+            runner.measure(shape, WARM_APPENDS)
+            rate = WARM_APPENDS / runner.measure(shape, WARM_APPENDS)["seconds"]
+        except FailedError:
+            continue
+        counts[contestant] = max(WARM_APPENDS, int(rate * seconds) // 4 * 4)
+    return counts

@@ -1,0 +1,72 @@
+"""The environments of those that transport is compared with, each made on first use in `.venv-peers/`.
+
+Two, for reverb needs a TensorFlow and a numpy of 2023. torch has the version of constraints.txt, so that the build is
+the one that rlhfd runs on. One that cannot be made costs the rows of its peers, with the reason, and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benches.report import ROOT
+
+FOLDER = ROOT / ".venv-peers"
+_PINNED = ("torch", "numpy", "pyzmq", "msgspec")
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """Packages that are installed together; those of `pinned` in the versions of constraints.txt."""
+
+    name: str
+    packages: tuple[str, ...]
+    pinned: tuple[str, ...]
+    python: str = sys.executable
+
+    @property
+    def requirements(self) -> list[str]:
+        """What pip is asked for."""
+        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        versions = dict(line.split("==") for line in lines if "==" in line)
+        return [*(f"{name}=={versions[name]}" for name in self.pinned), *self.packages]
+
+
+RAY = Environment("ray", ("ray==2.58.0", "torchrl==0.14.1", "TransferQueue==0.1.11"), _PINNED)
+REVERB = Environment("reverb", ("dm-reverb[tensorflow]==0.14.0",), ("pyzmq",))
+
+
+class NotInstallableError(Exception):
+    """A peer's environment cannot be made here; says why."""
+
+
+def python_of(environment: Environment) -> str:
+    """Return the interpreter of an environment, which is made first if it is not there.
+
+    Raises:
+        NotInstallableError: If pip says no.
+    """
+    folder = FOLDER / environment.name
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    wanted = "\n".join(environment.requirements)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return str(python)
+    print(f"==> installing {', '.join(environment.packages)} into {folder}: minutes", file=sys.stderr, flush=True)
+    began_s = time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    _run([environment.python, "-m", "venv", str(folder)])
+    _run([str(python), "-m", "pip", "install", "--no-input", "--quiet", *environment.requirements])
+    stamp.write_text(wanted)
+    print(f"==> took {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+    return str(python)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=Path("/"), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise NotInstallableError(reasons[0] if reasons else f"exit {done.returncode}")

@@ -1,0 +1,93 @@
+"""From an append on the worker's side to a padded batch in the trainer's hands, every byte of it touched.
+
+All ways do the same work (`benches.workload`), stay up, and take turns shape by shape. The bound is measured in the
+same rounds; a way's share of it is what is left once messages, books, checksums and padding are paid for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benches.contest import (
+    BOUND,
+    COATI,
+    DAEMON,
+    PEERS,
+    RAW,
+    REPLAY,
+    Contestant,
+    FailedError,
+    Runner,
+    calibrate,
+    running,
+)
+from benches.measure import Sample, figure, interleaved
+from benches.report import Section, Table
+
+OURS = (DAEMON, REPLAY)
+_Results = dict[Contestant, list[dict[str, Any]]]
+
+
+def run(*, quick: bool) -> Sequence[Section]:
+    """Measure all ways with one producer, and the fastest ones with two."""
+    tables, notes = [], []
+    shapes = ("small", "large") if quick else ("small", "medium", "large", "vl")
+    ways = (BOUND, *OURS, RAW, COATI) if quick else (BOUND, *OURS, *PEERS)
+    for producers in (1,) if quick else (1, 2):
+        if producers == 2:
+            ways, shapes = (BOUND, *OURS, RAW, COATI), ("small", "large")
+        with running(ways, producers) as (runners, failed):
+            notes += [f"{title} did not run here: {reason}." for title, reason in failed.items()]
+            for shape in shapes:
+                results = _contest(runners, shape, 0.5 if quick else 1.0, 2 if quick else 3)
+                tables.append(_table(results, shape, producers))
+                notes += [f"{way.title} failed at {shape}." for way in runners if way not in results]
+    return [Section("transport", "Transport of experience between processes", "\n".join([_TEXT, *notes]), tables)]
+
+
+def _contest(runners: Mapping[Contestant, Runner], shape: str, seconds: float, rounds: int) -> _Results:
+    counts = calibrate(runners, shape, seconds)
+
+    def measure(way: Contestant) -> dict[str, Any]:
+        try:
+            return runners[way].measure(shape, counts[way])
+        except FailedError as error:
+            return {"failed": str(error)}
+
+    def say(text: str) -> None:
+        print(text[:160], file=sys.stderr, flush=True)
+
+    results = interleaved({way: lambda way=way: measure(way) for way in counts}, rounds, say=say)
+    return {way: found for way, found in results.items() if not any("failed" in one for one in found)}
+
+
+def speed(results: Sequence[Mapping[str, Any]]) -> Sample:
+    """Return GB/s of true bytes."""
+    return Sample.of(one["nbytes"] / one["seconds"] / 1e9 for one in results)
+
+
+def _table(results: _Results, shape: str, producers: int) -> Table:
+    rows = []
+    speeds = {way: speed(found) for way, found in results.items()}
+
+    def ratio(way: Contestant, to: Contestant) -> str:
+        return figure(speeds[way].over(speeds[to]).median) if to in speeds and to is not way else ""
+
+    for way in sorted(results, key=lambda way: -speeds[way].median):
+        items = Sample.of(one["items"] / one["seconds"] for one in results[way])
+        cpu = Sample.of(one["cpu_s"] / one["nbytes"] * 1e9 for one in results[way])
+        rows.append(
+            (f"{way.title}, {shape}, {producers} to 1", str(speeds[way]), ratio(way, BOUND), ratio(way, COATI),
+             ratio(way, RAW), figure(items.median), figure(cpu.median))
+        )  # fmt: skip
+    header = ("way", "GB/s", "of the bound", "times coati's", "times raw ZeroMQ", "items/s", "CPU s/GB")
+    return Table(header, rows, f"{shape}, {producers} producer{'s' * (producers > 1)}")
+
+
+_TEXT = """Appends of 8 ragged rows, taken out as batches of 16: small S=512 A=256, medium S=2048 A=1024, large S=8192
+A=7168, vl is medium and 1.2 MB of pixels a row. At most 8 batches are queued. GB/s are of true bytes, without padding.
+Of a way's CPU the idle turns of its own daemons are part only while it has its turn. rlhfd runs with leases, ledger,
+version stamps and xxh3 on both sides; its second row is the class for scripts, whose calls wait for its server's word.
+"""

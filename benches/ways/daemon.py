@@ -1,0 +1,161 @@
+"""rlhfd's way: codec and arena, the buffer's own process with its ledger, and the trainer's stream.
+
+The producer is a rollout worker without a rollout: it takes tickets, writes an experience that is there already, and
+says `Sealed`. Everything else is what a run does: leases, ledger, version stamps, xxh3 on both sides.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benches.ways import QUEUED_BATCHES, Send
+from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays
+from pipeline import buffer_process, codec
+from pipeline.arena import Arena
+from pipeline.config import BufferConfig, Config, DaemonConfig, MetricsConfig, RolloutConfig, TrainerConfig
+from pipeline.errors import DeadlineError
+from pipeline.experience import Experience, ExperienceVL
+from pipeline.messages import Hello, Sealed, Settled, Ticket, WantTickets, Welcome
+from pipeline.metrics_slab import MetricsSlab, SlotName
+from pipeline.role import RoleContext
+from pipeline.stream import Connection, open_connection
+from pipeline.transport import BUFFER, Mailbox, Outbox, worker_name
+from pipeline.workspace import Workspace
+
+_PREFETCH = 4
+_TICKETS_AHEAD = 4
+_WORKERS = 2
+_DEADLINE_S = 60.0
+
+
+class Way:
+    """The trainer's side, and the instance around it."""
+
+    def __init__(self) -> None:
+        folder = Path("/dev/shm") / f"rlhfd-bench-{secrets.token_hex(4)}"
+        config = configuration(folder)
+        self._workspace = Workspace.prepare(folder, config)
+        slots = [SlotName("supervisor", 0), SlotName("buffer", 0)]
+        MetricsSlab.create(self._workspace.metrics_path, slots).close()
+        self._buffer = subprocess.Popen([sys.executable, "-m", "benches.ways.daemon", str(folder)])
+        self.parts = {"buffer": self._buffer.pid}
+        self._connection: Connection = open_connection(folder, rank=0, world_size=1, prefetch=_PREFETCH)
+
+    def address(self) -> Any:
+        return str(self._workspace.folder)
+
+    def batches(self) -> Iterator[Any]:
+        for experience in self._connection.experiences(timeout_s=_DEADLINE_S):
+            yield arrays_of(experience)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._buffer.kill()
+        self._buffer.wait()
+        shutil.rmtree(self._workspace.folder, ignore_errors=True)
+
+    @staticmethod
+    def sender(address: Any, index: int) -> Send:
+        worker = Worker(Path(address), index)
+        return worker.send
+
+
+class Worker:
+    """A rollout worker that has its experience already."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        deadline_s = time.monotonic() + _DEADLINE_S
+        self._arena = Arena(folder / "arena")
+        self._arena.populate()
+        self._name = worker_name(index)
+        self._mailbox, self._outbox = Mailbox(folder, self._name), Outbox(folder, BUFFER)
+        self._incarnation = os.getpid()
+        self._tickets: list[Ticket] = []
+        self._made: dict[int, tuple[Arrays, Experience]] = {}
+        self._welcome: Welcome | None = None
+        self._outbox.send(Hello(self._name, self._incarnation, []))
+        while self._welcome is None:
+            self._hear(deadline_s)
+        self._outbox.send(Hello(self._name, self._incarnation, []))
+        self._outbox.send(WantTickets(self._name, self._incarnation, _TICKETS_AHEAD))
+
+    def send(self, arrays: Arrays) -> None:
+        """Write an append into the room of the next ticket, and say so."""
+        if id(arrays) not in self._made:
+            self._made[id(arrays)] = (arrays, experience_of(arrays))
+        experience = self._made[id(arrays)][1]
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while not self._tickets:
+            self._hear(deadline_s)
+        ticket = self._tickets.pop(0)
+        encoded = codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes))
+        self._outbox.send(
+            Sealed(self._name, ticket.ticket, APPEND_ROWS, encoded.nbytes, encoded.checksum, ticket.policy_version, 0)
+        )
+
+    def _hear(self, deadline_s: float) -> None:
+        if time.monotonic() > deadline_s:
+            raise DeadlineError("the buffer gives no ticket")
+        for message in self._mailbox.receive(0.5):
+            match message:
+                case Welcome():
+                    self._welcome = message
+                case Ticket(to=self._incarnation):
+                    self._tickets.append(message)
+                case Settled():
+                    pass
+
+
+def configuration(folder: Path) -> Config:
+    """Return a run of batches of 16 rows whose trainer never publishes, and need not within the bound of staleness."""
+    return Config(
+        daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state"),
+        rollout=RolloutConfig(algorithm="ppo", workers=_WORKERS, batch_size=APPEND_ROWS),
+        buffer=BufferConfig(
+            sample_batch_size=BATCH_ROWS,
+            limit=QUEUED_BATCHES,
+            max_staleness=1024,
+            arena_bytes=256 << 20,
+            row_bytes=2 << 20,
+        ),
+        trainer=TrainerConfig(kind="external", publish_every=1024),
+        metrics=MetricsConfig(port=0),
+    )
+
+
+def experience_of(arrays: Arrays) -> Experience:
+    """Return the experience that shares these arrays."""
+    tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
+    if "pixel_values" in tensors:
+        patches = len(tensors["pixel_values"]) // APPEND_ROWS
+        grids = torch.tensor([[1, 1, patches]]).repeat(APPEND_ROWS, 1)
+        return ExperienceVL(**tensors, image_grid_thws=grids)
+    return Experience(**tensors)
+
+
+def arrays_of(experience: Experience) -> Arrays:
+    """Return the tensors of a batch as arrays over the same memory."""
+    return {name: value.numpy() for name, value in vars(experience).items() if isinstance(value, torch.Tensor)}
+
+
+def _serve(folder: Path) -> None:
+    workspace = Workspace.open(folder)
+    config = Config.model_validate_json(workspace.config_path.read_bytes())
+    slab = MetricsSlab.attach(workspace.metrics_path)
+    slab.begin("buffer")
+    writer = slab.writer("buffer")
+    buffer_process.run(config, RoleContext("buffer", 0, folder, writer, lambda report: None))
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))

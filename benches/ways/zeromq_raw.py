@@ -1,0 +1,66 @@
+"""ZeroMQ with raw bytes: a small header, then the memory of each array, sent without a copy."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import zmq
+
+from benches.ways import QUEUED_BATCHES, Send
+from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays, rebatch
+
+_PER_BATCH = BATCH_ROWS // APPEND_ROWS
+
+
+class Way:
+    """The consumer's PULL socket."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._socket: Any = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_BATCHES * _PER_BATCH // 2)
+        self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        self._socket.bind(f"ipc://{self._folder.name}/pull")
+
+    def address(self) -> Any:
+        return f"ipc://{self._folder.name}/pull"
+
+    def batches(self) -> Iterator[Any]:
+        while True:
+            yield rebatch([self.receive() for _ in range(_PER_BATCH)])
+
+    def receive(self) -> Arrays:
+        """Return the next append, its arrays over the memory of the message."""
+        header, *frames = self._socket.recv_multipart(copy=False)
+        kinds = json.loads(header.bytes)
+        return {
+            name: np.frombuffer(frame.buffer, dtype).reshape(shape)
+            for (name, dtype, shape), frame in zip(kinds, frames, strict=True)
+        }
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._folder.cleanup()
+
+    @staticmethod
+    def connect(address: Any) -> Any:
+        """Return a producer's socket."""
+        socket = zmq.Context.instance().socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, QUEUED_BATCHES * _PER_BATCH // 2)
+        socket.setsockopt(zmq.SNDTIMEO, 60_000)
+        socket.connect(address)
+        return socket
+
+    @staticmethod
+    def sender(address: Any, index: int) -> Send:
+        socket = Way.connect(address)
+
+        def send(arrays: Arrays) -> None:
+            kinds = [(name, value.dtype.str, value.shape) for name, value in arrays.items()]
+            socket.send_multipart([json.dumps(kinds).encode(), *arrays.values()], copy=False)
+
+        return send

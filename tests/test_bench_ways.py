@@ -1,0 +1,108 @@
+"""The transport benchmark: its work, worked out by hand, and ways that run for real."""
+
+import numpy as np
+import pytest
+import torch
+
+from benches.contest import BOUND, DAEMON, Contestant, FailedError, Runner, running
+from benches.peers import RAY, REVERB
+from benches.transport import _contest, _table, speed
+from benches.ways.daemon import arrays_of, experience_of
+from benches.workload import SHAPES, appends, rebatch, touch
+from pipeline import codec
+
+
+def test_an_append_is_what_it_says():
+    shape = SHAPES["tiny"]
+    (append,) = appends(shape, 1, seed=3)
+
+    mask, actions = append.arrays["attention_mask"], append.arrays["action_mask"]
+    lengths, responses = mask.sum(axis=1), actions.sum(axis=1)
+
+    assert append.arrays["sequences"].shape == (8, lengths.max()) and actions.shape == (8, responses.max())
+    assert ((lengths - responses >= 4) & (lengths - responses <= 8)).all()
+    assert ((responses >= 4) & (responses <= 8)).all()
+    # Tokens and mask of 8 bytes, four numbers of 4 and a mask of 1 an action, a reward a row.
+    assert append.nbytes == 16 * lengths.sum() + 17 * responses.sum() + 4 * 8
+    assert append.tokens == append.arrays["sequences"][mask == 1].sum() > 0
+    assert not append.arrays["sequences"][mask == 0].any()
+    assert np.array_equal(appends(shape, 1, seed=3)[0].arrays["kl"], append.arrays["kl"])
+    assert not np.array_equal(appends(shape, 1, seed=4)[0].arrays["reward"], append.arrays["reward"])
+
+
+def test_rebatching_pads_on_the_left():
+    one = {"sequences": np.array([[1, 2]]), "reward": np.array([0.5], np.float32)}
+    two = {"sequences": np.array([[3, 4, 5], [0, 0, 6]]), "reward": np.array([1.5, 2.5], np.float32)}
+
+    batch = rebatch([one, two])
+
+    assert batch["sequences"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 6]]
+    assert batch["reward"].tolist() == [0.5, 1.5, 2.5]
+    assert touch(batch) == 21
+
+
+def test_peers_and_rlhfd_make_the_same_batch():
+    made = appends(SHAPES["tiny"], 2)
+    memory = [memoryview(bytearray(1 << 16)) for _ in made]
+    encoded = [codec.encode(experience_of(append.arrays), room) for append, room in zip(made, memory, strict=True)]
+    readers = [codec.ExtentReader(room[: size.nbytes]) for room, size in zip(memory, encoded, strict=True)]
+
+    ours = arrays_of(codec.gather([(reader, range(8)) for reader in readers]))
+
+    theirs = rebatch([append.arrays for append in made])
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_images_go_along():
+    (append,) = appends(SHAPES["vl"], 1)
+
+    experience = experience_of(append.arrays)
+
+    assert experience.image_grid_thws.prod(dim=1).sum() == len(experience.pixel_values)
+    assert torch.equal(experience.pixel_values, torch.from_numpy(append.arrays["pixel_values"]))
+
+
+def test_a_row_of_the_table_is_relative_to_bound_coati_and_zeromq():
+    def measured(seconds):
+        return {"seconds": seconds, "nbytes": 2_000_000_000, "items": 100, "cpu_s": 4.0, "latencies": []}
+
+    results = {BOUND: [measured(1.0), measured(2.0)], DAEMON: [measured(2.0), measured(8.0)]}
+
+    table = _table(results, "small", 1)
+
+    assert speed(results[DAEMON]).values == (1.0, 0.25)
+    # Half of the bound in one round, a quarter in the other.
+    assert table.rows[1][1:] == ("0.625 (0.250 to 1.00)", "0.375", "", "", "31.2", "2.00")
+
+
+def test_peers_are_pinned_and_torch_is_ours():
+    assert f"torch=={torch.__version__.partition('+')[0]}" in RAY.requirements
+    assert all("==" in requirement for requirement in RAY.requirements + REVERB.requirements)
+
+
+@pytest.mark.integration
+def test_ways_deliver_what_was_sent():
+    ways = (BOUND, DAEMON)
+
+    with running(ways, 1) as (runners, failed):
+        results = _contest(runners, "tiny", 0.05, 2)
+        waits = runners[DAEMON].measure("tiny", 4, pause_s=0.001)
+
+    assert not failed
+    assert {way: len(found) for way, found in results.items()} == dict.fromkeys(ways, 2)
+    # `benches.ways` compares the tokens of what came with those of what was sent.
+    assert all(one["nbytes"] > 0 and one["seconds"] > 0 for found in results.values() for one in found)
+    assert len(waits["latencies"]) == 2 and all(0 < wait < 60 for wait in waits["latencies"])
+    assert waits["parts"]["buffer"] >= 0
+
+
+@pytest.mark.integration
+def test_a_way_that_ends_is_told_and_costs_nothing_else():
+    with pytest.raises(FailedError, match="ended with 1"):
+        Runner(Contestant("nonesuch", "no such way"), 1)
+
+    with running([Contestant("nonesuch", "no such way")], 1) as (runners, failed):
+        pass
+
+    assert runners == {} and [*failed] == ["no such way"]
