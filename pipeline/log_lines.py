@@ -17,7 +17,8 @@ LEVELS = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
 _TEXT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+) (\S+) ([\w.]+): (.*)", re.DOTALL)
 _RAW = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \w+ (\S+) ")
-_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
+# A value goes on to the next name: text lines quote what has blanks only where it came by `extra=`.
+_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|.*?)(?= \w+=|$)')
 _HEAD = ("time", "level", "process", "logger", "event", "exception")
 
 
@@ -50,10 +51,10 @@ def parse(text: str, process: str) -> Line:
     level, _, logger, message = found.groups()
     first, _, _ = message.partition("\n")
     event, _, rest = first.partition(": ")
-    fields = {name: _unquoted(value) for name, value in _FIELD.findall(rest)}
-    if not fields or _FIELD.sub("", rest).strip(" ,"):
-        event, fields = first, {}
-    return Line(message, level.lower(), logger, event, fields)
+    fields = {}
+    if _FIELD.match(rest):
+        fields = {name: _unquoted(value) for name, value in _FIELD.findall(rest)}
+    return Line(message, level.lower(), logger, event if fields else first, fields)
 
 
 def stored(text: str, process: str, *, as_json: bool) -> str:

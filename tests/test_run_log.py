@@ -62,7 +62,9 @@ def test_fields_of_a_text_line_are_its_whole_rest_or_none() -> None:
         "set aside", {"position": "7", "reason": 'no "text"'},
     )  # fmt: skip
     assert fields("cut at daemon.drain_timeout_s: rollout-0") == ("cut at daemon.drain_timeout_s: rollout-0", {})
-    assert fields("hung: role=a reason=no progress") == ("hung: role=a reason=no progress", {})
+    assert fields("hung: role=a reason=no progress") == ("hung", {"role": "a", "reason": "no progress"})
+    assert fields("taken over: run=") == ("taken over", {"run": ""})
+    assert fields("ended: it said x=3") == ("ended: it said x=3", {})
 
 
 @pytest.mark.parametrize(
