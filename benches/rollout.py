@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from benches import rollout_card
 from benches import rollout_peers as peers
 from benches.measure import Sample, interleaved
 from benches.report import ROOT, Section, Table
@@ -81,7 +82,8 @@ def run(*, quick: bool) -> Sequence[Section]:
         parameters=parameters, vocabulary=vocabulary, ours=_OURS, generate=_GENERATE, coati=_COATI,
         trl=_TRL, package=TRL, note=note,
     )  # fmt: skip
-    return [Section("rollout", "Rollouts end to end at equal results", " ".join(text.split()), [Table(header, rows)])]
+    found = [Section("rollout", "Rollouts end to end at equal results", " ".join(text.split()), [Table(header, rows)])]
+    return [*found, rollout_card.section(quick=quick)] if torch.cuda.is_available() else found
 
 
 def _row(work: Work, seconds: dict[str, Sample], made: dict[str, list[Made]]) -> tuple[str, ...]:

@@ -1,0 +1,98 @@
+"""Generation on a card: CUDA graphs against steps one by one and `generate`, as shares of what its memory allows.
+
+A step reads every weight once, however few rows there are, and every row's keys and values. That is the least it can
+take: bytes over the bandwidth that a copy on the card reaches in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benches.measure import Sample, interleaved
+from benches.report import Section, Table
+from pipeline.generation import Sampling
+from pipeline.generation.actors import ActorGenerator
+from pipeline.generation.transformers import LeanGenerator
+
+_COPY_BYTES = 2**30
+_PROMPT_TOKENS = 64
+
+
+def section(*, quick: bool) -> Section:
+    """Measure on the first card."""
+    device = torch.device("cuda:0")
+    hidden, layers, new_tokens = (256, 4, 32) if quick else (2048, 22, 256)
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 256),
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    # Keys and values of a token in every layer, two bytes each.
+    token_bytes = 2 * 2 * layers * config.num_key_value_heads * 64
+    bandwidth = _bandwidth(device)
+    rows = []
+    for batch in (8,) if quick else (1, 8, 64):
+        found = interleaved(_ways(model, batch, new_tokens), 2 if quick else 3)
+        taken = {way: Sample.of(values) for way, values in found.items()}
+        mean_tokens = _PROMPT_TOKENS + new_tokens / 2
+        least_s = new_tokens * (weight_bytes + batch * mean_tokens * token_bytes) / bandwidth
+        for way, seconds in taken.items():
+            share = Sample.of(least_s / value for value in seconds.values)
+            speed = Sample.of(batch * new_tokens / value for value in seconds.values)
+            rows.append((str(batch), way, str(speed), str(share), str(seconds.over(taken["CUDA graphs"]))))
+    text = (
+        f"{sum(weight.numel() for weight in model.parameters()) / 1e9:.2f} G parameters in bfloat16, {_PROMPT_TOKENS} +"
+        f" {new_tokens} tokens, the most probable ones. The roofline is the time in which the card's memory, at the"
+        f" {bandwidth / 1e9:,.0f} GB/s that a copy on it reached, reads all weights, keys and values once a token."
+    )
+    header = ("rows", "way", "tokens/s", "share of the roofline", "x CUDA graphs")
+    return Section("rollout", "Generation on a card", text, [Table(header, rows)], torch.cuda.get_device_name())
+
+
+def _ways(model: LlamaForCausalLM, batch: int, new_tokens: int) -> dict[str, Callable[[], float]]:
+    prompts = torch.randint(2, 32_000, (batch, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    settings = Sampling(max_length=_PROMPT_TOKENS + new_tokens, pad_token_id=0, do_sample=False)
+    engines = {
+        "CUDA graphs": LeanGenerator(model),
+        "steps one by one": LeanGenerator(model, fixed_shapes=False),
+        "transformers generate": ActorGenerator(model),
+    }
+
+    def timed(engine: LeanGenerator | ActorGenerator) -> float:
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        engine.generate(prompts, torch.ones_like(prompts), settings)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began_s
+
+    for engine in engines.values():
+        timed(engine)
+    return {name: lambda engine=engine: timed(engine) for name, engine in engines.items()}
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy on the card reads and writes."""
+    source, target = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begins.record()
+        target.copy_(source)
+        ends.record()
+        torch.cuda.synchronize()
+        best = min(best, begins.elapsed_time(ends) / 1e3)
+    return 2 * _COPY_BYTES / best
