@@ -58,6 +58,7 @@ def _configured(command: _Command) -> _Command:
         "sets",
         multiple=True,
         metavar="SECTION.KEY=VALUE",
+        shell_complete=lambda context, option, typed: _complete_key(context, option, typed),
         help="Set one value, above the file and the environment (RLHFD_SECTION__KEY); may be repeated.",
     )
     return _config_option(sets(command))
@@ -94,6 +95,19 @@ def _ask(
     from pipeline import instance
 
     return instance.request(instance.find(_runtime_dir(directory, path)), command, timeout_s)
+
+
+def _replace_unknown_characters() -> None:
+    """A terminal that cannot show an arrow gets a question mark, not a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _complete_key(context: click.Context, option: click.Parameter, typed: str) -> list[str]:
+    from pipeline.config_advice import SECTIONS
+
+    keys = [f"{section}.{name}=" for section, model in SECTIONS.items() for name in type(model).model_fields]
+    return [key for key in keys if key.startswith(typed)]
 
 
 @click.group(
@@ -183,9 +197,7 @@ def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     from pipeline import status_text
 
     answer = _ask("status", path, runtime_dir)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show an arrow gets a question mark, not a traceback.
-        sys.stdout.reconfigure(errors="replace")
+    _replace_unknown_characters()
     click.echo(json.dumps(answer, indent=2) if as_json else status_text.render(answer))
 
 
@@ -202,6 +214,75 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     """
     answer = _ask("why", path, runtime_dir)
     click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
+
+
+@main.command()
+@_finding
+@click.option("--json", "as_json", is_flag=True, help="Print one reading as JSON: the answers of status and why.")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between readings.")
+def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: float) -> None:
+    r"""Show the run and what each process is at, on a full screen until Ctrl-C; in a pipe, one table.
+
+    \b
+    Examples:
+      rlhfd top
+      rlhfd top | sort -k4
+      rlhfd top --json | jq '.why.processes[] | select(.stopped)'
+    """
+    status, why = _ask("status", path, runtime_dir), _ask("why", path, runtime_dir)
+    if as_json:
+        click.echo(json.dumps({"status": status, "why": why}, indent=2))
+        return
+    from rich.console import Console
+
+    from pipeline import top_screen
+
+    _replace_unknown_characters()
+    console = Console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        click.echo(top_screen.text(status, why))
+        return
+    try:
+        top_screen.run(lambda command: _ask(command, path, runtime_dir), console, interval_s)
+    except KeyboardInterrupt:
+        pass  # how one leaves
+
+
+@main.command("collect-env")
+@_configured
+@click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR", help="Of the running instance.")
+def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None) -> None:
+    r"""Print what a bug report needs: versions, machine, GPUs, limits, configuration, the last errors.
+
+    No secret and no text of a prompt or response is in it; read it before you send it all the same.
+
+    \b
+    Examples:
+      rlhfd collect-env > report.txt
+      rlhfd collect-env --config grpo.toml
+    """
+    from pipeline import collect_env
+
+    _replace_unknown_characters()
+    click.echo(collect_env.report(path, sets, os.environ, runtime_dir))
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    r"""Print what makes a shell complete commands, options and keys of the configuration.
+
+    \b
+    Examples:
+      rlhfd completion bash > ~/.local/share/bash-completion/completions/rlhfd
+      rlhfd completion zsh > "${fpath[1]}/_rlhfd"
+      rlhfd completion fish > ~/.config/fish/completions/rlhfd.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
+    click.echo(shell_class(main, {}, "rlhfd", "_RLHFD_COMPLETE").source())
 
 
 @main.command(add_help_option=False, context_settings={"ignore_unknown_options": True})

@@ -131,6 +131,7 @@ class Guard:
                     "since_s": _ago(run.now_s, process.standing.progress.since_s),
                     "silent_s": _ago(run.now_s, process.standing.progress.beat_s),
                     "working_on": process.standing.progress.working_on,
+                    "last_minute": {name: round(share, 4) for name, share in process.shares.items()},
                 }
                 for process in run.processes
                 if process.standing.pid

@@ -21,6 +21,7 @@ from pipeline.top import RateWindow, Snapshot
 from pipeline.workspace import Workspace, capacity_items
 
 _HISTORY = 512
+_SHOWN_REWARDS = 56
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SLOT_STATES = ("starting", "ready", "draining", "backoff", "failed")
@@ -69,6 +70,7 @@ class InstanceStatus:
         self._gpus.start()
         self._reading: Reading = self._reader.read()
         self._tokens = RateWindow(60.0)
+        self._steps = RateWindow(300.0)
         self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
         self._step_seen = 0.0
         self._policy_version = 0
@@ -92,6 +94,7 @@ class InstanceStatus:
         self._policy_version = self._policy_version if version is None else int(version)
         self._tokens.add(now_s, self._value("rlhfd_tokens_total", kind="response") or 0.0)
         steps = self._value("rlhfd_train_steps_total") or 0.0
+        self._steps.add(now_s, steps)
         reward = self._value("rlhfd_reward_mean")
         if steps != self._step_seen and reward is not None:
             self._step_seen = steps
@@ -190,6 +193,7 @@ class InstanceStatus:
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "config": str(self._path or ""),
+            "why": next(iter(self._guard.why()["sentences"]), ""),
             "needs_restart": [*self._pending],
             "metrics_url": shot.metrics_url,
             "algorithm": shot.algorithm,
@@ -199,10 +203,13 @@ class InstanceStatus:
             "policy_version": shot.policy_version,
             "reward_mean": shot.reward_mean,
             "reward_trend": trend(shot.reward_history),
+            "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
             "tokens_per_s": shot.tokens_per_s,
+            "steps_per_s": self._steps.rate(),
             "staleness_mean_versions": shot.staleness_mean,
             "buffer": {
                 "ready_items": shot.items_ready,
+                "capacity_items": shot.items_capacity,
                 "leased_items": books.leased_items if books else 0,
                 "reserved_items": books.writing_items if books else 0,
                 "capacity_bytes": self._config.buffer.arena_bytes,

@@ -10,52 +10,88 @@ _COLUMNS = ("process", "pid", "state", "restarts", "up", "memory", "devices", "l
 
 
 def render(status: Mapping[str, Any]) -> str:
-    """Write the answer of a running instance for people.
+    """Write the answer of a running instance for people: how it goes and what needs care first, then the details.
 
     Args:
         status: As the supervisor gives it; what is missing shows as a dash.
     """
     buffer = status.get("buffer") or {}
     run = {
-        "state": f"{_shown(status, 'state')}, up {_duration(status.get('uptime_s'))}",
-        "run": f"{_shown(status, 'run_id')}, pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
-        "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}",
-        "step": f"{_shown(status, 'step')}{_of(status.get('max_steps'))}, "
-        f"policy version {_shown(status, 'policy_version')}",
+        "state": f"{_shown(status, 'state')}, up {duration(status.get('uptime_s'))}",
+        "step": f"{_shown(status, 'step')}{_of(status.get('max_steps'))}{_left(status)}",
         "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status.get('reward_trend'))}".rstrip(),
-        "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s",
-        "staleness": f"{_number(status, 'staleness_mean_versions', '.2f')} versions",
-        "buffer": ", ".join(f"{_shown(buffer, f'{state}_items')} {state}" for state in ("ready", "leased", "reserved")),
-        "arena": f"{_bytes(buffer.get('used_bytes'))} of {_bytes(buffer.get('capacity_bytes'))}{_share(buffer)}",
+        "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s{_pace(status)}",
+        "now": str(status.get("why") or ""),
+        "ATTENTION": "; ".join(cares(status)),
+        "buffer": ", ".join(f"{_shown(buffer, f'{state}_items')} {state}" for state in ("ready", "leased", "reserved"))
+        + f"; arena {size(buffer.get('used_bytes'))} of {size(buffer.get('capacity_bytes'))}{_share(buffer)}",
+        "staleness": f"{_number(status, 'staleness_mean_versions', '.2f')} versions, "
+        f"policy version {_shown(status, 'policy_version')}",
         "rows": f"{_shown(buffer, 'sealed')} sealed, {_shown(buffer, 'trained')} trained, {_dropped(buffer)} dropped",
+        "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}",
+        "run": f"{_shown(status, 'run_id')}, pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
+        "metrics": _shown(status, "metrics_url"),
     }
-    if buffer.get("unaccounted"):
-        run["LOST"] = f"{_shown(buffer, 'unaccounted')} rows are unaccounted for: please report this"
-    if status.get("needs_restart"):
-        run["changed"] = f"{_shown(status, 'needs_restart')}: needs a restart"
-    run["metrics"] = _shown(status, "metrics_url")
-    lines = [f"{name:<11}{text}" for name, text in run.items()]
+    lines = [f"{name:<11}{text}" for name, text in run.items() if text]
     if processes := status.get("processes"):
-        lines += ["", *_table([_process_row(process) for process in processes])]
+        lines += ["", *table(_COLUMNS, [_process_row(process) for process in processes])]
     return "\n".join(lines)
+
+
+def cares(status: Mapping[str, Any]) -> list[str]:
+    """Return what somebody should look at, the worst first; nothing, as a rule."""
+    buffer, processes = status.get("buffer") or {}, status.get("processes") or []
+    found = []
+    if buffer.get("unaccounted"):
+        found.append(f"{_shown(buffer, 'unaccounted')} rows are unaccounted for, please report this")
+    found += [f"{_name(process)} has failed" for process in processes if process.get("state") == "failed"]
+    restarted = [process for process in processes if process.get("restarts") and process.get("state") != "failed"]
+    found += [f"{_name(process)} was started again {_times(process['restarts'])}" for process in restarted]
+    quarantined = (buffer.get("dropped") or {}).get("quarantined")
+    if quarantined:
+        found.append(f"{quarantined:,} rows are in quarantine")
+    if pending := status.get("needs_restart"):
+        found.append(f"changed, needs a restart: {', '.join(pending)}")
+    return found
+
+
+def _name(process: Mapping[str, Any]) -> str:
+    return f"{_shown(process, 'role')} {_shown(process, 'index')}"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
+
+
+def _pace(status: Mapping[str, Any]) -> str:
+    pace = status.get("steps_per_s")
+    return f", {pace * 60:.1f} steps/min" if isinstance(pace, int | float) and pace > 0 else ""
+
+
+def _left(status: Mapping[str, Any]) -> str:
+    pace, step, most = status.get("steps_per_s"), status.get("step"), status.get("max_steps")
+    if not pace or not most or not isinstance(step, int):
+        return ""
+    return f", about {duration(max(0, most - step) / pace)} left"
 
 
 def _process_row(process: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        f"{_shown(process, 'role')} {_shown(process, 'index')}",
+        _name(process),
         _shown(process, "pid"),
         _shown(process, "state"),
         _shown(process, "restarts"),
-        _duration(process.get("uptime_s")),
-        _bytes(process.get("resident_bytes")),
+        duration(process.get("uptime_s")),
+        size(process.get("resident_bytes")),
         _shown(process, "devices"),
         _exit(process.get("last_exit")),
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (_COLUMNS, *rows)]
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Return lines of aligned columns, their names first."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
@@ -88,7 +124,8 @@ def _trend(change: Any) -> str:
     return f"{'↑' if change > 0 else '↓' if change < 0 else '→'} {change:+.4f} since the start"
 
 
-def _duration(seconds: Any) -> str:
+def duration(seconds: Any) -> str:
+    """Return seconds as people say them."""
     if not isinstance(seconds, int | float):
         return "–"
     minutes, rest = divmod(int(seconds), 60)
@@ -96,7 +133,8 @@ def _duration(seconds: Any) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def _bytes(count: Any) -> str:
+def size(count: Any) -> str:
+    """Return bytes as people say them."""
     if not isinstance(count, int | float):
         return "–"
     power = next((power for power in range(5) if count < 1024 ** (power + 1)), 4)

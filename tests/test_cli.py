@@ -36,6 +36,9 @@ STATUS = {
     "reward_mean": 0.8125,
     "reward_trend": 0.4375,
     "tokens_per_s": 12345.6,
+    "steps_per_s": 0.1,
+    "why": "trainer-0 waits for data: 128 of 256 rows are ready.",
+    "needs_restart": ["rollout.temperature"],
     "staleness_mean_versions": 0.8,
     "buffer": {
         "ready_items": 128,
@@ -109,6 +112,9 @@ class TestCommands:
             ["status"],
             ["why"],
             ["reload"],
+            ["top"],
+            ["collect-env"],
+            ["completion"],
             ["pause"],
             ["resume"],
             ["samples"],
@@ -133,6 +139,8 @@ class TestCommands:
 
         assert set(cli.main.commands) == {
             "bench",
+            "collect-env",
+            "completion",
             "config",
             "logs",
             "pause",
@@ -143,6 +151,7 @@ class TestCommands:
             "status",
             "stop",
             "systemd",
+            "top",
             "why",
         }
         assert isinstance(config, click.Group) and set(config.commands) == {"check", "show", "schema"}
@@ -314,15 +323,17 @@ class TestStatus:
     def test_answer_is_readable_at_a_glance(self) -> None:
         assert status_text.render(STATUS).splitlines() == [
             "state      ready, up 3 min 12 s",
-            "run        20261121-ab, pid 12345, configured by config.toml",
-            "model      builtin:sort-digits, grpo",
-            "step       1,042 of 2,000, policy version 1,041",
+            "step       1,042 of 2,000, about 2 h 39 min left",
             "reward     0.8125 ↑ +0.4375 since the start",
-            "speed      12,346 tokens/s",
-            "staleness  0.80 versions",
-            "buffer     128 ready, 256 leased, 64 reserved",
-            "arena      16.0 MiB of 64.0 MiB (25%)",
+            "speed      12,346 tokens/s, 6.0 steps/min",
+            "now        trainer-0 waits for data: 128 of 256 rows are ready.",
+            "ATTENTION  rollout 1 has failed; rollout 0 was started again 12 times; 6 rows are in quarantine; "
+            "changed, needs a restart: rollout.temperature",
+            "buffer     128 ready, 256 leased, 64 reserved; arena 16.0 MiB of 64.0 MiB (25%)",
+            "staleness  0.80 versions, policy version 1,041",
             "rows       36,352 sealed, 36,000 trained, 96 (90 stale, 6 quarantined) dropped",
+            "model      builtin:sort-digits, grpo",
+            "run        20261121-ab, pid 12345, configured by config.toml",
             "metrics    http://127.0.0.1:9477/",
             "",
             "process    pid   state    restarts  up          memory   devices  last exit",
@@ -331,10 +342,16 @@ class TestStatus:
             "rollout 1  –     failed   –         –           –        –        exit 78",
         ]
 
+    def test_nothing_to_look_at_is_not_shown(self) -> None:
+        healthy = STATUS | {"needs_restart": [], "processes": STATUS["processes"][:1], "buffer": {"unaccounted": 0}}
+
+        assert status_text.cares(healthy) == []
+        assert "ATTENTION" not in status_text.render(healthy)
+
     def test_lost_rows_stand_out(self) -> None:
         text = status_text.render(STATUS | {"buffer": {"unaccounted": 2}})
 
-        assert "LOST       2 rows are unaccounted for: please report this" in text
+        assert "ATTENTION  2 rows are unaccounted for, please report this; " in text
 
     @pytest.mark.parametrize("missing", [*STATUS, "everything"])
     def test_answer_with_gaps_is_shown_with_dashes(self, missing: str) -> None:
