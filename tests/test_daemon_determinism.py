@@ -23,6 +23,7 @@ def run(folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] = ()) -
         assert daemon.wait(180.0) == 0, daemon.errors
     found = ENDED.search(daemon.errors)
     assert found is not None, daemon.errors
+    assert found[0] in (folder / "state" / "log" / "rlhfd.log").read_text()
     return found.groups()
 
 

@@ -35,6 +35,7 @@ from pipeline.role import RoleContext, monotonic_s, reward_source
 from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_process import new_worker
+from pipeline.run_log import RunLog
 from pipeline.spool import Spool
 from pipeline.stream import Connection
 from pipeline.trainer import Trainer
@@ -99,7 +100,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
             "--serial: one process holds one built-in trainer rank; set trainer.world_size = 1 and kind = builtin"
         )
     hold_signals()
-    with InstanceLock(Path(config.daemon.runtime_dir)):
+    with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "serial"):
         workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
         try:
             unwind_on_signals()
