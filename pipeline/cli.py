@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
+from pipeline.command_options import (
+    REQUEST_TIMEOUT_S,
+    ask,
+    configured,
+    finding,
+    load,
+    replace_unknown_characters,
+    runtime_dir_of,
+)
+from pipeline.config_commands import config
 from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
 from pipeline.service_commands import logs, systemd
 
 # Everything else is imported by the command that needs it: `rlhfd --help` and completion answer at once.
-if TYPE_CHECKING:
-    from pipeline.config_file import LoadedConfig
-
-_REQUEST_TIMEOUT_S = 5.0
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class _Commands(click.Group):
@@ -41,73 +43,6 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
 
         click.echo(f"rlhfd {installed_version()}")
         context.exit()
-
-
-_config_option = click.option(
-    "--config",
-    "path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Configuration file; else the one that RLHFD_CONFIG names, else the embedded run.",
-)
-
-
-def _configured(command: _Command) -> _Command:
-    sets = click.option(
-        "--set",
-        "sets",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-        shell_complete=lambda context, option, typed: _complete_key(context, option, typed),
-        help="Set one value, above the file and the environment (RLHFD_SECTION__KEY); may be repeated.",
-    )
-    return _config_option(sets(command))
-
-
-def _finding(command: _Command) -> _Command:
-    directory = click.option(
-        "--runtime-dir",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="Runtime directory of the instance; else RLHFD_RUNTIME_DIR, else the configuration's.",
-    )
-    return directory(_config_option(command))
-
-
-def _load(path: Path | None, sets: tuple[str, ...], *, files: bool) -> LoadedConfig:
-    from pipeline import config_file
-
-    return config_file.load(path, sets, os.environ, files=files)
-
-
-def _runtime_dir(directory: Path | None, path: Path | None) -> Path:
-    if directory is not None:
-        return directory
-    from pipeline import config_file
-
-    return config_file.find_runtime_dir(path, os.environ)
-
-
-def _ask(
-    command: str, path: Path | None, directory: Path | None, timeout_s: float = _REQUEST_TIMEOUT_S
-) -> dict[str, Any]:
-    """Return what the running instance answers to a command."""
-    from pipeline import instance
-
-    return instance.request(instance.find(_runtime_dir(directory, path)), command, timeout_s)
-
-
-def _replace_unknown_characters() -> None:
-    """A terminal that cannot show an arrow gets a question mark, not a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
-def _complete_key(context: click.Context, option: click.Parameter, typed: str) -> list[str]:
-    from pipeline.config_advice import SECTIONS
-
-    keys = [f"{section}.{name}=" for section, model in SECTIONS.items() for name in type(model).model_fields]
-    return [key for key in keys if key.startswith(typed)]
 
 
 @click.group(
@@ -131,7 +66,7 @@ def main() -> None:
 
 
 @main.command()
-@_configured
+@configured
 @click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
 @click.option("--fresh", is_flag=True, help="Start anew, whatever checkpoint there is; sets trainer.resume=never.")
 def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -> None:
@@ -146,7 +81,7 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -
       rlhfd start --serial --set trainer.max_steps=3
       rlhfd start --fresh
     """
-    loaded = _load(path, (*sets, "trainer.resume=never") if fresh else sets, files=True)
+    loaded = load(path, (*sets, "trainer.resume=never") if fresh else sets, files=True)
     if serial:
         from pipeline.launchers.serial import run
     else:
@@ -158,7 +93,7 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -
 
 
 @main.command()
-@_finding
+@finding
 @click.option("--timeout-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds to wait.")
 def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
     r"""Drain the running instance and wait until it has ended.
@@ -170,9 +105,9 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
     """
     from pipeline import instance
 
-    folder = _runtime_dir(runtime_dir, path)
+    folder = runtime_dir_of(runtime_dir, path)
     try:
-        instance.request(instance.find(folder), "stop", _REQUEST_TIMEOUT_S)
+        instance.request(instance.find(folder), "stop", REQUEST_TIMEOUT_S)
     except NotRunningError:
         raise
     except RlhfdError as error:
@@ -184,7 +119,7 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
 
 
 @main.command()
-@_finding
+@finding
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     r"""Show what the running instance does.
@@ -196,13 +131,13 @@ def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     """
     from pipeline import status_text
 
-    answer = _ask("status", path, runtime_dir)
-    _replace_unknown_characters()
+    answer = ask("status", path, runtime_dir)
+    replace_unknown_characters()
     click.echo(json.dumps(answer, indent=2) if as_json else status_text.render(answer))
 
 
 @main.command()
-@_finding
+@finding
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     r"""Say in a few sentences what holds the running instance back.
@@ -212,12 +147,12 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
       rlhfd why
       rlhfd why --json | jq .last_minute
     """
-    answer = _ask("why", path, runtime_dir)
+    answer = ask("why", path, runtime_dir)
     click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
 
 
 @main.command()
-@_finding
+@finding
 @click.option("--json", "as_json", is_flag=True, help="Print one reading as JSON: the answers of status and why.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between readings.")
 def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: float) -> None:
@@ -229,7 +164,7 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
       rlhfd top | sort -k4
       rlhfd top --json | jq '.why.processes[] | select(.stopped)'
     """
-    status, why = _ask("status", path, runtime_dir), _ask("why", path, runtime_dir)
+    status, why = ask("status", path, runtime_dir), ask("why", path, runtime_dir)
     if as_json:
         click.echo(json.dumps({"status": status, "why": why}, indent=2))
         return
@@ -237,19 +172,19 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
 
     from pipeline import top_screen
 
-    _replace_unknown_characters()
+    replace_unknown_characters()
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
         click.echo(top_screen.text(status, why))
         return
     try:
-        top_screen.run(lambda command: _ask(command, path, runtime_dir), console, interval_s)
+        top_screen.run(lambda command: ask(command, path, runtime_dir), console, interval_s)
     except KeyboardInterrupt:
         pass  # how one leaves
 
 
 @main.command("collect-env")
-@_configured
+@configured
 @click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR", help="Of the running instance.")
 def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None) -> None:
     r"""Print what a bug report needs: versions, machine, GPUs, limits, configuration, the last errors.
@@ -263,7 +198,7 @@ def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | No
     """
     from pipeline import collect_env
 
-    _replace_unknown_characters()
+    replace_unknown_characters()
     click.echo(collect_env.report(path, sets, os.environ, runtime_dir))
 
 
@@ -296,7 +231,7 @@ def bench(arguments: tuple[str, ...]) -> None:
 
 
 @main.command()
-@_finding
+@finding
 @click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait.")
 def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
     r"""Have the running instance read its configuration file again, and wait for the result; so does SIGHUP.
@@ -309,7 +244,7 @@ def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> Non
       rlhfd reload
       rlhfd reload --runtime-dir /run/rlhfd
     """
-    answer = _ask("reload", path, runtime_dir, timeout_s)
+    answer = ask("reload", path, runtime_dir, timeout_s)
     if not answer.get("ok"):
         click.echo("\n".join(answer.get("errors") or ["not reloaded"]), err=True)
         sys.exit(int(ExitCode.BAD_CONFIG))
@@ -326,7 +261,7 @@ def _change(change: dict[str, Any]) -> str:
 
 
 @main.command()
-@_finding
+@finding
 def pause(path: Path | None, runtime_dir: Path | None) -> None:
     r"""Issue no more tickets until `rlhfd resume`: what is rolled out goes on being trained, then the run rests.
 
@@ -337,12 +272,12 @@ def pause(path: Path | None, runtime_dir: Path | None) -> None:
       rlhfd pause
       rlhfd pause --runtime-dir /run/rlhfd
     """
-    is_in_force = _ask("pause", path, runtime_dir)["in_force"]
+    is_in_force = ask("pause", path, runtime_dir)["in_force"]
     click.echo("paused" if is_in_force else "paused as soon as the buffer is there")
 
 
 @main.command()
-@_finding
+@finding
 def resume(path: Path | None, runtime_dir: Path | None) -> None:
     r"""Issue tickets again after `rlhfd pause`.
 
@@ -351,12 +286,12 @@ def resume(path: Path | None, runtime_dir: Path | None) -> None:
       rlhfd resume
       rlhfd resume --runtime-dir /run/rlhfd
     """
-    is_in_force = _ask("resume", path, runtime_dir)["in_force"]
+    is_in_force = ask("resume", path, runtime_dir)["in_force"]
     click.echo("resumed" if is_in_force else "resumed as soon as the buffer is there")
 
 
 @main.command()
-@_finding
+@finding
 @click.option("--last", type=click.IntRange(min=0), default=10, show_default=True, help="How many, the newest.")
 @click.option("--follow", "-f", is_flag=True, help="Go on with what comes, until Ctrl-C.")
 @click.option("--min-reward", type=float, metavar="R", help="Only where a response got at least R.")
@@ -395,74 +330,12 @@ def _state_dir(directory: Path | None, path: Path | None) -> Path:
     from pipeline import instance
 
     try:
-        record = instance.find(_runtime_dir(directory, path))
+        record = instance.find(runtime_dir_of(directory, path))
     except NotRunningError:
-        return _load(path, (), files=False).config.daemon.state_dir
+        return load(path, (), files=False).config.daemon.state_dir
     return Path(json.loads((Path(record.shm_dir) / "config.json").read_text())["daemon"]["state_dir"])
 
 
-@main.group()
-def config() -> None:
-    r"""Check and show the configuration.
-
-    \b
-    Examples:
-      rlhfd config check --config grpo.toml
-      rlhfd config show --effective --origin
-      rlhfd config schema > config.schema.json
-    """
-
-
-@config.command()
-@_configured
-def check(path: Path | None, sets: tuple[str, ...]) -> None:
-    r"""Print every error at once, each with its place; exit 78 if there is one.
-
-    \b
-    Examples:
-      rlhfd config check
-      rlhfd config check --config grpo.toml --set rollout.workers=8
-    """
-    from pipeline import workspace
-
-    loaded = _load(path, sets, files=True)
-    try:
-        workspace.refuse_sizes(loaded.config)
-    except ConfigError as error:
-        raise ConfigError(loaded.placed(str(error))) from error
-    click.echo(f"{loaded.path or 'embedded defaults'}: ok")
-
-
-@config.command()
-@_configured
-@click.option("--effective", is_flag=True, help="Everything that is in force, not only what was set.")
-@click.option("--origin", is_flag=True, help="Where each value comes from, as a comment.")
-def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool) -> None:
-    r"""Print the configuration as TOML.
-
-    \b
-    Examples:
-      rlhfd config show
-      RLHFD_ROLLOUT__WORKERS=8 rlhfd config show --effective --origin
-    """
-    from pipeline import config_file
-
-    click.echo(config_file.render(_load(path, sets, files=False), effective=effective, origin=origin), nl=False)
-
-
-@config.command()
-def schema() -> None:
-    r"""Print the JSON schema: every key with its type, bounds, default and meaning.
-
-    \b
-    Examples:
-      rlhfd config schema > config.schema.json     # then: #:schema config.schema.json
-      rlhfd config schema | jq '.properties.rollout.properties | keys'
-    """
-    from pipeline import config_reference
-
-    click.echo(json.dumps(config_reference.schema(), indent=2))
-
-
+main.add_command(config)
 main.add_command(logs)
 main.add_command(systemd)
