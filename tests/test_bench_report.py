@@ -128,6 +128,22 @@ def test_readme_takes_over_the_rows_that_it_repeats():
     assert update_readme(readme, results) == readme.replace("| speed | 3 |", "| speed | 7 |")
 
 
+def rows_from_bench(text):
+    """Return the rows of README's tables that say of themselves that they are `bin/bench`'s."""
+    tables = [part for part in text.split("\n\n") if part.startswith("| `bin/bench` |")]
+    return [row for table in tables for row in table_rows(table)]
+
+
+def test_what_readme_says_of_speed_stands_in_the_results():
+    claimed = rows_from_bench((ROOT / "README.md").read_text())
+
+    assert claimed
+    assert set(claimed) <= set(table_rows(RESULTS.read_text()))
+    assert rows_from_bench("| `bin/bench` | x |\n|---|---|\n| speed | 3 |\n\n| what | x |\n|---|---|\n| a | 1 |\n") == [
+        ("speed", "3")
+    ]
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["transprot"])
