@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import signal
@@ -20,7 +21,7 @@ from pipeline.config import Config
 from pipeline.rollout_samples import RolloutSamples, pieces, reward_names
 from pipeline.samples import Sample, SampledResponse, SampleReader, SampleWriter
 from pipeline.samples_view import Filter, render, visible
-from tests.daemon import wait_until
+from tests.daemon import PROGRAM, clean_environment, wait_until
 from tests.experiences import made_up
 
 MOST_BYTES = 1 << 16
@@ -74,7 +75,7 @@ def test_a_torn_record_is_not_shown_and_cut_off_by_the_next_writer(tmp_path: Pat
     assert path.read_bytes() == grown
 
 
-def test_a_damaged_record_ends_what_is_shown(tmp_path: Path) -> None:
+def test_a_damaged_record_ends_what_is_shown_and_what_is_behind_it_never_comes_back(tmp_path: Path) -> None:
     kept(tmp_path, 3)
     (path,) = tmp_path.iterdir()
     text = bytearray(path.read_bytes())
@@ -82,6 +83,8 @@ def test_a_damaged_record_ends_what_is_shown(tmp_path: Path) -> None:
     path.write_bytes(text)
 
     assert [one.ticket for one in SampleReader(tmp_path).read()] == [0]
+    kept(tmp_path, 1)
+    assert [one.ticket for one in SampleReader(tmp_path).read()] == [0, 0]
 
 
 def test_a_file_of_anything_is_no_samples(tmp_path: Path) -> None:
@@ -357,3 +360,22 @@ def test_nothing_in_a_text_reaches_the_terminal_as_a_command() -> None:
     assert visible("a\nb\t\x1b\x7f\u202e") == "a⏎b→␛\ufffd\ufffd"
     assert not [character for character in told if ord(character) < 32 and character != "\n"]
     assert "\x9b" not in told and "\u202e" not in told
+
+
+def test_rlhfd_samples_follows_without_a_daemon_until_it_is_interrupted(tmp_path: Path) -> None:
+    folders = {"RLHFD_DAEMON__STATE_DIR": str(tmp_path), "RLHFD_DAEMON__RUNTIME_DIR": str(tmp_path / "run")}
+    kept(tmp_path / "samples", 3)
+    command = [str(PROGRAM), "samples", "--json", "--follow", "--last", "1", "--min-reward", "1"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment() | folders, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = json.loads(process.stdout.readline())
+        kept(tmp_path / "samples", 1, rewards=(0.5,))
+        kept(tmp_path / "samples", 1, worker=1)
+        second = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.stdout.read(), process.stderr.read()
+
+    assert (first["ticket"], second["worker"], second["responses"][0]["reward"]) == (2, 1, 1.0)
+    assert (rest, errors, process.returncode) == (b"", b"", 0)

@@ -32,6 +32,13 @@ _PATHS = (
     "/healthz?a=%00",
     "/../../etc/passwd",
     "/metrics/",
+    "/",
+    "/page.js",
+    "/api/live?after_s=1e12",
+    "/api/live?after_s=nan",
+    "/api/live?after_s=-1e999&after_s=x",
+    "/api/samples?cursor=%00.-9",
+    "/api/samples?cursor=",
     "/%ff%fe",
     "//",
     "/" + "x" * 3000,
@@ -43,6 +50,7 @@ _HTTP = (
     b"PUT /readyz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     b"GET /readyz HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
 )
+_HOSTS = ("x", "127.0.0.1", "[::1]:9", "localhost", "]:[", "")
 _HTTP_ANSWER = b"HTTP/1.1 "
 _REQUESTS = 20
 _CONNECTIONS = 32
@@ -119,9 +127,8 @@ def _http_request(rng: random.Random) -> bytes:
     value = "".join(chr(rng.randrange(0x21, 0x7F)) for _ in range(rng.randrange(60)))
     name = rng.choice(("Accept", "Authorization", "Cookie", "Accept-Encoding", "X-Forwarded-For", "X" * 100))
     body = rng.randbytes(rng.randrange(64)) if rng.random() < 0.2 else b""
-    return (
-        f"{method} {path} HTTP/1.1\r\nHost: x\r\n{name}: {value}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    )
+    head = f"{method} {path} HTTP/1.1\r\nHost: {rng.choice(_HOSTS)}\r\n{name}: {value}\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
 
 
 def _opened(family: socket.AddressFamily, address: Any) -> socket.socket:
