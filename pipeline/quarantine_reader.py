@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from pipeline import codec, extent_file
+from pipeline.errors import DecodeError
 from pipeline.experience import Experience
 from pipeline.extent_file import ExtentFile, SavedExtent
 
@@ -23,7 +24,10 @@ class Case:
         self._file = file
         self.reason = file.metadata.get("reason", "")
         self.detail = file.metadata.get("detail", "")
-        self.unix_s = float(file.metadata.get("unix_s", "nan"))
+        try:
+            self.unix_s = float(file.metadata.get("unix_s", "nan"))
+        except ValueError as error:
+            raise DecodeError(f"{file.path}: its time is damaged: {error}") from error
 
     @property
     def extents(self) -> list[SavedExtent]:

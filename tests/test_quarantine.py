@@ -128,3 +128,11 @@ def test_every_extent_of_a_file_is_read_as_it_was_however_many_there_are(place, 
         assert extent_file.read_extent(file, n) == bytes(place.whole.extent(record.offset, record.nbytes))
     with safe_open(tmp_path / "many.safetensors", framework="pt") as opened:
         assert len(opened.keys()) == extents
+
+
+def test_a_time_that_is_no_number_is_damage(place, tmp_path):
+    path = tmp_path / "case.safetensors"
+    extent_file.save(path, place.whole, [(place.records[0], [0])], {"reason": "checksum", "unix_s": "1n0"})
+
+    with pytest.raises(DecodeError, match="its time is damaged"):
+        read(path)
