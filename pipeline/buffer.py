@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import random
 from collections.abc import Callable
@@ -299,28 +300,24 @@ class Buffer:
     def _issue_tickets(self, now_s: float) -> None:
         held = dict.fromkeys(self._wanted, 0)
         unowned = []
-        for reserved in self.ledger.reserved_extents():
-            if reserved.owner < 0:
-                unowned.append(reserved)
-            elif worker_name(reserved.owner) in held:
-                held[worker_name(reserved.owner)] += 1
+        owners = collections.Counter(reserved.owner for reserved in self.ledger.reserved_extents())
+        if owners.pop(-1, 0):
+            unowned = [reserved for reserved in self.ledger.reserved_extents() if reserved.owner < 0]
+        for owner, tickets in owners.items():
+            if (name := worker_name(owner)) in held:
+                held[name] = tickets
         reason = "paused" if self.paused else ""
         # Who holds least is served first, so that no worker idles while another one queues.
-        while not self.paused and (
-            hungry := [
-                worker
-                for worker in sorted(held, key=lambda name: (held[name], name))
-                if held[worker] < self._wanted[worker]
-            ]
-        ):
+        while not self.paused and (hungry := [name for name in held if held[name] < self._wanted[name]]):
+            worker = min(hungry, key=lambda name: (held[name], name))
             if unowned:
                 record: ExtentRecord | None = unowned.pop(0)
             else:
                 record, reason = self._reserve()
             if record is None:
                 break
-            self._hand_out(record, hungry[0], now_s)
-            held[hungry[0]] += 1
+            self._hand_out(record, worker, now_s)
+            held[worker] += 1
         for worker in held:
             if held[worker] == 0 and self._waiting.get(worker) != reason:
                 self._waiting[worker] = reason
