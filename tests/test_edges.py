@@ -41,6 +41,7 @@ SHOWN_TO_PEOPLE = {
     "buffer_metrics.py": 1,
     "instance_status.py": 1,
     "log.py": 2,
+    "log_lines.py": 3,
     "metrics_reader.py": 1,
     "page_data.py": 1,
     "quarantine.py": 2,
