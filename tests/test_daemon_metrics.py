@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +22,10 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from tests.daemon import SMALL, Daemon, Metrics, get, status_of, task, total, wait_until
+from pipeline.config import Config
+from pipeline.metrics import INFO, METRICS, OWN, SlotName
+from pipeline.metrics import Metric as Declared
+from tests.daemon import SMALL, Daemon, Metrics, get, status_of, task, telling_reward, total, wait_until
 
 pytestmark = [
     pytest.mark.integration,
@@ -35,8 +40,16 @@ RATE = 'rate(rlhfd_tokens_total{kind="response"}[1m])'
 RATE_WINDOW_S = 60.0
 # The window has to lie wholly in what Prometheus has seen; then several moments are compared.
 WATCHED_S = RATE_WINDOW_S + 12.0
+ROOT = Path(__file__).parent.parent
+DASHBOARDS = ROOT / "dashboards"
+# What Grafana would put in the place of its variables, at a scrape each second.
+VARIABLES = {"$instance": ".*", "$__rate_interval": "1m"}
+# These need a GPU; tests/test_dashboard.py tries them on made-up series.
+EMPTY_WITHOUT_A_GPU = {"GPU memory", "GPU load", "Torch memory"}
 COMPARED_S = 5.0
+LEAST_COMPARED = 10
 PAUSE_S = 0.1
+KILLED = "rollout-0"
 
 
 @dataclasses.dataclass
@@ -56,6 +69,9 @@ class Watched:
         scrapes: In order, text and OpenMetrics by turns.
         readiness: What /readyz and /healthz answered, by moment.
         rates: Compared from the moment on when the window is full.
+        spans: What was spent and what passed, by process.
+        answers: Series that Prometheus gave for each query of the dashboard, by panel and query.
+        rules: What Prometheus says of each recording rule and alert.
         is_up: Prometheus' own verdict on each of its scrapes.
         prometheus_log: Its warnings and errors.
     """
@@ -63,10 +79,27 @@ class Watched:
     scrapes: list[Scrape] = dataclasses.field(default_factory=list)
     readiness: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     rates: list[Rates] = dataclasses.field(default_factory=list)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    answers: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    rules: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     is_up: list[float] = dataclasses.field(default_factory=list)
     prometheus_log: str = ""
     last_status: dict[str, Any] = dataclasses.field(default_factory=dict)
     exit_code: int | None = None
+
+
+@dataclasses.dataclass
+class Span:
+    """A process's time between two moments, or since its start.
+
+    Attributes:
+        spent_s: What all its activities add up to.
+        wall_s: What passed.
+    """
+
+    name: str
+    spent_s: float
+    wall_s: float
 
 
 @dataclasses.dataclass
@@ -102,11 +135,13 @@ class Prometheus:
     def __init__(self, folder: Path, target: str) -> None:
         self._folder = folder
         self._url = f"127.0.0.1:{free_port()}"
+        for name in ("rules.yml", "alerts.yml"):
+            shutil.copy(DASHBOARDS / name, folder)
+        # Ours as it is, but for the port, which is another in each run here, and for the patience of a test.
+        text = (DASHBOARDS / "prometheus.yml").read_text()
+        assert text.count(DEFAULT_TARGET) == 1 and text.count(": 10s") == 2
         config = folder / "prometheus.yml"
-        config.write_text(
-            "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
-            f"scrape_configs: [{{job_name: rlhfd, static_configs: [{{targets: ['{target}']}}]}}]\n"
-        )
+        config.write_text(text.replace(DEFAULT_TARGET, target).replace(": 10s", ": 1s"))
         self._command = [
             "prometheus",
             f"--config.file={config}",
@@ -141,10 +176,19 @@ class Prometheus:
         found: list[dict[str, Any]] = json.loads(body)["data"]["result"] if code == 200 else []
         return found
 
+    def rules(self) -> list[dict[str, Any]]:
+        """Return every rule and how its last evaluation went."""
+        code, body = get(f"http://{self._url}/api/v1/rules")
+        assert code == 200, body
+        return [rule for group in json.loads(body)["data"]["groups"] for rule in group["rules"]]
+
     def value(self, expression: str) -> float | None:
         """Return the value of an expression that gives one series."""
         found = self.query(expression)
         return float(found[0]["value"][1]) if found else None
+
+
+DEFAULT_TARGET = "127.0.0.1:9477"
 
 
 def free_port() -> int:
@@ -185,8 +229,9 @@ class Watch:
         self._daemon.wait_until(ready, "it is ready")
 
     def through_a_kill(self) -> None:
-        self._daemon.wait_until(lambda: total(self.scrape(), "rlhfd_train_steps_total") >= 3, "step 3")
-        self._daemon.signal(signal.SIGKILL, "rollout-0")
+        saved = "rlhfd_checkpoints_total"
+        self._daemon.wait_until(lambda: total(self.scrape(), saved, result="ok") >= 1, "a checkpoint")
+        self._daemon.signal(signal.SIGKILL, KILLED)
         self._daemon.wait_until(
             lambda: total(self.scrape(), "rlhfd_process_exits_total", role="rollout") == 1, "the death is counted"
         )
@@ -200,9 +245,33 @@ class Watch:
             self.scrape()
             time.sleep(PAUSE_S)
 
+    def account(self) -> None:
+        """Note what each process's activities add up to, since its start and over the last while."""
+        started = {name: age_s(pid) for name, pid in self._daemon.pids().items()}
+        from_s, before = time.monotonic(), spent_by_process(self.scrape())
+        self.until_the_window_is_full()
+        lived = {name: age_s(pid) for name, pid in self._daemon.pids().items()}
+        until_s, after = time.monotonic(), spent_by_process(self.scrape())
+        assert started.keys() == lived.keys() == after.keys()
+        self.seen.spans = [Span(name, after[name] - before[name], until_s - from_s) for name in after]
+        # One worker has died: what the one before it spent is counted too.
+        self.seen.spans += [
+            Span(f"{name}, from its start", after[name], lived[name]) for name in after if name != KILLED
+        ]
+
+    def ask(self) -> None:
+        """Put every query of the dashboard to Prometheus."""
+        for panel in json.loads((DASHBOARDS / "rlhfd.json").read_text())["panels"]:
+            for target in panel.get("targets", ()):
+                expression = target["expr"]
+                for name, value in VARIABLES.items():
+                    expression = expression.replace(name, value)
+                self.seen.answers[panel["title"], target["refId"]] = len(self._prometheus.query(expression))
+        self.seen.rules = self._prometheus.rules()
+
     def compare(self) -> None:
         end = time.monotonic() + COMPARED_S
-        while time.monotonic() < end:
+        while time.monotonic() < end or len(self.seen.rates) < LEAST_COMPARED:
             self.scrape()
             rate = self._prometheus.value(RATE)
             assert rate is not None
@@ -211,10 +280,47 @@ class Watch:
             time.sleep(PAUSE_S)
 
 
+# The processes that the supervisor writes about.
+SLOTS = (SlotName("buffer"), SlotName("trainer"), SlotName("rollout"))
+# Series of the catalogue that the watched run cannot have, by the reason.
+NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
+    "it runs without a GPU": {("rlhfd_torch_memory_bytes", OWN, OWN, state) for state in ("allocated", "reserved")},
+    "GRPO has no critic": {("rlhfd_loss", "value")},
+    "no reward model, functions only": {
+        (name, "model") for name in ("rlhfd_reward", "rlhfd_reward_mean", "rlhfd_reward_stddev")
+    },
+    "buffer.limit is 0": {("rlhfd_buffer_capacity_items", "0")},
+}
+
+
+def is_shown(metric: Declared, labels: tuple[str, ...], shown: set[tuple[str, frozenset[tuple[str, str]]]]) -> bool:
+    """Whether some process shows a declared series; labels that name that process may be any."""
+    wanted = {pair for pair in zip(metric.labels, labels, strict=True) if not metric.is_own(pair[0])}
+    return any(name == metric.name and wanted <= has for name, has in shown)
+
+
+def spent_by_process(metrics: Metrics) -> dict[str, float]:
+    """Return the seconds that each process's activities add up to."""
+    spent: dict[str, float] = {}
+    for (name, labels), seconds in metrics.items():
+        if name == "rlhfd_process_time_seconds_total":
+            about = dict(labels)
+            process = f"{about['role']}-{about['worker']}"
+            spent[process] = spent.get(process, 0.0) + seconds
+    return spent
+
+
+def age_s(pid: int) -> float:
+    """Return how long ago the kernel started a process."""
+    started_ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Watched:
     folder = tmp_path_factory.mktemp("watched")
-    with Daemon(folder, *SMALL, task=task) as daemon:
+    # Rewards that differ, so that there is something to learn, and checkpoints on the way.
+    with Daemon(folder, *SMALL, *telling_reward(folder), "trainer.save_every=5", task=task) as daemon:
         daemon.wait_answering()
         prometheus = Prometheus(folder, daemon.url.removeprefix("http://"))
         with prometheus.running():
@@ -224,8 +330,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Watched:
             watch.answers("ready")
             watch.through_a_kill()
             watch.answers("ready again")
-            watch.until_the_window_is_full()
+            watch.account()
             watch.compare()
+            watch.ask()
             seen = watch.seen
             seen.is_up = [float(value) for _, value in prometheus.query("up[5m]")[0]["values"]]
             seen.prometheus_log = prometheus.log
@@ -293,6 +400,54 @@ def test_promtool_finds_nothing_to_complain_about(watched: Watched, moment: floa
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
+def test_activities_of_each_process_add_up_to_its_wall_time(watched: Watched) -> None:
+    assert len(watched.spans) == 5
+    for span in watched.spans:
+        assert span.wall_s > RATE_WINDOW_S / 2
+        assert math.isclose(span.spent_s, span.wall_s, rel_tol=0.01), span
+
+
+def test_every_query_of_the_dashboard_has_an_answer_in_a_live_run(watched: Watched) -> None:
+    empty = {panel for (panel, _), series in watched.answers.items() if not series}
+    has_gpu = any(key[0] == "rlhfd_gpu_memory_used_bytes" for key in watched.scrapes[-1].values)
+
+    assert len(watched.answers) > 60
+    assert empty == (set() if has_gpu else EMPTY_WITHOUT_A_GPU)
+
+
+def test_prometheus_evaluates_every_rule_and_a_healthy_run_fires_no_alert(watched: Watched) -> None:
+    assert {rule["name"]: (rule["health"], rule.get("lastError")) for rule in watched.rules} == {
+        rule["name"]: ("ok", None) for rule in watched.rules
+    }
+    alerts = {rule["name"]: rule["state"] for rule in watched.rules if rule["type"] == "alerting"}
+    assert len(alerts) == 25
+    assert [name for name, state in alerts.items() if state == "firing"] == []
+
+
+def test_prometheus_is_configured_for_the_port_that_is_the_default() -> None:
+    metrics = Config().metrics
+
+    assert f"{metrics.host}:{metrics.port}" == DEFAULT_TARGET
+
+
+def test_every_series_of_the_catalogue_is_shown_by_a_run(watched: Watched) -> None:
+    shown = {
+        (name.removesuffix("_bucket"), labels)
+        for scrape in watched.scrapes
+        for name, labels in scrape.values
+        if not name.endswith("_bucket") or ("le", "+Inf") in labels
+    }
+
+    missing = {
+        (metric.name, *labels)
+        for metric in METRICS
+        for labels in metric.series(SLOTS)
+        if metric.owners != (INFO,) and not is_shown(metric, labels, shown)
+    }
+
+    assert sorted(missing) == sorted(key for keys in NEVER_IN_SUCH_A_RUN.values() for key in keys)
+
+
 def test_prometheus_scrapes_without_a_miss(watched: Watched) -> None:
     assert len(watched.is_up) >= WATCHED_S
     assert set(watched.is_up) == {1.0}
@@ -300,7 +455,7 @@ def test_prometheus_scrapes_without_a_miss(watched: Watched) -> None:
 
 
 def test_rate_in_prometheus_is_what_the_terminal_and_the_status_show(watched: Watched) -> None:
-    assert len(watched.rates) >= 10
+    assert len(watched.rates) >= LEAST_COMPARED
     for rates in watched.rates:
         assert rates.prometheus > 10
         assert math.isclose(rates.status, rates.prometheus, rel_tol=0.1), rates
