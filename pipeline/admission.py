@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import Chosen, ExtentRecord, ItemState
-from pipeline.ledger_tables import Run
+from pipeline.ledger_tables import Run, between
 from pipeline.messages import Sealed
 
 
@@ -198,6 +198,13 @@ def uncovered_position(ledger: Ledger, lease: int) -> int:
     later = (record.position for number, chosen in ledger.leases().items() if number > lease for record, _ in chosen)
     under_way = [] if lowest is None else [lowest]
     return min([ledger.totals.position, *(run.position for run in ledger.redo), *under_way, *later])
+
+
+def undone(ledger: Ledger, position: int, group_size: int) -> list[Run]:
+    """Return the prompts from a position on that were issued and of which nothing is held; none if it is negative."""
+    held = [*ledger.redo, *(Run(record.position, record.prompts) for record in ledger.reserved_extents())]
+    held += [prompts_of(record, rows, group_size) for record in ledger.sealed_extents() if (rows := held_rows(record))]
+    return between(held, position, ledger.totals.position) if position >= 0 else []
 
 
 def refusal(sealed: Sealed, record: ExtentRecord, ledger: Ledger) -> Refusal:

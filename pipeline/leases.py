@@ -214,7 +214,12 @@ class Leases:
                 self._observer.duplicate()
                 return
             log.warning("rolled back: version=%d instead of %d", published.version, totals.policy_version)
-            self._ledger.roll_back(published.version, published.fingerprint, world_size=self._limits.world_size)
+            undone = admission.undone(self._ledger, published.position, self._limits.group_size)
+            log.info(
+                "prompts whose training is undone are issued again: prompts=%d", sum(run.prompts for run in undone)
+            )
+            world_size = self._limits.world_size
+            self._ledger.roll_back(published.version, published.fingerprint, world_size=world_size, redo=undone)
             return
         for lease in [lease for lease in self._ledger.leases() if lease < published.trained_through]:
             self._end("acked", lease, now_s)

@@ -336,12 +336,21 @@ class Ledger:
         self._renumber(trained_through)
         self._commit()
 
-    def roll_back(self, version: int, fingerprint: int, *, world_size: int) -> None:
+    def roll_back(self, version: int, fingerprint: int, *, world_size: int, redo: list[Run]) -> None:
         """Note that an older version is the newest again; all leases that are out are void from here on.
 
         Numbers go on at rank 0's turn, so a trainer that starts anew gets its batches in step with the others.
+
+        Args:
+            version: The older version.
+            fingerprint: Its weights'.
+            world_size: Trainer ranks.
+            redo: Prompts that are to be issued again, for they were trained on by what is undone.
         """
         totals = self.totals
+        for run in redo:
+            self.redo = add_prompts(self.redo, run, most=self.layout.extents)
+        self._put_redo()
         for place in self.versions.roll_back(version):
             self._put_version(place)
         self._put_version(self.versions.note(version, fingerprint))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 # More batches than any trainer holds at once; what ranks ask for is cut to it.
@@ -73,6 +74,18 @@ def add_prompts(runs: list[Run], more: Run, *, most: int) -> list[Run]:
         at = gaps.index(min(gaps))
         joined[at : at + 2] = [_cover(joined[at], joined[at + 1])]
     return joined
+
+
+def between(runs: Iterable[Run], position: int, stop: int) -> list[Run]:
+    """Return what lies from `position` on and before `stop`, and in none of these runs."""
+    left = []
+    for run in sorted([*runs, Run(stop, 0)]):
+        if run.position > position:
+            left.append(Run(position, min(run.position, stop) - position))
+        position = max(position, run.position + run.prompts)
+        if position >= stop:
+            break
+    return left
 
 
 def _cover(first: Run, second: Run) -> Run:

@@ -108,13 +108,14 @@ class Published(Message, frozen=True):
     """New weights are whole in shared memory; they include every lease below `trained_through`.
 
     With `rollback` they are older ones than those before: a trainer went on from a checkpoint, and what came after it
-    exists no more.
+    exists no more. Prompts from `position` on may be missing from them, with -1 nobody knows which.
     """
 
     version: int
     fingerprint: int
     trained_through: int
     rollback: bool = False
+    position: int = -1
 
 
 class PeerDied(Message, frozen=True):

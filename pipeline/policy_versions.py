@@ -89,6 +89,7 @@ class PolicyVersions:
         *,
         trained_through: int,
         rollback: bool = False,
+        position: int = -1,
         probe: Probe | None = None,
     ) -> WeightsVersion:
         """Make a version the newest: its training state, if one is given and there is room for it, then its weights.
@@ -113,7 +114,9 @@ class PolicyVersions:
             self._training.publish(
                 version, training, trained_through=trained_through, rollback=rollback, history=history
             )
-        return self._weights.publish(version, tensors, trained_through=trained_through, rollback=rollback, probe=probe)
+        return self._weights.publish(
+            version, tensors, trained_through=trained_through, rollback=rollback, position=position, probe=probe
+        )
 
     def close(self) -> None:
         """Unmap; the files stay, for the workers and for the next trainer."""

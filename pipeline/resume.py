@@ -56,6 +56,11 @@ class Start(NamedTuple):
     checkpoint: Latest | None = None
     saved_step: int = 0
 
+    @property
+    def position(self) -> int:
+        """First prompt that may be missing from what it begins with."""
+        return 0 if self.checkpoint is None else self.checkpoint.position
+
 
 class Resumption:
     """One rank's way to its start; all ranks come to the same one, the first says so."""

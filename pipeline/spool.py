@@ -34,7 +34,7 @@ from pipeline.errors import ArenaFullError, DecodeError
 from pipeline.extent_file import ExtentFile, SavedExtent
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import Chosen
-from pipeline.ledger_tables import Run
+from pipeline.ledger_tables import Run, between
 from pipeline.workspace import identity_of
 
 log = logging.getLogger(__name__)
@@ -183,12 +183,7 @@ class Spool:
 
     def _undone(self, file: ExtentFile, books: Books, position: int) -> list[Run]:
         """Return the prompts from a position on of which a file holds no row: their training is undone."""
-        undone = []
-        for run in sorted([*books.redo, *map(self._prompts, file.extents), Run(books.position, 0)]):
-            if run.position > position:
-                undone.append(Run(position, run.position - position))
-            position = max(position, run.position + run.prompts)
-        return undone
+        return between([*books.redo, *map(self._prompts, file.extents)], position, books.position)
 
     def _load(self, path: Path, damaged: Callable[[int], None]) -> ExtentFile | None:
         try:

@@ -216,6 +216,7 @@ class Connection:
         training: Mapping[str, torch.Tensor] | None = None,
         version: int | None = None,
         rollback: bool = False,
+        position: int = -1,
         probe: Probe | None = None,
     ) -> WeightsVersion:
         """Publish weights as the next policy version; they include the batches in hand, which count as trained by it.
@@ -229,6 +230,9 @@ class Connection:
             version: The version's number, None for one more than the newest.
             rollback: Whether these weights are older than the newest. All batches leased before are void then; on
                 several ranks each calls `start_over` next.
+            position: Of a rollback, the first prompt that may be missing from these weights: from there on prompts
+                are issued again, unless their experience is still held. With -1 only those whose experience is
+                dropped are.
             probe: What a model with these weights answers to the probe (`pipeline.probe`).
 
         Raises:
@@ -248,6 +252,7 @@ class Connection:
             training,
             trained_through=self._trained_through,
             rollback=rollback,
+            position=position,
             probe=probe,
         )
         self._in_hand.clear()
@@ -308,7 +313,9 @@ class Connection:
         self._sender.send(message)
 
     def _announce(self, version: WeightsVersion) -> None:
-        self._published = Published(version.version, version.fingerprint, version.trained_through, version.rollback)
+        self._published = Published(
+            version.version, version.fingerprint, version.trained_through, version.rollback, version.position
+        )
         self._send(self._published)
 
     def _hello(self) -> Hello:

@@ -107,7 +107,7 @@ class Trainer:
             assert found is not None
             self._version = found
         else:
-            self._publish(start.version, rollback=start.rollback)
+            self._publish(start.version, rollback=start.rollback, position=start.position)
         if start.version is not None and not start.rollback:
             metrics.resumed(self.step)
         metrics.began(self._version.version)
@@ -207,7 +207,7 @@ class Trainer:
         if self._idle_steps == _IDLE_STEPS:
             log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", _IDLE_STEPS)
 
-    def _publish(self, version: int | None = None, *, rollback: bool = False) -> None:
+    def _publish(self, version: int | None = None, *, rollback: bool = False, position: int = -1) -> None:
         """Publish, which acknowledges: a trainer that dies before it gets every batch since the last version again."""
         self._published_step = self.step
         if self._connection.rank != 0:
@@ -224,6 +224,7 @@ class Trainer:
                 training=tensors_of(self._learner, self.progress, self._device) if in_memory else None,
                 version=version,
                 rollback=rollback,
+                position=position,
             )
         self._metrics.published(self._version.version, self._connection.weights_bytes, time.monotonic() - started_s)
 

@@ -78,6 +78,7 @@ class WeightsVersion(NamedTuple):
         rollback: Whether it takes the place of a later one.
         history: Rollbacks up to this version.
         probe: What a model with these weights answers; None where it was not asked.
+        position: Of a rollback, the first prompt that may be missing from these weights; -1 where that is not known.
     """
 
     version: int
@@ -86,6 +87,7 @@ class WeightsVersion(NamedTuple):
     rollback: bool = False
     history: int = 0
     probe: Probe | None = None
+    position: int = -1
 
     @property
     def age(self) -> Age:
@@ -157,7 +159,8 @@ class _Mapping:
         _, version, fingerprint, through, history, rollback, bits, tokens = self.marks[mark : mark + 8]
         (log_prob,) = _FLOAT_BITS.unpack(_BITS.pack(bits))
         probe = Probe(log_prob, tokens) if tokens else None
-        return WeightsVersion(version, fingerprint, through, bool(rollback), history, probe)
+        # 0: no rollback, 1: one of unknown position, above: 2 more than the position.
+        return WeightsVersion(version, fingerprint, through, bool(rollback), history, probe, max(rollback, 1) - 2)
 
     def slot_of(self, wanted: Age) -> int | None:
         """Return the slot that holds a version whole."""
@@ -211,6 +214,7 @@ class WeightsPublisher:
         *,
         trained_through: int = 0,
         rollback: bool = False,
+        position: int = -1,
         history: int | None = None,
         probe: Probe | None = None,
     ) -> WeightsVersion:
@@ -221,6 +225,7 @@ class WeightsPublisher:
             tensors: Values, on any device, under the names given at the start.
             trained_through: First lease that these weights do not include; a dead trainer's successor reads it.
             rollback: Whether what was newest until now is undone by this.
+            position: Of a rollback, the first prompt that may be missing from these weights; -1 where nobody knows.
             history: Rollbacks up to this version; left out, as many as this publisher's file knows of.
             probe: What a model with these weights answers.
 
@@ -238,9 +243,11 @@ class WeightsPublisher:
         fingerprint = self._slots[slot].write(tensors)
         if history is None:
             history = rollback + (0 if before is None else before.history)
-        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe)
+        position = position if rollback else -1
+        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, position)
         (bits,) = _BITS.unpack(_FLOAT_BITS.pack(probe.log_prob if probe else 0.0))
-        words = (version, fingerprint, trained_through, history, int(rollback), bits, probe.tokens if probe else 0)
+        undone = position + 2 if rollback else 0
+        words = (version, fingerprint, trained_through, history, undone, bits, probe.tokens if probe else 0)
         for place, word in enumerate(words, mark + 1):
             marks[place] = word
         marks[mark] += 1

@@ -1,5 +1,6 @@
 """A real daemon whose processes are killed with SIGKILL; what must go on goes on, and the books balance."""
 
+import contextlib
 import json
 import os
 import re
@@ -237,6 +238,21 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
         assert total(metrics, "rlhfd_items_dropped_total") == newer
         finish(daemon)
         assert list((daemon.state_dir / "journal").iterdir()) == []
+
+
+def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_path, task):  # noqa: F811
+    """Between its last line and its exit lies a second of Python's taking down what it has loaded."""
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(1)
+        pid = daemon.pids()["trainer-0"]
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_logged("training ended")
+        while is_alive(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+        assert "before its last checkpoint" not in daemon.errors
 
 
 def test_a_trainer_killed_during_a_stop_comes_back_and_writes_its_checkpoint(tmp_path, task):  # noqa: F811

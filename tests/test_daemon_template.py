@@ -45,6 +45,9 @@ def test_roles_are_the_supervisors_own_and_outlive_a_template_that_is_killed_or_
         assert [parent(pid) for pid in (first, *pids.values())] == [daemon.pid] * (1 + len(pids))
         assert os.listdir(f"/proc/{first}/task") == [str(first)], "a fork loses every thread but one"
 
+        os.kill(first, signal.SIGUSR1)
+        daemon.wait_logged("in _next_birth")
+        assert template(daemon) == first, "it tells its stack, as the watchdog asks it to"
         os.kill(first, signal.SIGKILL)
         daemon.wait_until(lambda: template(daemon) not in (None, first), "there is another template")
         os.kill(pids["rollout-0"], signal.SIGKILL)

@@ -7,7 +7,7 @@ import pytest
 from pipeline.errors import LedgerError
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import ExtentState, LedgerLayout
-from pipeline.ledger_tables import Run, add_prompts
+from pipeline.ledger_tables import Run, add_prompts, between
 
 LAYOUT = LedgerLayout(extents=6, rows_per_extent=4)
 
@@ -201,7 +201,7 @@ def test_after_a_rollback_numbers_go_on_at_rank_0_and_old_leases_are_void():
     pending = reserve(ledger)
     ledger.assign(pending, 0)
 
-    ledger.roll_back(1, 21, world_size=2)
+    ledger.roll_back(1, 21, world_size=2, redo=[])
 
     assert (ledger.totals.policy_version, ledger.totals.leases, ledger.totals.trained_through) == (1, 2, 2)
     assert ledger.versions.entries() == [(0, 10), (1, 21)]
@@ -262,7 +262,7 @@ def every_operation(ledger):
     yield "reserve, of prompts that come again"
     ledger.assign(record, 1)
     yield "assign"
-    ledger.roll_back(1, 8, world_size=2)
+    ledger.roll_back(1, 8, world_size=2, redo=[])
     yield "roll_back"
     ledger.excuse(record)
     yield "excuse"
@@ -350,3 +350,12 @@ def test_a_state_that_is_none_is_damage():
 
         with pytest.raises(LedgerError, match="is in state 7, which is none"):
             open_ledger(memory)
+
+
+def test_what_lies_between_runs_of_prompts_is_what_none_of_them_holds():
+    runs = [Run(4, 2), Run(8, 4), Run(9, 1), Run(20, 5)]
+    held = {4, 5, 8, 9, 10, 11, 20, 21, 22, 23, 24}
+    for position in range(30):
+        for stop in range(position, 30):
+            left = [place for run in between(runs, position, stop) for place in range(run.position, sum(run))]
+            assert left == sorted(set(range(position, stop)) - held), (position, stop)

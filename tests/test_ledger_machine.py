@@ -324,7 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
         version, fingerprint = max(0, self.model.version - back), self.fingerprint
         self.transact(
             stores,
-            lambda ledger: ledger.roll_back(version, fingerprint, world_size=WORLD_SIZE),
+            lambda ledger: ledger.roll_back(version, fingerprint, world_size=WORLD_SIZE, redo=[]),
             lambda model: model.roll_back(version, fingerprint),
         )
 

@@ -76,6 +76,9 @@ def main(reports: int, spec_json: str) -> int:
         logging.getLogger(__name__).exception("%s failed", context.name)
         report(Report(error=f"{type(error).__name__}: {error}"))
         return int(ExitCode.FAILED)
+    finally:
+        # Python is about to take its own handlers back: who is told to end now would die of it in place of ending.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _run(config: Config, context: RoleContext) -> ExitCode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -38,6 +39,8 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     import setproctitle
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The watchdog asks every child for its stacks.
+    faulthandler.register(signal.SIGUSR1, chain=False)
     setproctitle.setproctitle(f"{name}: template")
     _load(model)
     if reason := _unfit():
