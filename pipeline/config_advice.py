@@ -168,7 +168,7 @@ def _values(name: str, given: Any, details: ErrorDetails) -> Iterator[Any]:
         yield from (int(given), str(given).lower())
     elif isinstance(given, int | float):
         yield from (bool(given), [given], *([int(given)] if given == given // 1 else []))
-        if details["type"] == "less_than_equal" and 2 <= given <= 100:
+        if details["type"] == "less_than_equal" and 10 <= given <= 100:
             yield round(given / 100, 6)
         yield str(given)
     elif isinstance(given, str):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+import select
 import signal
+import struct
+import subprocess
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.daemon import Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
+from tests.daemon import PROGRAM, Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 FILE = """
@@ -110,7 +117,8 @@ def test_a_new_token_counts_from_the_reload_on_and_a_bad_one_changes_nothing(dae
         token.chmod(0o640)
         answer = daemon.ask("reload")
         assert (answer.returncode, answer.stderr) == (
-            78, f"metrics.token_file: {token} is open to other users, it must have mode 0600\n",
+            78, f"{daemon.folder}/run.toml:11:14: metrics.token_file: {token} is open to other users, "
+            f"it must have mode 0600: chmod 600 {token}\n",
         )  # fmt: skip
         token.chmod(0o600)
         token.write_text("second")
@@ -173,6 +181,69 @@ def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon:
     daemon.wait_step(step + 1)
     assert daemon.status()["state"] == "ready"
     assert scraped(daemon, "rlhfd_paused") == scraped(daemon, "rlhfd_items_unaccounted") == 0
+
+
+def test_top_shows_every_process_and_leaves_the_run_alone(daemon: Daemon) -> None:
+    piped = daemon.ask("top")
+
+    head, *lines = piped.stdout.splitlines()
+    assert piped.returncode == 0 and head.split()[:4] == ["process", "pid", "state", "doing"]
+    assert {line.split()[0] for line in lines} == {"buffer", "rollout", "trainer"}
+    assert {int(line.split()[2]) for line in lines} == set(daemon.pids().values())
+    both = json.loads(daemon.ask("top", "--json").stdout)
+    assert both["status"]["pid"] == daemon.pid and {"sentences", "processes"} <= set(both["why"])
+
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    shown = b""
+    with subprocess.Popen(
+        [str(PROGRAM), "top", "--runtime-dir", str(daemon.runtime_dir), "--interval-s", "0.1"],
+        stdin=slave, stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"}, start_new_session=True,
+    ) as screen:  # fmt: skip
+        os.close(slave)
+        while b"Ctrl-C leaves" not in shown:
+            assert select.select([master], [], [], 30.0)[0], shown
+            shown += os.read(master, 1 << 16)
+        screen.send_signal(signal.SIGINT)
+        # What it still writes has to be read, or it would wait for that.
+        with contextlib.suppress(OSError):
+            while part := os.read(master, 1 << 16):
+                shown += part
+        assert screen.wait(20.0) == 0
+    os.close(master)
+    assert b"trainer 0" in shown and b"reward" in shown
+    assert shown.startswith(b"\x1b[?1049h") and b"\x1b[?1049l" in shown, "the screen is given back as it was"
+    assert daemon.status()["state"] == "ready"
+
+
+def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
+    daemon.wait_logged("trainer-0")
+    environment = {"HF_TOKEN": "hf_secretsecret", "RLHFD_ROLLOUT__TOP_P": "0.9"}
+
+    told = subprocess.run(
+        [str(PROGRAM), "collect-env", "--config", "run.toml", "--runtime-dir", str(daemon.runtime_dir)],
+        cwd=daemon.folder, env=os.environ | environment, capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+
+    parts = dict(part.partition("\n")[::2] for part in told.removeprefix("## ").split("\n## "))
+    assert list(parts) == [
+        "rlhfd", "machine", "GPUs", "packages", "limits", "shared memory and disks", "environment", "configuration",
+        "instance", "last warnings and errors",
+    ]  # fmt: skip
+    assert "torch 2." in parts["packages"] and "/dev/shm: " in parts["shared memory and disks"]
+    assert str(daemon.shm_dir) in parts["shared memory and disks"]
+    assert (
+        'token_file = "' in parts["configuration"] and "top_p = 0.9  # RLHFD_ROLLOUT__TOP_P" in parts["configuration"]
+    )
+    assert f"pid {daemon.pid}" in parts["instance"]
+    assert "configuration not reloaded" in parts["last warnings and errors"], "of the tests before"
+    assert "could not be told" not in told
+    assert "HF_TOKEN=(hidden)" in parts["environment"]
+    for secret in ("hf_secretsecret", "first\n", (daemon.folder / "token").read_text()):
+        assert secret not in told
+    prompts = Path(daemon.status()["model"]).parent / "prompts.jsonl"
+    for line in prompts.read_text().splitlines()[:20]:
+        assert json.loads(line)["prompt"] not in told
 
 
 def test_nobody_there_exits_with_3(tmp_path: Path) -> None:
