@@ -27,7 +27,12 @@ def module_of(name: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks that are named, all by default; return the exit code."""
     there = [name for name in BENCHES if importlib.util.find_spec(module_of(name))]
-    parser = argparse.ArgumentParser(prog="bin/bench", description="Measure rlhfd and write benches/RESULTS.md.")
+    parser = argparse.ArgumentParser(
+        prog="bin/bench",
+        description="Measure rlhfd and write benches/RESULTS.md.",
+        epilog="examples:\n  bin/bench --quick transport    a glance, nothing is written\n  bin/bench rollout weights",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(there)}; all by default")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, less work; prints and writes nothing")
     options = parser.parse_args(arguments)

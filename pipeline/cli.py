@@ -54,7 +54,7 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
 def main() -> None:
-    r"""Keep the rollout GPUs and the trainer GPUs of an RLHF run busy at the same time.
+    """Keep the rollout GPUs and the trainer GPUs of an RLHF run busy at the same time.
 
     \b
     Examples:
@@ -65,12 +65,12 @@ def main() -> None:
     """
 
 
-@main.command()
+@main.command(short_help="Start an instance; SIGTERM or Ctrl-C ends it in order.")
 @configured
 @click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
 @click.option("--fresh", is_flag=True, help="Start anew, whatever checkpoint there is; sets trainer.resume=never.")
 def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -> None:
-    r"""Start an instance in the foreground; SIGTERM or Ctrl-C drains it and ends it.
+    """Start an instance in the foreground; SIGTERM or Ctrl-C drains it and ends it.
 
     It goes on from the last checkpoint of the same run, if that did not take all of its steps.
 
@@ -96,7 +96,7 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -
 @finding
 @click.option("--timeout-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds to wait.")
 def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
-    r"""Drain the running instance and wait until it has ended.
+    """Drain the running instance and wait until it has ended.
 
     \b
     Examples:
@@ -122,7 +122,7 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
 @finding
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
-    r"""Show what the running instance does.
+    """Show what the running instance does.
 
     \b
     Examples:
@@ -140,7 +140,7 @@ def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
 @finding
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
-    r"""Say in a few sentences what holds the running instance back.
+    """Say in a few sentences what holds the running instance back.
 
     \b
     Examples:
@@ -151,12 +151,12 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
 
 
-@main.command()
+@main.command(short_help="Show the run and its processes on a full screen.")
 @finding
 @click.option("--json", "as_json", is_flag=True, help="Print one reading as JSON: the answers of status and why.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between readings.")
 def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: float) -> None:
-    r"""Show the run and what each process is at, on a full screen until Ctrl-C; in a pipe, one table.
+    """Show the run and what each process is at, on a full screen until Ctrl-C; in a pipe, one table.
 
     \b
     Examples:
@@ -183,11 +183,11 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
         pass  # how one leaves
 
 
-@main.command("collect-env")
+@main.command("collect-env", short_help="Print what a bug report needs.")
 @configured
 @click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR", help="Of the running instance.")
 def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None) -> None:
-    r"""Print what a bug report needs: versions, machine, GPUs, limits, configuration, the last errors.
+    """Print what a bug report needs: versions, machine, GPUs, limits, configuration, the last errors.
 
     No secret and no text of a prompt or response is in it; read it before you send it all the same.
 
@@ -202,10 +202,10 @@ def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | No
     click.echo(collect_env.report(path, sets, os.environ, runtime_dir))
 
 
-@main.command()
+@main.command(short_help="Print the completion of a shell: bash, zsh or fish.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    r"""Print what makes a shell complete commands, options and keys of the configuration.
+    """Print what makes a shell complete commands, options and keys of the configuration.
 
     \b
     Examples:
@@ -220,7 +220,11 @@ def completion(shell: str) -> None:
     click.echo(shell_class(main, {}, "rlhfd", "_RLHFD_COMPLETE").source())
 
 
-@main.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@main.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True},
+    short_help="Measure rlhfd on this machine (checkouts only).",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Measure rlhfd on this machine; of a checkout only: its bin/bench, which takes --help."""
@@ -230,11 +234,11 @@ def bench(arguments: tuple[str, ...]) -> None:
     os.execv(program, [str(program), *arguments])
 
 
-@main.command()
+@main.command(short_help="Read the configuration file again, and say what holds.")
 @finding
 @click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait.")
 def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
-    r"""Have the running instance read its configuration file again, and wait for the result; so does SIGHUP.
+    """Have the running instance read its configuration file again, and wait for the result; so does SIGHUP.
 
     What can change while it runs is in force then; what needs a restart is named. A file with a mistake changes
     nothing: every mistake is printed with its place, and the exit code is 78.
@@ -260,10 +264,10 @@ def _change(change: dict[str, Any]) -> str:
     return f"{change['key']} = {json.dumps(change['after'])}, was {json.dumps(change['before'])}"
 
 
-@main.command()
+@main.command(short_help="Issue no more tickets until `rlhfd resume`.")
 @finding
 def pause(path: Path | None, runtime_dir: Path | None) -> None:
-    r"""Issue no more tickets until `rlhfd resume`: what is rolled out goes on being trained, then the run rests.
+    """Issue no more tickets until `rlhfd resume`: what is rolled out goes on being trained, then the run rests.
 
     Rollouts under way finish. Processes, models and shared memory stay. An orderly end forgets it.
 
@@ -279,7 +283,7 @@ def pause(path: Path | None, runtime_dir: Path | None) -> None:
 @main.command()
 @finding
 def resume(path: Path | None, runtime_dir: Path | None) -> None:
-    r"""Issue tickets again after `rlhfd pause`.
+    """Issue tickets again after `rlhfd pause`.
 
     \b
     Examples:
@@ -290,7 +294,7 @@ def resume(path: Path | None, runtime_dir: Path | None) -> None:
     click.echo("resumed" if is_in_force else "resumed as soon as the buffer is there")
 
 
-@main.command()
+@main.command(short_help="Show sampled rollouts with reward and advantage.")
 @finding
 @click.option("--last", type=click.IntRange(min=0), default=10, show_default=True, help="How many, the newest.")
 @click.option("--follow", "-f", is_flag=True, help="Go on with what comes, until Ctrl-C.")
@@ -310,7 +314,7 @@ def samples(
     worker: int | None,
     as_json: bool,
 ) -> None:
-    r"""Show sampled rollouts: prompt, responses with reward and advantage; of a run that has ended, too.
+    """Show sampled rollouts: prompt, responses with reward and advantage; of a run that has ended, too.
 
     \b
     Examples:

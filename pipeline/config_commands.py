@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError
 
 @click.group()
 def config() -> None:
-    r"""Check and show the configuration.
+    """Check and show the configuration.
 
     \b
     Examples:
@@ -23,10 +23,10 @@ def config() -> None:
     """
 
 
-@config.command()
+@config.command(short_help="Print every error at once, each with its place.")
 @configured
 def check(path: Path | None, sets: tuple[str, ...]) -> None:
-    r"""Print every error at once, each with its place; exit 78 if there is one.
+    """Print every error at once, each with its place; exit 78 if there is one.
 
     \b
     Examples:
@@ -48,7 +48,7 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
 @click.option("--effective", is_flag=True, help="Everything that is in force, not only what was set.")
 @click.option("--origin", is_flag=True, help="Where each value comes from, as a comment.")
 def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool) -> None:
-    r"""Print the configuration as TOML.
+    """Print the configuration as TOML.
 
     \b
     Examples:
@@ -60,9 +60,9 @@ def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool
     click.echo(config_file.render(load(path, sets, files=False), effective=effective, origin=origin), nl=False)
 
 
-@config.command()
+@config.command(short_help="Print the JSON schema, for editors.")
 def schema() -> None:
-    r"""Print the JSON schema: every key with its type, bounds, default and meaning.
+    """Print the JSON schema: every key with its type, bounds, default and meaning.
 
     \b
     Examples:

@@ -21,7 +21,7 @@ _instance = click.option(
 
 @click.group()
 def systemd() -> None:
-    r"""Install rlhfd as a systemd service, or remove it.
+    """Install rlhfd as a systemd service, or remove it.
 
     \b
     Examples:
@@ -32,14 +32,14 @@ def systemd() -> None:
     """
 
 
-@systemd.command()
+@systemd.command(short_help="Write the unit of this checkout, and verify it.")
 @_instance
 @click.option("--config", "path", type=click.Path(path_type=Path), metavar="FILE",
               help="Configuration file; else RLHFD_CONFIG's or, with --instance, /etc/rlhfd/NAME.toml.")  # fmt: skip
 @click.option("--user", metavar="USER", help="Who it runs as; else who called sudo, or calls.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, verified by systemd where that is there.")
 def install(name: str | None, path: Path | None, user: str | None, dry_run: bool) -> None:
-    r"""Write the unit of this checkout, verify it, and say how it is started.
+    """Write the unit of this checkout, verify it, and say how it is started.
 
     Nothing is started. The configuration is checked first; run it again after the checkout was moved.
 
@@ -77,10 +77,10 @@ def install(name: str | None, path: Path | None, user: str | None, dry_run: bool
     )
 
 
-@systemd.command()
+@systemd.command(short_help="Stop the service and remove its unit; checkpoints stay.")
 @_instance
 def uninstall(name: str | None) -> None:
-    r"""Stop the service in order and remove its unit; checkpoints stay.
+    """Stop the service in order and remove its unit; checkpoints stay.
 
     \b
     Examples:
@@ -93,7 +93,7 @@ def uninstall(name: str | None) -> None:
         click.echo(line)
 
 
-@click.command()
+@click.command(short_help="Show the log of all processes, or of one role.")
 @click.argument("role", default="")
 @click.option("--follow", "-f", is_flag=True, help="Go on with what is logged from now on, until Ctrl-C.")
 @click.option("--lines", "-n", type=click.IntRange(min=0), default=100, show_default=True, help="Lines from before.")
@@ -102,7 +102,7 @@ def uninstall(name: str | None) -> None:
 @click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR",
               help="Runtime directory of the instance; else RLHFD_RUNTIME_DIR, else the configuration's.")  # fmt: skip
 def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Path | None) -> None:
-    r"""Show the log of all processes, or of ROLE: supervisor, buffer, rollout, rollout-0, trainer, trainer-0.
+    """Show the log of all processes, or of ROLE: supervisor, buffer, rollout, rollout-0, trainer, trainer-0.
 
     From the systemd journal where systemd runs the instance, else from state_dir/log; also when it has ended.
 

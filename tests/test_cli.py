@@ -132,7 +132,11 @@ class TestCommands:
         result = run(*names, "--help")
 
         assert result.exit_code == 0
-        assert " ".join(["rlhfd", *names]) in result.output.partition("Examples:")[2]
+        examples = result.output.partition("\n  Examples:\n")[2].partition("\n\n")[0].splitlines()
+        # One a line, none folded into its neighbour; a group shows those of its commands.
+        assert examples and all(line.startswith("    ") and "rlhfd " in line for line in examples)
+        assert any(" ".join(["rlhfd", *names]) in line for line in examples)
+        assert "..." not in result.output.partition("Commands:")[2], "the list says what each command does, in full"
 
     def test_every_command_is_in_the_list_above(self) -> None:
         config = cli.main.commands["config"]
