@@ -125,6 +125,7 @@ class Campaign:
         elif target.role in ("supervisor", "everything"):
             self._revive()
         self._wait_trained(before)
+        assert self._unaccounted() == 0, f"the books do not balance after {target}"
         kill = Kill(target, stage, states, time.monotonic() - started_s)
         self.kills.append(kill)
         return kill
@@ -251,6 +252,12 @@ class Campaign:
         with contextlib.suppress(OSError, LedgerError), self._slab() as slab:
             books = slab.conservation()
             return 0 if books is None else books.trained
+        return 0
+
+    def _unaccounted(self) -> int:
+        with contextlib.suppress(OSError, LedgerError), self._slab() as slab:
+            books = slab.conservation()
+            return 0 if books is None else books.unaccounted
         return 0
 
     def _states(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 KILLS, FULL_KILLS = 5, 250
 """Kills of each of the two campaigns; the full ones by ``bin/test --chaos``."""
 
+TOLD_EVERY = 50
+
 SETTINGS = (
     *SMALL,
     "trainer.max_steps=0",
@@ -43,6 +45,14 @@ def kills(request: pytest.FixtureRequest) -> int:
 def targets(request: pytest.FixtureRequest) -> tuple[Target, ...]:
     """Whom to hit; in short nobody hangs, which tests/test_daemon_hangs.py has one by one."""
     return TARGETS if request.config.getoption("--chaos") else tuple(target for target in TARGETS if not target.hangs)
+
+
+def strike(campaign: Campaign, kills: int, say) -> None:
+    """Kill so many times; a long campaign tells how far it is."""
+    for count in range(1, kills + 1):
+        campaign.kill()
+        if count % TOLD_EVERY == 0:
+            say(f"{count} of {kills} kills")
 
 
 def end_in_order(campaign: Campaign) -> None:
@@ -77,8 +87,7 @@ def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_di
     settings = (*SETTINGS, *telling_reward(tmp_path), "buffer.max_staleness=0")
     seed = request.config.getoption("--chaos-seed")
     with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
-        for _ in range(kills):
-            campaign.kill()
+        strike(campaign, kills, say)
         end_in_order(campaign)
         disturbed = result(campaign.daemon.errors)
     say(campaign.report())
@@ -103,8 +112,7 @@ def test_two_ranks_ahead_of_their_workers_train_every_row_exactly_once(
 ):
     settings = (*SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", "buffer.max_staleness=2")
     with Campaign(tmp_path, *settings, task=task, seed=1 + request.config.getoption("--chaos-seed")) as campaign:
-        for _ in range(kills):
-            campaign.kill()
+        strike(campaign, kills, say)
         end_in_order(campaign)
     say(campaign.report())
 
