@@ -400,7 +400,8 @@ def test_a_seal_of_impossible_size_is_refused_and_its_prompts_are_rolled_again(w
 
 
 def test_experience_of_weights_that_nobody_published_is_refused():
-    bench = Bench()
+    kept = []
+    bench = Bench(quarantine=lambda chosen, reason, detail: kept.append((*chosen[0], reason, detail)))
     bench.say(Published(0, 9, 0), *worker(tickets=1))
     (ticket,) = bench.heard("worker-0", Ticket)
 
@@ -408,6 +409,9 @@ def test_experience_of_weights_that_nobody_published_is_refused():
 
     assert bench.counts.aside == {"fingerprint": 4}
     assert bench.ledger.totals.sealed == 0
+    ((record, rows, reason, detail),) = kept
+    assert (record.offset, record.nbytes, record.checksum, record.fingerprint) == (ticket.offset, 200, 1, 8)
+    assert (rows, reason, detail) == ([0, 1, 2, 3], "fingerprint", "sealed by worker-0")
 
 
 def test_a_seal_that_is_here_before_word_of_its_weights_waits_for_it():
