@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.diagnosis import ProcessView, RunView, ShareWindow, culprit, duration, explain, waits_outside
 from pipeline.fleet import Fleet, Slot
+from pipeline.metrics import Progress
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.watchdog import HangLimits, PauseWatch, RunWatch, Standing, Verdict, hung
 
@@ -165,7 +166,8 @@ class Guard:
                     slot.error or slot.last_line,
                 )
                 for slot in self._slots()
-            ],
+            ]
+            + [self._preparing(slot) for slot in self._fleet.slots if not slot.works and slot.state == "starting"],
             ready_items=books.ready_items if books else 0,
             leases_active=books.leases_active if books else 0,
             batch_rows=self._config.sample_batch_size,
@@ -173,6 +175,12 @@ class Guard:
             limits=self._limits,
             quiet_s=now_s - self._run.quiet_since_s,
         )
+
+    def _preparing(self, slot: Slot) -> ProcessView:
+        """Return what others wait for at a start; it has no place in the metrics, and no watchdog looks at it."""
+        nothing = Progress(0.0, "", 0.0, -1, 0.0, False)
+        standing = Standing(slot.name, slot.role, slot.child.pid if slot.child else 0, False, nothing)
+        return ProcessView(standing, slot.state, slot.started_s, {}, slot.error or slot.last_line)
 
     def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
         books = self._slab.conservation()

@@ -39,7 +39,13 @@ def replaced(daemon, name, pid):
 
 def test_roles_are_the_supervisors_own_and_outlive_a_template_that_is_killed_or_hangs(tmp_path, task):  # noqa: F811
     with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_answering()
+        daemon.wait_until(
+            lambda: any("template (pid " in sentence for sentence in daemon.why()["sentences"]),
+            "a run that waits for its template says so",
+        )
         daemon.wait_ready()
+        assert not any("template" in sentence for sentence in daemon.why()["sentences"])
         daemon.wait_step(2)
         first, pids = template(daemon), daemon.pids()
         assert [parent(pid) for pid in (first, *pids.values())] == [daemon.pid] * (1 + len(pids))
