@@ -1,8 +1,9 @@
-"""The example and the README's trainer run as they stand, against a real daemon."""
+"""The examples and the README's trainer run as they stand."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon import SMALL, Daemon, clean_environment, task, total  # noqa: F401 - a fixture
+from tests.daemon import SMALL, START_TIMEOUT_S, Daemon, clean_environment, task, total  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "own_trainer.py"
+EXAMPLES = ROOT / "examples"
+EXAMPLE = EXAMPLES / "own_trainer.py"
 # What the README's lines take as given.
 GIVEN = """
 import sys
@@ -75,3 +77,41 @@ def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, tas
         assert total(metrics, "rlhfd_items_trained_total") >= 5 * 32
         assert total(metrics, "rlhfd_items_unaccounted") == 0
         assert daemon.wait() == 0, daemon.errors
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> None:  # noqa: F811
+    shutil.copytree(EXAMPLES / "own_reward", tmp_path, dirs_exist_ok=True)
+    settings = ("buffer.sample_batch_size=32", "trainer.max_steps=2", f"model.actor={task / 'model'}")
+
+    with Daemon(tmp_path, *settings, arguments=("--config", "grpo.toml")) as daemon:
+        assert daemon.wait(START_TIMEOUT_S) == 0, daemon.errors
+
+    parts = daemon.ask("samples", "--json").stdout
+    assert "my_rewards:ascending" in parts and "my_rewards:short" in parts
+    assert "trained 64" in daemon.errors and "errored" not in daemon.errors
+
+
+@pytest.mark.integration
+def test_the_replay_buffer_gives_each_row_once_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "replay_buffer.py"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    # Two producers, six appends of four rows each, the number of an append in each of its rows.
+    assert done.stdout.splitlines()[-1] == f"rows=48 sum={4 * (sum(range(6)) + sum(range(100, 106)))} left=0"
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"} == {
+        "own_reward",
+        "own_trainer.py",
+        "replay_buffer.py",
+    }
