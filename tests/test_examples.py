@@ -89,7 +89,7 @@ def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> N
         assert daemon.wait(START_TIMEOUT_S) == 0, daemon.errors
 
     parts = daemon.ask("samples", "--json").stdout
-    assert "my_rewards:ascending" in parts and "my_rewards:short" in parts
+    assert "my_rewards:descending" in parts and "my_rewards:short" in parts
     assert "trained 64" in daemon.errors and "errored" not in daemon.errors
 
 

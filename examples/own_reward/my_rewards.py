@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def ascending(
+def descending(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     *,
@@ -17,10 +17,10 @@ def ascending(
     tokenizer: Any,
     **_: Any,
 ) -> float:
-    """Return the share of the response's neighbours that ascend, from 0 to 1."""
+    """Return the share of the response's neighbours that descend, from 0 to 1."""
     text = tokenizer.decode(input_ids[response_start:response_end], skip_special_tokens=True)
     pairs = list(itertools.pairwise(text))
-    return sum(left <= right for left, right in pairs) / len(pairs) if pairs else 0.0
+    return sum(left >= right for left, right in pairs) / len(pairs) if pairs else 0.0
 
 
 def short(
