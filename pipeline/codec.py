@@ -50,7 +50,9 @@ ACTION_FIELDS = (
 )  # fmt: skip
 OTHER_FIELDS = ("reward", "labels", "references")
 _MAX_GROUPS = 8
-# Below, a block is zeroed whole: fewer calls of numpy than one a row.
+# A group of fewer tokens is not worth its blocks: they cost more calls than its padding costs copying.
+_LEAST_GROUP_TOKENS = 8192
+# Below, a block is copied whole and its padding zeroed after: fewer calls of numpy than one a row.
 _SMALL_BLOCK_BYTES = 1 << 15
 
 
@@ -84,7 +86,7 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
     arrays = {name: as_array(value) for name, value in fields.items()}
     spans = _spans(experience, arrays)
     vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
-    header = _header(fields, arrays, spans, vision)
+    header = _header(fields, spans, vision)
     packed = msgspec.msgpack.encode(header)
     blocks = list(blocks_of(header, header_bytes(packed)))
     text_stop = blocks[-1].stop if blocks else header_bytes(packed)
@@ -95,17 +97,21 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
             "raise buffer.row_bytes"
         )
     write_header(packed, memory)
-    copies: dict[tuple[int, str], list[_Copy]] = {}
+    copies: dict[tuple[int, str, bool], _Rectangle | list[_Copy]] = {}
     for block in blocks:
         out, source = block.array(memory), arrays[block.field.name]
         if block.group is None:
             out[...] = source
             continue
         # Fields of the same columns have their rows in the same places: found out once a group.
-        key = (id(block.group), block.field.columns)
-        if key not in copies:
-            copies[key] = _copies(block, header, spans)
-        _fill(out, source, copies[key])
+        is_small = spans.end_together and out.nbytes < _SMALL_BLOCK_BYTES and len(header.groups) == 1
+        key = (id(block.group), block.field.columns, is_small)
+        if (places := copies.get(key)) is None:
+            places = copies[key] = _rectangle(block, spans) if is_small else _copies(block, header, spans)
+        if isinstance(places, _Rectangle):
+            places.copy(source, out)
+        else:
+            _fill(out, source, places)
     if vision is not None:
         vision.write(memory, align(text_stop))
     return Encoded(nbytes, xxhash.xxh3_64_intdigest(memory[:nbytes]) if checksum else 0)
@@ -191,13 +197,18 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
 
 @dataclasses.dataclass(frozen=True)
 class _Spans:
-    """Where each row's tokens lie: columns ``start:end`` of the sequences, ``end - actions:end`` of them actions."""
+    """Where each row's tokens lie: columns ``start:end`` of the sequences, ``end - actions:end`` of them actions.
+
+    `end_together`: all rows end in one column. `full_masks`: those that are one on exactly each row's span.
+    """
 
     start: Array
     end: Array
     actions: Array
     width: int
     action_columns: int
+    end_together: bool
+    full_masks: list[str]
 
 
 def _fields(experience: Experience) -> Iterator[tuple[str, torch.Tensor]]:
@@ -222,7 +233,7 @@ def _checked(name: str, value: object, rows: int) -> torch.Tensor:
         raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
     if value.ndim == 0 or value.shape[0] != rows:
         raise ShapeError(f"{name}: {tuple(value.shape)} for {rows} rows")
-    return value.detach()
+    return value.detach() if value.requires_grad else value
 
 
 def _spans(experience: Experience, arrays: dict[str, Array]) -> _Spans:
@@ -231,16 +242,31 @@ def _spans(experience: Experience, arrays: dict[str, Array]) -> _Spans:
     start, end, count = _ones(np.ones((rows, width), bool) if mask is None else mask)
     if not count.all():
         raise FieldError(f"attention_mask: row {int(np.flatnonzero(count == 0)[0])} has no token")
+    full_masks = []
+    if mask is not None and _is_plain(mask) and (count == end - start).all():
+        full_masks.append("attention_mask")
     action_columns = _action_columns(experience)
-    first = np.zeros(rows, np.int64)
-    if experience.action_mask is not None:
+    if experience.action_mask is None:
+        actions = np.maximum(end - np.maximum(start, width - action_columns), 0)
+    else:
         start_of, end_of, taken = _ones(arrays["action_mask"])
         first, last = np.where(taken, start_of, action_columns), np.where(taken, end_of, 0)
         beyond = np.flatnonzero(last > end - (width - action_columns))
         if beyond.size:
             raise FieldError(f"action_mask: row {int(beyond[0])} masks in an action behind its last token")
-    actions = np.maximum(end - np.maximum(start, width - action_columns + first), 0)
-    return _Spans(start, end, actions, width, action_columns)
+        actions = np.maximum(end - np.maximum(start, width - action_columns + first), 0)
+        if _is_plain(arrays["action_mask"]) and (taken == actions).all():
+            full_masks.append("action_mask")
+    return _Spans(start, end, actions, width, action_columns, bool((end == end[0]).all()), full_masks)
+
+
+def _is_plain(mask: Array) -> bool:
+    """Whether a mask holds zeros and ones alone."""
+    if mask.dtype == bool or not mask.size:
+        return True
+    if mask.dtype.kind in "iu":
+        return bool(mask.min() >= 0 and mask.max() <= 1)
+    return bool((mask == (mask != 0)).all())
 
 
 def _ones(mask: Array) -> tuple[Array, Array, Array]:
@@ -270,14 +296,10 @@ def _action_columns(experience: Experience) -> int:
     return max((value.shape[1] for value in scores if value is not None and value.ndim == 2), default=0)
 
 
-def _header(
-    fields: dict[str, torch.Tensor], arrays: dict[str, Array], spans: _Spans, vision: VisionPart | None
-) -> ExtentHeader:
-    stored, full_masks = [], []
+def _header(fields: dict[str, torch.Tensor], spans: _Spans, vision: VisionPart | None) -> ExtentHeader:
+    stored = []
     for name, value in fields.items():
         columns = _columns_of(name, value, spans)
-        if name in ("attention_mask", "action_mask") and _is_full(name, arrays[name], spans):
-            full_masks.append(name)
         stored.append(FieldHeader(name, dtype_name(name, value), columns, [] if columns else list(value.shape[1:])))
     lengths = spans.end - spans.start
     tokens, actions = lengths.tolist(), spans.actions.tolist()
@@ -286,7 +308,7 @@ def _header(
         for rows in _similar(tokens)
     ]
     return ExtentHeader(
-        len(tokens), stored, groups, tokens, actions, full_masks,
+        len(tokens), stored, groups, tokens, actions, spans.full_masks,
         None if vision is None else vision.header,
     )  # fmt: skip
 
@@ -303,27 +325,20 @@ def _columns_of(name: str, value: torch.Tensor, spans: _Spans) -> Literal["S", "
     return "S" if name in SEQUENCE_FIELDS else "A"
 
 
-def _is_full(name: str, value: Array, spans: _Spans) -> bool:
-    """Whether the mask is one on exactly the row's span, so that its lengths say everything."""
-    if value.dtype != bool and not (value == (value != 0)).all():
-        return False
-    expected = spans.end - spans.start if name == "attention_mask" else spans.actions
-    return bool((np.count_nonzero(value, axis=1) == expected).all())
-
-
 def _similar(lengths: list[int]) -> list[list[int]]:
     """Cut rows into at most `_MAX_GROUPS` groups of similar length, each in append order.
 
     One group serves as long as its padding stays below an eighth of its tokens.
     """
+    if max(lengths) * (len(lengths) - 1) < _LEAST_GROUP_TOKENS:
+        return [list(range(len(lengths)))]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     groups, start, tokens = [], 0, lengths[order[0]]
     for stop in range(1, len(order)):
         longest = lengths[order[stop]]
         tokens += longest
         padding = longest * (stop + 1 - start) - tokens
-        # A group of few short rows is not worth its blocks.
-        if padding * 8 > longest * (stop + 1 - start) and longest * (stop - start) >= 1024:
+        if padding * 8 > longest * (stop + 1 - start) and longest * (stop - start) >= _LEAST_GROUP_TOKENS:
             groups.append(sorted(order[start:stop]))
             start, tokens = stop, longest
             if len(groups) == _MAX_GROUPS - 1:
@@ -344,6 +359,27 @@ class _Copy(NamedTuple):
     stop: int
 
 
+class _Rectangle(NamedTuple):
+    """Where the values of all rows, which end together, lie: ``source[:, columns]`` but for what is `padding`."""
+
+    columns: slice
+    padding: Array | None
+
+    def copy(self, source: Array, out: Array) -> None:
+        out[...] = source[:, self.columns]
+        if self.padding is not None:
+            out[self.padding] = 0
+
+
+def _rectangle(block: Block, spans: _Spans) -> _Rectangle:
+    is_token = block.field.columns == "S"
+    stop = int(spans.end[0]) - (0 if is_token else spans.width - spans.action_columns)
+    width = block.shape[1]
+    first = width - (spans.end - spans.start if is_token else spans.actions)
+    padding = np.arange(width) < first[:, None] if first.any() else None
+    return _Rectangle(slice(stop - width, stop), padding)
+
+
 def _copies(block: Block, header: ExtentHeader, spans: _Spans) -> list[_Copy]:
     assert block.group is not None
     is_token = block.field.columns == "S"
@@ -358,11 +394,9 @@ def _copies(block: Block, header: ExtentHeader, spans: _Spans) -> list[_Copy]:
 
 
 def _fill(out: Array, source: Array, copies: list[_Copy]) -> None:
-    if is_small := out.nbytes < _SMALL_BLOCK_BYTES:
-        out[...] = 0
     for place, at, row, start, stop in copies:
-        if at and not is_small:
-            # Each byte of a large block is written once.
+        # Each byte is written once.
+        if at:
             out[place, :at] = 0
         out[place, at:] = source[row, start:stop]
 
@@ -424,14 +458,16 @@ def _fill_masks(
 
 def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> None:
     for reader, chosen in parts:
-        for row in chosen:
-            if not 0 <= row < reader.header.rows:
-                raise DecodeError(f"row {row} is wanted of an extent of {reader.header.rows} rows")
+        if min(chosen) < 0 or max(chosen) >= reader.header.rows:
+            row = next(row for row in chosen if not 0 <= row < reader.header.rows)
+            raise DecodeError(f"row {row} is wanted of an extent of {reader.header.rows} rows")
 
 
 def _common_fields(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> dict[str, FieldHeader]:
     first = {field.name: field for field in parts[0][0].header.fields}
     for reader, _ in parts[1:]:
+        if reader.header.fields == parts[0][0].header.fields:
+            continue
         other = {field.name: field for field in reader.header.fields}
         if first != other:
             odd = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))

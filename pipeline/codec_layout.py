@@ -12,12 +12,11 @@ account for each other, or raises DecodeError.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import struct
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,6 +41,9 @@ _ARRAY_DTYPES = {
         "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
     )
 }  # fmt: skip
+
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in _ARRAY_DTYPES}
 
 
 class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -95,8 +97,7 @@ class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
 _header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Values that lie end to end: those of a field, or of the rows of one group."""
 
     field: FieldHeader
@@ -107,7 +108,7 @@ class Block:
 
     def array(self, memory: memoryview) -> Array:
         """Return the block as an array over the extent's own bytes."""
-        return np.frombuffer(memory[self.start : self.stop], _ARRAY_DTYPES[self.field.dtype]).reshape(self.shape)
+        return np.ndarray(self.shape, _ARRAY_DTYPES[self.field.dtype], memory, self.start)
 
 
 def block_at(start: int, field: FieldHeader, group: GroupHeader | None, shape: tuple[int, ...]) -> Block:
@@ -198,9 +199,10 @@ def dtype_name(name: str, value: torch.Tensor) -> str:
     Raises:
         FieldError: If values of that dtype do not travel.
     """
-    dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in _ARRAY_DTYPES:
-        raise FieldError(f"{name}: {dtype} does not travel, only {', '.join(_ARRAY_DTYPES)}")
+    dtype = _DTYPE_NAMES.get(value.dtype)
+    if dtype is None:
+        odd = str(value.dtype).removeprefix("torch.")
+        raise FieldError(f"{name}: {odd} does not travel, only {', '.join(_ARRAY_DTYPES)}")
     return dtype
 
 

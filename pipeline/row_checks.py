@@ -169,7 +169,10 @@ def check_finite(columns: dict[str, Any]) -> None:
     mask = columns["action_mask"]
     for name in (*ACTION_FIELDS, *SCORE_FIELDS):
         column = columns[name]
-        if name == "action_mask" or column is None or not len(column) or not column[0].is_floating_point():
+        if name == "action_mask" or column is None or not len(column):
+            continue
+        # A tensor is not indexed: that costs as much as the sum.
+        if not (column if isinstance(column, Tensor) else column[0]).is_floating_point():
             continue
         whole = column if isinstance(column, Tensor) else torch.cat([row.reshape(-1) for row in column])
         if not math.isfinite(_sum(whole)):
