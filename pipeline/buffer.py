@@ -312,10 +312,11 @@ class Buffer:
         # Who holds least is served first, so that no worker idles while another one queues.
         while not self.paused and (hungry := [name for name in held if held[name] < self._wanted[name]]):
             worker = min(hungry, key=lambda name: (held[name], name))
-            if unowned:
-                record: ExtentRecord | None = unowned.pop(0)
+            record, owner = unowned.pop(0) if unowned else None, int(worker.partition("-")[2])
+            if record is None:
+                record, reason = self._reserve(owner)
             else:
-                record, reason = self._reserve()
+                self.ledger.assign(record, owner)
             if record is None:
                 break
             self._hand_out(record, worker, now_s)
@@ -327,7 +328,7 @@ class Buffer:
             elif held[worker]:
                 self._waiting.pop(worker, None)
 
-    def _reserve(self) -> tuple[ExtentRecord | None, str]:
+    def _reserve(self, owner: int) -> tuple[ExtentRecord | None, str]:
         prompts, reason = admission.prompts_to_issue(self.ledger, self.limits)
         if not prompts:
             return None, reason
@@ -345,10 +346,12 @@ class Buffer:
                 # Nothing can come and nothing can go: say so instead of hanging.
                 raise GaveUpError(f"buffer.arena_bytes is too small: {error}") from error
             return None, "full"
-        return self.ledger.reserve(rows=rows, prompts=prompts, offset=extent.offset, nbytes=extent.nbytes), ""
+        record = self.ledger.reserve(
+            rows=rows, prompts=prompts, offset=extent.offset, nbytes=extent.nbytes, owner=owner
+        )
+        return record, ""
 
     def _hand_out(self, record: ExtentRecord, worker: str, now_s: float) -> None:
-        self.ledger.assign(record, int(worker.partition("-")[2]))
         self._waiting.pop(worker, None)
         self._send(
             worker,

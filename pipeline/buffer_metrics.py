@@ -53,7 +53,7 @@ class BufferMetrics:
     def sealed(self, rows: int, staleness_versions: int) -> None:
         """Count rows that came in."""
         self._pushes.inc()
-        self._staleness.observe_many([float(max(0, staleness_versions))] * rows)
+        self._staleness.observe(float(max(0, staleness_versions)), rows)
 
     def ticket_ended(self, result: TicketEnd) -> None:
         """Count a settled or reissued ticket."""
@@ -61,7 +61,7 @@ class BufferMetrics:
 
     def leased(self, rows: int, age_s: float) -> None:
         """Count rows that went to a trainer."""
-        self._age.observe_many([max(0.0, age_s)] * rows)
+        self._age.observe(max(0.0, age_s), rows)
 
     def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
         """Count the end of a lease."""

@@ -37,6 +37,7 @@ from pipeline.ledger_index import LedgerIndex
 from pipeline.ledger_records import (
     DROP_REASONS,
     EXTENT_BYTES,
+    FRESH_ITEM,
     ITEM_BYTES,
     TOTALS_BYTES,
     Chosen,
@@ -113,10 +114,11 @@ class Ledger:
 
     # Transactions.
 
-    def reserve(self, *, rows: int, prompts: int, offset: int, nbytes: int) -> ExtentRecord:
-        """Make the next ticket, nobody's yet: its prompts, and the room for what comes of them.
+    def reserve(self, *, rows: int, prompts: int, offset: int, nbytes: int, owner: int = -1) -> ExtentRecord:
+        """Make the next ticket: its prompts, and the room for what comes of them.
 
-        Prompts to be issued again come first; a ticket takes none beyond one run of them.
+        Prompts to be issued again come first; a ticket takes none beyond one run of them. With an `owner` it is handed
+        out at once, as by `assign`.
 
         Raises:
             LedgerError: If every record is in use.
@@ -128,8 +130,8 @@ class Ledger:
         totals = self.totals
         position = self._take_prompts(prompts)
         record = ExtentRecord(
-            self._free_slots.pop(), ExtentState.RESERVED, 0, -1, rows, prompts, totals.tickets, position,
-            totals.policy_version, 0, offset, nbytes,
+            self._free_slots.pop(), ExtentState.RESERVED, int(owner >= 0), owner, rows, prompts, totals.tickets,
+            position, totals.policy_version, 0, offset, nbytes,
         )  # fmt: skip
         totals.tickets += 1
         self.extents[record.ticket] = record
@@ -173,13 +175,14 @@ class Ledger:
         record.state = ExtentState.SEALED
         record.rows, record.nbytes, record.checksum = rows, nbytes, checksum
         record.policy_version, record.fingerprint, record.sealed_s = policy_version, fingerprint, now_s
-        record.hold([Item() for _ in range(rows)])
+        fresh = FRESH_ITEM * rows
+        record.hold(fresh)
         record.held = rows
         self.index.seal(record)
         self.index.change(record, rows)
         self.totals.sealed += rows
         self._put_extent(record)
-        self._put_items(record, 0, rows)
+        self._journal.put(self._items_offset + record.slot * self.layout.rows_per_extent * ITEM_BYTES, fresh)
         self._commit()
 
     def abandon(self, record: ExtentRecord) -> None:

@@ -41,7 +41,7 @@ class ItemState(enum.IntEnum):
 
 _STATES = tuple(map(int, ItemState))
 # Looked up rather than made: an enum's own call costs more than all else of a record.
-_EXTENT_STATES = tuple(ExtentState)
+_EXTENT_STATES, _ITEM_STATES = tuple(ExtentState), tuple(ItemState)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +190,8 @@ class Item:
     @classmethod
     def unpack_all(cls, data: bytes) -> list[Item]:
         """Return the items that `data` holds one after another."""
-        states = list(ItemState)
         return [
-            cls(states[state], deliveries, lease, deaths)
+            cls(_ITEM_STATES[state], deliveries, lease, deaths)
             for state, deliveries, deaths, lease in _ITEM.iter_unpack(data)
         ]
 
@@ -209,6 +208,8 @@ class Item:
             raise LedgerError(f"an item is in state {max(states)}, which is none")
         return ready, leased
 
+
+FRESH_ITEM = Item().pack()
 
 # Rows of extents, in the order in which a batch takes them.
 Chosen = list[tuple[ExtentRecord, list[int]]]

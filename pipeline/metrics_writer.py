@@ -164,16 +164,16 @@ class Histogram:
         self._bounds = bounds
         self._sum_at = at + len(bounds) + 1
 
-    def observe(self, value: float) -> None:
-        """Count one finite value.
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count one finite value, or the same one several times.
 
         Raises:
             FieldError: If it is NaN or infinite; rlhfd_nonfinite_total is where such a value is counted.
         """
         if not math.isfinite(value):
             raise FieldError(f"{value} is no observation")
-        self._words[self._at + bisect_left(self._bounds, value)] += 1.0
-        self._words[self._sum_at] += value if value >= 0.0 else -math.inf
+        self._words[self._at + bisect_left(self._bounds, value)] += times
+        self._words[self._sum_at] += value * times if value >= 0.0 else -math.inf
 
     def observe_many(self, values: Iterable[float]) -> None:
         """Count each of some finite values."""

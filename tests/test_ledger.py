@@ -112,6 +112,18 @@ def test_a_ticket_is_sealed_once():
         seal(ledger, record)
 
 
+def test_a_ticket_reserved_for_a_worker_is_what_a_reserved_and_assigned_one_is():
+    at_once, in_two_steps = fresh(), fresh()
+    open_ledger(at_once).reserve(rows=4, prompts=4, offset=64, nbytes=100, owner=3)
+    ledger = open_ledger(in_two_steps)
+    ledger.assign(ledger.reserve(rows=4, prompts=4, offset=64, nbytes=100), 3)
+
+    (one,), (other,) = (open_ledger(memory).extents.values() for memory in (at_once, in_two_steps))
+
+    assert one == other
+    assert (one.owner, one.attempt, one.state) == (3, 1, ExtentState.RESERVED)
+
+
 def test_a_full_table_refuses_reserve():
     ledger = open_ledger(fresh())
     for _ in range(LAYOUT.extents):

@@ -100,6 +100,21 @@ def test_histogram_buckets_are_cumulative(slab: MetricsSlab) -> None:
     ]
 
 
+def test_a_value_observed_several_times_at_once_counts_as_often(slab: MetricsSlab) -> None:
+    one_by_one = begun(slab, "buffer").histogram("rlhfd_policy_staleness_versions", point="push")
+    one_by_one.observe_many([0, 1, 1, 1])
+    before = slab.floats.tolist()
+
+    one_by_one.observe(1, 3)
+    at_once = slab.floats.tolist()
+    one_by_one.observe_many([1, 1, 1])
+
+    gained = [
+        (b - a, c - b) for a, b, c in zip(before, at_once, slab.floats.tolist(), strict=True) if b != a and a == a
+    ]
+    assert gained == [(3.0, 3.0), (3.0, 3.0)], "one bucket and the sum"
+
+
 def test_histogram_with_a_negative_observation_has_neither_sum_nor_count(slab: MetricsSlab) -> None:
     begun(slab, "rollout").histogram("rlhfd_reward", source="model").observe_many([1, -1])
 

@@ -288,8 +288,10 @@ class ReplayQueue:
             rows = f"{self.ledger.ready} rows are there, a batch takes {self._batch_rows}"
             self._refuse(want, "arena", f"{want.nbytes:,} B do not fit, and nothing can go: {rows}, {self._why_full()}")
             return True
-        record = self.ledger.reserve(rows=want.rows, prompts=0, offset=extent.offset, nbytes=extent.nbytes)
-        self.ledger.assign(record, int(want.client.partition("-")[2]))
+        record = self.ledger.reserve(
+            rows=want.rows, prompts=0, offset=extent.offset, nbytes=extent.nbytes,
+            owner=int(want.client.partition("-")[2]),
+        )  # fmt: skip
         ticket = Ticket(want.incarnation, record.ticket, 0, 0, 1, extent.offset, extent.nbytes, 0, want.deadline_s)
         self._answer(want, ticket)
         return True
