@@ -328,8 +328,8 @@ def total(metrics: Metrics, name: str, **labels: str) -> float:
     )
 
 
-def wait_until(condition: Callable[[], _T], timeout_s: float, what: str) -> _T:
-    """Wait until the condition gives something true, and return that.
+def wait_until(condition: Callable[[], _T], timeout_s: float, what: str, *, poll_s: float = _POLL_S) -> _T:
+    """Wait until the condition gives something true, and return that; one that starts processes is asked less often.
 
     Raises:
         TimeoutError: At the deadline, saying what was waited for.
@@ -338,7 +338,7 @@ def wait_until(condition: Callable[[], _T], timeout_s: float, what: str) -> _T:
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:g} s in vain until {what}")
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
     return value
 
 

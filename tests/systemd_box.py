@@ -105,7 +105,7 @@ class SystemdBox:
                 start_new_session=True,
             )
         try:
-            wait_until(lambda: self._is_up() or self._outer.poll() is not None, BOOT_TIMEOUT_S, "systemd is up")
+            wait_until(lambda: self._is_up() or self._outer.poll() is not None, BOOT_TIMEOUT_S, "it is up", poll_s=0.1)
             if self._outer.poll() is not None:
                 raise RuntimeError("it ended")
         except (TimeoutError, RuntimeError) as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.instance import shm_directory
-from tests.daemon import PROGRAM, wait_until
+from tests import daemon
+from tests.daemon import PROGRAM
 from tests.daemon import task as task
 from tests.systemd_box import SystemdBox, booted_box
 
@@ -20,6 +21,8 @@ pytestmark = [
 ]
 
 START_TIMEOUT_S = 90.0
+# Each look starts nsenter and systemctl: at the pace of other tests they would take a core from what is waited for.
+POLL_S = 0.2
 WATCHDOG_S = 8
 CONFIG = """
 [daemon]
@@ -47,6 +50,10 @@ print("a line of a reward function")
 def score(input_ids, attention_mask, *, response_start, **_):
     return float(input_ids[response_start] % 5)
 """
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    daemon.wait_until(condition, timeout_s, what, poll_s=POLL_S)
 
 
 class Unit:
