@@ -96,8 +96,8 @@ if terminal >= 0:
     os.login_tty(terminal)
 else:
     os.setsid()
-if ignored:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# Not as whoever runs the tests has it: under nohup that is ignored.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 from pipeline.reload import Hangup
 hangup, out = Hangup(), int(sys.argv[3])
 signal.signal(signal.SIGHUP, lambda *_: os.write(out, hangup.meaning().encode() + b"\\n"))
