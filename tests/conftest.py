@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,11 @@ import pytest
 from tests.leaks import Holdings, mark_descendants
 
 mark_descendants()
+# As at a terminal, though a shell that runs the tests in the background, or nohup, has these ignored: what a test
+# starts is sent them, and would ignore them as well.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler)
 # Before torch is imported, and inherited by every process that a test starts: two cores, many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
