@@ -114,7 +114,7 @@ def stale_rows(ledger: Ledger, limits: Limits) -> Chosen:
 
 
 def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
-    """Return the rows of the next batch, oldest version and ticket first, or None while it must wait."""
+    """Return the rows of the next batch, oldest version and prompts first, or None while it must wait."""
     if ledger.ready < limits.sample_batch_size:
         return None
     chosen = oldest_rows(ledger, limits.sample_batch_size)
@@ -130,7 +130,7 @@ def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
 
 
 def oldest_rows(ledger: Ledger, count: int) -> Chosen:
-    """Return the `count` ready rows of the oldest versions and tickets; `count` are there."""
+    """Return the `count` ready rows of the oldest versions, in order of prompts; `count` are there."""
     chosen: Chosen = []
     records = ledger.index.ready()
     while count:

@@ -32,7 +32,7 @@ class LedgerIndex:
         self.ready_rows: dict[int, int] = {}
         self.ready_bytes = self.sealed_bytes = 0
         self._extents = extents
-        self._ready: list[tuple[int, int]] = []
+        self._ready: list[tuple[int, int, int]] = []
         self._positions: list[tuple[int, int]] = []
         self._seals: list[tuple[float, int]] = []
 
@@ -62,7 +62,7 @@ class LedgerIndex:
             self.ready_rows[version] = rows
         else:
             self.ready_rows.pop(version, None)
-        key = (version, record.ticket)
+        key = (version, record.position, record.ticket)
         if ready and not before:
             bisect.insort(self._ready, key)
             heapq.heappush(self._positions, (record.position, record.ticket))
@@ -73,8 +73,11 @@ class LedgerIndex:
             self.ready_bytes -= record.nbytes
 
     def ready(self) -> Iterator[ExtentRecord]:
-        """Yield the records with ready rows, oldest version and ticket first; none may change meanwhile."""
-        return (self._extents[ticket] for _, ticket in self._ready)
+        """Yield the records with ready rows, oldest version first, then in order of prompts; none may change meanwhile.
+
+        Not by ticket: prompts that are issued again have a new one, and belong before those that came after them.
+        """
+        return (self._extents[ticket] for _, _, ticket in self._ready)
 
     def lowest_position(self) -> int | None:
         """Return the first prompt position of all open records."""

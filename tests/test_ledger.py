@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from pipeline.admission import oldest_rows
 from pipeline.errors import LedgerError
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import ExtentState, LedgerLayout
@@ -192,6 +193,19 @@ def test_a_published_version_ends_the_vacancy_of_numbers_that_it_is_past():
     assert ledger.lease([(record, [0])]) == 1
 
 
+def test_prompts_that_come_again_are_trained_before_those_that_came_after_them():
+    ledger = open_ledger(fresh())
+    first, second = reserve(ledger), reserve(ledger)
+    seal(ledger, second)
+    seal(ledger, first)
+    ledger.drop([(first, [0, 1, 2, 3])], "spooled", redo=Run(0, 4))
+    again = reserve(ledger)
+    seal(ledger, again)
+
+    assert again.ticket > second.ticket and again.position < second.position
+    assert [record.position for record, _ in oldest_rows(ledger, 8)] == [0, 4]
+
+
 def test_prompts_that_come_again_are_issued_before_new_ones():
     ledger = open_ledger(fresh())
     record = reserve(ledger)
@@ -295,7 +309,7 @@ def walked(ledger):
         rows_by_version[record.policy_version] = rows_by_version.get(record.policy_version, 0) + len(rows)
     return {
         "reserved": {record.ticket: record for record in reserved},
-        "order": sorted((record.policy_version, record.ticket) for record, _ in held),
+        "order": sorted((record.policy_version, record.position, record.ticket) for record, _ in held),
         "ready_rows": rows_by_version,
         "ready": {record.ticket: len(rows) for record, rows in ready},
         "held": {record.ticket: sum(item.state.name != "GONE" for item in record.items) for record in sealed},
@@ -310,7 +324,7 @@ def indexed(ledger):
     index = ledger.index
     return {
         "reserved": index.reserved,
-        "order": [(record.policy_version, record.ticket) for record in index.ready()],
+        "order": [(record.policy_version, record.position, record.ticket) for record in index.ready()],
         "ready_rows": index.ready_rows,
         "ready": {record.ticket: record.ready for record in ledger.sealed_extents()},
         "held": {record.ticket: record.held for record in ledger.sealed_extents()},
