@@ -68,13 +68,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
             first = live(daemon)
             daemon.signal(signal.SIGTERM)
             assert daemon.wait() == 0
-        keep_markup(daemon.state_dir)
         with Daemon(folder, *settings, name="again") as daemon:
-            daemon.wait_step(first["status"]["step"] + 2)
+            # It goes on at the step of the life before: what counts are steps of this one.
+            daemon.wait_ready()
+            daemon.wait_step(daemon.status()["step"] + 2)
+            daemon.wait_until(lambda: {"21>", "7302>"} <= sampled(daemon), "both prompts are among the rollouts kept")
             # From here on nothing moves, and what is shown can be held against what is scraped.
             for name in ("rollout-0", "trainer-0"):
                 daemon.signal(signal.SIGSTOP, name)
             still = wait_still(daemon)
+            # Last, and so the newest that is shown.
+            keep_markup(daemon.state_dir)
             yield Seen(daemon, browser, still, first["history"][0]["start_s"], len(first["history"]))
             for name in ("rollout-0", "trainer-0"):
                 daemon.signal(signal.SIGCONT, name)
@@ -88,6 +92,11 @@ def keep_markup(state_dir: Path) -> None:
     writer = SampleWriter(folder_of(state_dir), 7, 1 << 20)
     writer.write(Sample(4e9, 7, 0, 0, 0, MARKUP, 9, json.dumps(MARKUP), 1, [response]))
     writer.close()
+
+
+def sampled(daemon: Daemon) -> set[str]:
+    """The prompts of the rollouts that are shown."""
+    return {sample["prompt"] for sample in json.loads(daemon.get("/api/samples")[1])["samples"]}
 
 
 def live(daemon: Daemon) -> dict[str, Any]:
