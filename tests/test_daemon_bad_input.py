@@ -63,7 +63,7 @@ def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = 90.0) 
             "prompts.path=/nowhere/p.jsonl",
             "--set prompts.path: cannot read /nowhere/p.jsonl: No such file or directory",
         ),
-        ("trainer.devices=[512]", "trainer.devices: device 512 is not there, {gpus} GPUs are visible"),
+        ("trainer.devices=[512]", "--set trainer.devices: device 512 is not there, {gpus} GPUs are visible"),
     ],
     ids=lambda value: value.partition("=")[0] if "=" in value else "",
 )
@@ -116,7 +116,9 @@ def test_arena_larger_than_shared_memory_is_refused_with_both_sizes(tmp_path: Pa
     shown = refused(Daemon(tmp_path, f"buffer.arena_bytes={nbytes}", task=task))
 
     assert len(shown) == 1
-    assert re.match(r"buffer\.arena_bytes: an arena of [\d,]+ B does not fit: [\d,]+ B free of [\d,]+ B on ", shown[0])
+    assert re.match(
+        r"--set buffer\.arena_bytes: an arena of [\d,]+ B does not fit: [\d,]+ B free of [\d,]+ B on ", shown[0]
+    )
 
 
 def test_port_in_use_is_refused_by_its_number(tmp_path: Path, task: Path) -> None:
@@ -125,7 +127,7 @@ def test_port_in_use_is_refused_by_its_number(tmp_path: Path, task: Path) -> Non
 
         shown = refused(Daemon(tmp_path, f"metrics.port={port}", task=task))
 
-    assert shown == [f"metrics.port {port} on 127.0.0.1 is in use"]
+    assert shown == [f"--set metrics.port {port} on 127.0.0.1 is in use"]
 
 
 def test_serial_with_two_ranks_is_refused(tmp_path: Path, task: Path) -> None:
@@ -179,7 +181,7 @@ def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, 
 
     shown = refused(Daemon(tmp_path, *settings, task=task, arguments=("--serial",)))
 
-    assert shown[-1] == f"rollout.reward_functions: {message}"
+    assert shown[-1] == f"--set rollout.reward_functions: {message}"
 
 
 # Prompts that leave no room.
@@ -230,7 +232,8 @@ def test_runtime_directory_in_use_is_refused_and_its_instance_goes_on(tmp_path: 
 
         with Daemon(tmp_path, *SMALL, task=task, name="second") as second:
             assert second.wait() == BAD_CONFIG
-        assert second.errors.splitlines() == [f"daemon.runtime_dir: {first.runtime_dir} is in use by pid {first.pid}"]
+        in_use = f"--set daemon.runtime_dir: {first.runtime_dir} is in use by pid {first.pid}"
+        assert second.errors.splitlines() == [in_use]
 
         first.wait_step(first.status()["step"] + 2)
         first.signal(signal.SIGTERM)

@@ -151,7 +151,8 @@ def test_a_service_shows_its_step_and_logs_each_process_with_its_fields(unit: Un
     assert ready["PRIORITY"] == "6" and ready["RLHFD_PROCESS"] == "rollout-0"
     assert ready["RLHFD_EVENT"] == "ready" and ready["SYSLOG_IDENTIFIER"] == "rlhfd-supervisor"
     assert ready["_SYSTEMD_UNIT"] == unit.name and ready["_TRANSPORT"] == "journal"
-    (printed, *_) = unit.logged("a line of a reward function", "RLHFD_ROLE=rollout", "RLHFD_WORKER=0")
+    # The last: the unit may have run before.
+    (*_, printed) = unit.logged("a line of a reward function", "RLHFD_ROLE=rollout", "RLHFD_WORKER=0")
     assert int(printed["RLHFD_PID"]) == unit.process("rollout")
     shown = unit.rlhfd("logs", "rollout-0", "-n", "5")
     assert "rlhfd-rollout-0[" in shown and "rlhfd-supervisor[" not in shown
