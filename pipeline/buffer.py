@@ -170,7 +170,9 @@ class Buffer:
             case Published():
                 # A float64 of the metrics counts versions exactly up to there.
                 version, fingerprint = 0 <= message.version < 1 << 53, 0 <= message.fingerprint < 1 << 64
-                return version and fingerprint and 0 <= message.trained_through <= totals.leases + world_size
+                # Whole rounds, each of them out: a lease yet to be made cannot be trained already.
+                through = 0 <= message.trained_through <= totals.leases and message.trained_through % world_size == 0
+                return version and fingerprint and through
         return True
 
     def step(self, now_s: float) -> None:
