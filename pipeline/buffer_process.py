@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from pipeline.activity import ActivityClock
 from pipeline.arena import Arena, ExtentAllocator
@@ -24,6 +25,9 @@ from pipeline.workspace import ledger_layout, limits_of
 
 _IDLE_S = 0.25
 _LAST_WORDS_S = 2.0
+# A look at a file, or the books shown, costs as much as a message: neither is due at each of a thousand a second.
+_LOOK_S = 0.05
+_SHOW_S = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -76,25 +80,30 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     journal = BufferJournal(config, arena, metrics.journal_written)
     pause = Pause(context.folder)
     buffer.paused = pause.is_on()
+    looked_s = shown_s = -math.inf
+    is_shown = True
     outboxes.flush()
     metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
     context.ready()
     try:
         while not context.stopping:
             with clock.during("wait_data"):
-                messages = mailbox.receive(_IDLE_S)
-            buffer.paused = pause.is_on()
-            if (changed := context.reloaded()) is not None:
-                rollout = changed.rollout
-                buffer.limit(max_attempts=rollout.max_attempts, ticket_timeout_s=rollout.ticket_timeout_s)
+                messages = mailbox.receive(_IDLE_S if is_shown else _SHOW_S)
             now_s, refused = monotonic_s(), buffer.refused
+            if now_s - looked_s >= _LOOK_S:
+                looked_s, buffer.paused = now_s, pause.is_on()
+                if (changed := context.reloaded()) is not None:
+                    rollout = changed.rollout
+                    buffer.limit(max_attempts=rollout.max_attempts, ticket_timeout_s=rollout.ticket_timeout_s)
             for message in messages:
                 buffer.handle(message, now_s)
             traffic.drop(BUFFER, buffer.refused - refused)
             buffer.step(now_s)
             outboxes.flush()
             journal.step(buffer, now_s)
-            metrics.publish(buffer, now_s, arena.payload_bytes)
+            if is_shown := not messages or now_s - shown_s >= _SHOW_S:
+                metrics.publish(buffer, now_s, arena.payload_bytes)
+                shown_s = now_s
         _hear_last_words(buffer, mailbox)
         outboxes.flush()
         whole = True

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from pipeline.batch_memory import BatchMemory
 from pipeline.codec_layout import (
     Array,
     Block,
@@ -23,9 +24,7 @@ from pipeline.codec_layout import (
     FieldHeader,
     GroupHeader,
     align,
-    array_dtype,
     as_array,
-    as_tensor,
     blocks_of,
     dtype_name,
     header_bytes,
@@ -33,6 +32,7 @@ from pipeline.codec_layout import (
     read_header,
     write_header,
 )
+from pipeline.codec_spans import Spans, action_columns, columns_to
 from pipeline.codec_vision import (
     VisionPart,
     VisionReader,
@@ -52,6 +52,7 @@ OTHER_FIELDS = ("reward", "labels", "references")
 _MAX_GROUPS = 8
 # A group of fewer tokens is not worth its blocks: they cost more calls than its padding costs copying.
 _LEAST_GROUP_TOKENS = 8192
+_memory = BatchMemory()
 # Below, a block is copied whole and its padding zeroed after: fewer calls of numpy than one a row.
 _SMALL_BLOCK_BYTES = 1 << 15
 
@@ -84,9 +85,12 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
     """
     fields = dict(_fields(experience))
     arrays = {name: as_array(value) for name, value in fields.items()}
-    spans = _spans(experience, arrays)
+    rows, width = experience.sequences.shape
+    columns = action_columns(experience)
+    stored = [_field_header(name, value, width, columns) for name, value in fields.items()]
+    spans = Spans.of((rows, width), columns, arrays.get("attention_mask"), arrays.get("action_mask"))
     vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
-    header = _header(fields, spans, vision)
+    header = _header(stored, spans, vision)
     packed = msgspec.msgpack.encode(header)
     blocks = list(blocks_of(header, header_bytes(packed)))
     text_stop = blocks[-1].stop if blocks else header_bytes(packed)
@@ -107,7 +111,7 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
         is_small = spans.end_together and out.nbytes < _SMALL_BLOCK_BYTES and len(header.groups) == 1
         key = (id(block.group), block.field.columns, is_small)
         if (places := copies.get(key)) is None:
-            places = copies[key] = _rectangle(block, spans) if is_small else _copies(block, header, spans)
+            places = copies[key] = _rectangle(block, header, spans) if is_small else _copies(block, header, spans)
         if isinstance(places, _Rectangle):
             places.copy(source, out)
         else:
@@ -178,7 +182,7 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
     arrays: dict[str, Array] = {}
     for field in names.values():
         shape = (rows, widths[field.columns]) if field.columns else (rows, *field.tail)
-        tensors[field.name] = _zeros(shape, field, pin_memory)
+        tensors[field.name] = _memory.empty(shape, field.dtype, pin_memory=pin_memory)
         arrays[field.name] = as_array(tensors[field.name])
     start = 0
     for reader, chosen in parts:
@@ -195,22 +199,6 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
 # Reading an Experience.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spans:
-    """Where each row's tokens lie: columns ``start:end`` of the sequences, ``end - actions:end`` of them actions.
-
-    `end_together`: all rows end in one column. `full_masks`: those that are one on exactly each row's span.
-    """
-
-    start: Array
-    end: Array
-    actions: Array
-    width: int
-    action_columns: int
-    end_together: bool
-    full_masks: list[str]
-
-
 def _fields(experience: Experience) -> Iterator[tuple[str, torch.Tensor]]:
     rows = experience.sequences.shape[0]
     for name in SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS:
@@ -221,13 +209,6 @@ def _fields(experience: Experience) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"info.{key}", _checked(f"info[{key!r}]", value, rows)
 
 
-def _zeros(shape: tuple[int, ...], field: FieldHeader, pin_memory: bool) -> torch.Tensor:
-    if pin_memory:
-        return torch.zeros(shape, dtype=getattr(torch, field.dtype), pin_memory=True)
-    # numpy's own, in this thread: torch would wake all of its threads for each tensor, and wait for the slowest.
-    return as_tensor(np.zeros(shape, array_dtype(field.dtype)), field.dtype)
-
-
 def _checked(name: str, value: object, rows: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
@@ -236,73 +217,27 @@ def _checked(name: str, value: object, rows: int) -> torch.Tensor:
     return value.detach() if value.requires_grad else value
 
 
-def _spans(experience: Experience, arrays: dict[str, Array]) -> _Spans:
-    rows, width = experience.sequences.shape
-    mask = arrays.get("attention_mask")
-    start, end, count = _ones(np.ones((rows, width), bool) if mask is None else mask)
-    if not count.all():
-        raise FieldError(f"attention_mask: row {int(np.flatnonzero(count == 0)[0])} has no token")
-    full_masks = []
-    if mask is not None and _is_plain(mask) and (count == end - start).all():
-        full_masks.append("attention_mask")
-    action_columns = _action_columns(experience)
-    if experience.action_mask is None:
-        actions = np.maximum(end - np.maximum(start, width - action_columns), 0)
-    else:
-        start_of, end_of, taken = _ones(arrays["action_mask"])
-        first, last = np.where(taken, start_of, action_columns), np.where(taken, end_of, 0)
-        beyond = np.flatnonzero(last > end - (width - action_columns))
-        if beyond.size:
-            raise FieldError(f"action_mask: row {int(beyond[0])} masks in an action behind its last token")
-        actions = np.maximum(end - np.maximum(start, width - action_columns + first), 0)
-        if _is_plain(arrays["action_mask"]) and (taken == actions).all():
-            full_masks.append("action_mask")
-    return _Spans(start, end, actions, width, action_columns, bool((end == end[0]).all()), full_masks)
+def _field_header(name: str, value: torch.Tensor, width: int, action_columns: int) -> FieldHeader:
+    columns = _columns_of(name, value, width, action_columns)
+    return FieldHeader(name, dtype_name(name, value), columns, [] if columns else list(value.shape[1:]))
 
 
-def _is_plain(mask: Array) -> bool:
-    """Whether a mask holds zeros and ones alone."""
-    if mask.dtype == bool or not mask.size:
-        return True
-    if mask.dtype.kind in "iu":
-        return bool(mask.min() >= 0 and mask.max() <= 1)
-    return bool((mask == (mask != 0)).all())
+def _columns_of(name: str, value: torch.Tensor, width: int, action_columns: int) -> Literal["S", "A", ""]:
+    is_token = name in SEQUENCE_FIELDS
+    if not is_token and not (name in ACTION_FIELDS and value.ndim == 2):
+        return ""
+    expected = width if is_token else action_columns
+    if name in SCORE_FIELDS and value.shape[1] == 1 != expected:
+        # One number a row, with a dimension of its own, as LightRFT has it.
+        return ""
+    if value.ndim != 2 or value.shape[1] != expected:
+        raise ShapeError(f"{name}: {tuple(value.shape)}, expected ({len(value)}, {expected})")
+    return "S" if is_token else "A"
 
 
-def _ones(mask: Array) -> tuple[Array, Array, Array]:
-    """Return of each row the column of the first value that is not 0, the one behind the last, and how many there are.
-
-    Of a row without any only the last means something.
-    """
-    present = mask if mask.dtype == bool else mask != 0
-    columns = present.shape[1]
-    if columns == 0:
-        none = np.zeros(len(present), np.int64)
-        return none, none, none
-    right_aligned = present[:, -1].all()
-    end = np.full(len(present), columns) if right_aligned else columns - present[:, ::-1].argmax(axis=1)
-    return present.argmax(axis=1), end, np.count_nonzero(present, axis=1)
-
-
-def _action_columns(experience: Experience) -> int:
-    """Return A, as `pipeline.row_checks` counts it for a row: 0 where no field says that there are actions."""
-    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
-        value = getattr(experience, name)
-        if value is not None:
-            if value.ndim != 2:
-                raise ShapeError(f"{name}: {tuple(value.shape)}, expected (B, A)")
-            return int(value.shape[1])
-    scores = [getattr(experience, name) for name in SCORE_FIELDS]
-    return max((value.shape[1] for value in scores if value is not None and value.ndim == 2), default=0)
-
-
-def _header(fields: dict[str, torch.Tensor], spans: _Spans, vision: VisionPart | None) -> ExtentHeader:
-    stored = []
-    for name, value in fields.items():
-        columns = _columns_of(name, value, spans)
-        stored.append(FieldHeader(name, dtype_name(name, value), columns, [] if columns else list(value.shape[1:])))
-    lengths = spans.end - spans.start
-    tokens, actions = lengths.tolist(), spans.actions.tolist()
+def _header(stored: list[FieldHeader], spans: Spans, vision: VisionPart | None) -> ExtentHeader:
+    tokens = [end - start for start, end in zip(spans.start, spans.end, strict=True)]
+    actions = spans.actions
     groups = [
         GroupHeader(rows, max(tokens[row] for row in rows), max(actions[row] for row in rows))
         for rows in _similar(tokens)
@@ -311,18 +246,6 @@ def _header(fields: dict[str, torch.Tensor], spans: _Spans, vision: VisionPart |
         len(tokens), stored, groups, tokens, actions, spans.full_masks,
         None if vision is None else vision.header,
     )  # fmt: skip
-
-
-def _columns_of(name: str, value: torch.Tensor, spans: _Spans) -> Literal["S", "A", ""]:
-    expected = spans.width if name in SEQUENCE_FIELDS else spans.action_columns
-    if name not in SEQUENCE_FIELDS and not (name in ACTION_FIELDS and value.ndim == 2):
-        return ""
-    if name in SCORE_FIELDS and value.shape[1] == 1 != expected:
-        # One number a row, with a dimension of its own, as LightRFT has it.
-        return ""
-    if value.ndim != 2 or value.shape[1] != expected:
-        raise ShapeError(f"{name}: {tuple(value.shape)}, expected ({len(value)}, {expected})")
-    return "S" if name in SEQUENCE_FIELDS else "A"
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:
@@ -371,22 +294,21 @@ class _Rectangle(NamedTuple):
             out[self.padding] = 0
 
 
-def _rectangle(block: Block, spans: _Spans) -> _Rectangle:
+def _rectangle(block: Block, header: ExtentHeader, spans: Spans) -> _Rectangle:
     is_token = block.field.columns == "S"
-    stop = int(spans.end[0]) - (0 if is_token else spans.width - spans.action_columns)
-    width = block.shape[1]
-    first = width - (spans.end - spans.start if is_token else spans.actions)
-    padding = np.arange(width) < first[:, None] if first.any() else None
+    stop = spans.end[0] - (0 if is_token else spans.width - spans.action_columns)
+    width, lengths = block.shape[1], header.sequence_lengths if is_token else header.action_lengths
+    padding = columns_to(width) < width - np.array(lengths)[:, None] if min(lengths) < width else None
     return _Rectangle(slice(stop - width, stop), padding)
 
 
-def _copies(block: Block, header: ExtentHeader, spans: _Spans) -> list[_Copy]:
+def _copies(block: Block, header: ExtentHeader, spans: Spans) -> list[_Copy]:
     assert block.group is not None
     is_token = block.field.columns == "S"
     lengths = header.sequence_lengths if is_token else header.action_lengths
     # Action columns end where the sequences' columns end.
     shift = 0 if is_token else spans.width - spans.action_columns
-    width, ends = block.shape[1], spans.end.tolist()
+    width, ends = block.shape[1], spans.end
     return [
         _Copy(place, width - lengths[row], row, ends[row] - shift - lengths[row], ends[row] - shift)
         for place, row in enumerate(block.group.rows)
@@ -415,7 +337,9 @@ def _gather_part(reader: ExtentReader, chosen: list[int], arrays: dict[str, Arra
         if sources is not None:
             # A group may be wider than this batch: columns beyond the batch's width are its padding.
             width = min(block.shape[1], out.shape[1])
-            out[targets, out.shape[1] - width :] = block[sources, block.shape[1] - width :]
+            if padding := out.shape[1] - width:
+                out[targets, :padding] = 0
+            out[targets, padding:] = block[sources, block.shape[1] - width :]
 
 
 _Places = slice | list[int] | None

@@ -12,11 +12,12 @@ import pytest
 from tests.daemon import SMALL, Daemon, task, total
 
 __all__ = ["task"]
-pytestmark = [pytest.mark.fuzz, pytest.mark.integration, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.fuzz, pytest.mark.integration, pytest.mark.timeout(4200)]
 
 _ROOT = Path(__file__).parents[2]
 _SHORT, _SHORT_S = 4_000, 10.0
-_FULL, _FULL_S = 1_000_000, 1200.0
+# The supervisor answers control and HTTP in one loop: some 900 a second each on busy cores.
+_FULL, _FULL_S = 1_000_000, 3600.0
 _MOST_GROWTH_BYTES = 24 << 20
 # Up to 4,096 messages taken ahead, and the allocator; 32 bytes lost a message would be as much.
 _MOST_NOISE_BYTES = 16 << 20
@@ -78,9 +79,7 @@ def test_no_socket_can_be_talked_into_a_crash(tmp_path, task, request, say):
         )
 
         assert [path.name for path in sockets] == ["buffer.sock", "trainer-0.sock", "worker-0.sock"]
-        # The supervisor answers control and HTTP in one loop: 900 a second each on busy cores.
-        assert not in_full or min(told[path.name] for path in sockets) >= _FULL, told
-        assert min(told.values()) > 100, told
+        assert min(told.values()) >= (_FULL if in_full else 100), told
         assert daemon.pids() == pids
         assert total(after, "rlhfd_items_unaccounted") == 0
         refused = total(after, "rlhfd_ipc_drops_total") - total(before, "rlhfd_ipc_drops_total")

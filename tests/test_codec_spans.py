@@ -1,0 +1,60 @@
+"""Spans of rows in their padding: the short way for what most batches are finds what the general one does."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from pipeline.codec_spans import Spans
+from pipeline.errors import FieldError
+
+
+def spans(mask, action_mask=None, columns=None):
+    columns = columns if action_mask is None else action_mask.shape[1]
+    return Spans.of(mask.shape, columns, mask, action_mask)
+
+
+def in_general(mask, action_mask):
+    return Spans._in_general(mask.shape, action_mask.shape[1], mask, action_mask)
+
+
+VALUES = {"int64": st.integers(-1, 2), "uint8": st.integers(0, 2), "bool": st.booleans(), "float32": st.integers(0, 1)}
+
+
+@pytest.mark.parametrize("dtype", VALUES)
+@given(data=st.data())
+def test_both_ways_find_the_same(dtype, data):
+    rows, width, columns = (data.draw(st.integers(1, most)) for most in (4, 6, 6))
+    made = arrays.arrays(dtype, (rows, width), elements=VALUES[dtype])
+    plain = st.lists(st.integers(0, width), min_size=rows, max_size=rows).map(
+        lambda starts: (np.arange(width) >= np.array(starts)[:, None]).astype(dtype)
+    )
+    mask = data.draw(st.one_of(plain, made))
+    action_mask = data.draw(arrays.arrays(dtype, (rows, columns), elements=VALUES[dtype]))
+    try:
+        expected = in_general(mask, action_mask)
+    except FieldError as error:
+        with pytest.raises(FieldError, match=str(error)):
+            spans(mask, action_mask)
+        return
+    assert spans(mask, action_mask) == expected
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[0, 1, 0, 1], [0, 0, 1, 1]],
+        # As many in all as if each row were ones from its first on.
+        [[0, 2, 0, 1], [0, 0, 1, 1]],
+        [[0, 1, 1, 1], [-1, 1, 2, 1]],
+    ],
+    ids=["a hole", "a two", "a minus"],
+)
+def test_a_mask_with_anything_else_in_it_is_stored(mask):
+    assert "attention_mask" not in spans(np.array(mask), columns=2).full_masks
+
+
+def test_a_row_without_a_token_is_refused_by_its_number():
+    with pytest.raises(FieldError, match="row 1 has no token"):
+        spans(np.array([[0, 1], [0, 0]]), columns=1)
