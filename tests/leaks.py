@@ -18,7 +18,8 @@ from pathlib import Path
 
 _MARK = "RLHFD_TEST_SESSION"
 _SEGMENT_PREFIX = "rlhfd"
-_GRACE_S = 5.0
+# Longer than the moment between two lives of a daemon of another test session, when nobody holds its segments.
+_GRACE_S = 10.0
 # Opened once by a library and kept for the life of the process.
 _LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
 

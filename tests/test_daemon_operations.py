@@ -218,6 +218,9 @@ def test_top_shows_every_process_and_leaves_the_run_alone(daemon: Daemon) -> Non
 
 def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
     daemon.wait_logged("trainer-0")
+    (daemon.folder / "run.toml").write_text("[rollout]\ntop_p = 2\n")
+    assert daemon.ask("reload").returncode == 78
+    write(daemon.folder)
     environment = {"HF_TOKEN": "hf_secretsecret", "RLHFD_ROLLOUT__TOP_P": "0.9"}
 
     told = subprocess.run(
@@ -236,7 +239,7 @@ def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
         'token_file = "' in parts["configuration"] and "top_p = 0.9  # RLHFD_ROLLOUT__TOP_P" in parts["configuration"]
     )
     assert f"pid {daemon.pid}" in parts["instance"]
-    assert "configuration not reloaded" in parts["last warnings and errors"], "of the tests before"
+    assert "configuration not reloaded" in parts["last warnings and errors"]
     assert "could not be told" not in told
     assert "HF_TOKEN=(hidden)" in parts["environment"]
     for secret in ("hf_secretsecret", "first\n", (daemon.folder / "token").read_text()):
