@@ -82,3 +82,7 @@ class BatchMemory:
             for chunk in chunks
             if sys.getrefcount(chunk) == _OWN_REFERENCES
         )
+
+
+# Of this process: batches of all kinds and sources share it.
+MEMORY = BatchMemory()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from pipeline.batch_memory import BatchMemory
+from pipeline.batch_memory import MEMORY
 from pipeline.codec_layout import (
     Array,
     Block,
@@ -52,7 +52,6 @@ OTHER_FIELDS = ("reward", "labels", "references")
 _MAX_GROUPS = 8
 # A group of fewer tokens is not worth its blocks: they cost more calls than its padding costs copying.
 _LEAST_GROUP_TOKENS = 8192
-_memory = BatchMemory()
 # Below, a block is copied whole and its padding zeroed after: fewer calls of numpy than one a row.
 _SMALL_BLOCK_BYTES = 1 << 15
 
@@ -144,8 +143,6 @@ class ExtentReader:
             raise DecodeError(f"extent of {len(memory):,} B, its header speaks of {text_stop:,} B")
         vision = self.header.vision
         self.vision = None if vision is None else VisionReader(vision, self.header.rows, memory, align(text_stop))
-        self.sequence_lengths = np.array(self.header.sequence_lengths, np.int64)
-        self.action_lengths = np.array(self.header.action_lengths, np.int64)
 
     def blocks(self) -> Iterator[tuple[FieldHeader, GroupHeader | None, Array]]:
         """Yield each block as an array over the extent's own bytes."""
@@ -175,14 +172,14 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         raise FieldError(f"{len(vision)} of {len(parts)} extents hold an ExperienceVL; a batch is of one kind")
     names = _common_fields(parts)
     rows = sum(len(chosen) for _, chosen in parts)
-    sequence_lengths = np.concatenate([reader.sequence_lengths[list(chosen)] for reader, chosen in parts])
-    action_lengths = np.concatenate([reader.action_lengths[list(chosen)] for reader, chosen in parts])
-    widths = {"S": int(sequence_lengths.max()), "A": int(action_lengths.max())}
+    sequence_lengths = [reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen]
+    action_lengths = [reader.header.action_lengths[row] for reader, chosen in parts for row in chosen]
+    widths = {"S": max(sequence_lengths), "A": max(action_lengths)}
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, Array] = {}
     for field in names.values():
         shape = (rows, widths[field.columns]) if field.columns else (rows, *field.tail)
-        tensors[field.name] = _memory.empty(shape, field.dtype, pin_memory=pin_memory)
+        tensors[field.name] = MEMORY.empty(shape, field.dtype, pin_memory=pin_memory)
         arrays[field.name] = as_array(tensors[field.name])
     start = 0
     for reader, chosen in parts:
@@ -219,7 +216,7 @@ def _checked(name: str, value: object, rows: int) -> torch.Tensor:
 
 def _field_header(name: str, value: torch.Tensor, width: int, action_columns: int) -> FieldHeader:
     columns = _columns_of(name, value, width, action_columns)
-    return FieldHeader(name, dtype_name(name, value), columns, [] if columns else list(value.shape[1:]))
+    return FieldHeader(name, dtype_name(name, value), columns, () if columns else tuple(value.shape[1:]))
 
 
 def _columns_of(name: str, value: torch.Tensor, width: int, action_columns: int) -> Literal["S", "A", ""]:
@@ -360,23 +357,25 @@ def _fill_masks(
     parts: Sequence[tuple[ExtentReader, Sequence[int]]],
     arrays: dict[str, Array],
     widths: dict[str, int],
-    sequence_lengths: Array,
-    action_lengths: Array,
+    sequence_lengths: list[int],
+    action_lengths: list[int],
 ) -> None:
     for name, columns, lengths in (
         ("attention_mask", "S", sequence_lengths),
         ("action_mask", "A", action_lengths),
     ):
         left_out = [name in reader.header.full_masks for reader, _ in parts]
-        first = widths[columns] - lengths[:, None]
+        if not any(left_out):
+            continue
+        first = widths[columns] - np.array(lengths)[:, None]
         if all(left_out):
-            np.greater_equal(np.arange(widths[columns]), first, out=arrays[name], casting="unsafe")
+            np.greater_equal(columns_to(widths[columns]), first, out=arrays[name], casting="unsafe")
             continue
         start = 0
         for (_, chosen), is_left_out in zip(parts, left_out, strict=True):
             stop = start + len(chosen)
             if is_left_out:
-                arrays[name][start:stop] = np.arange(widths[columns]) >= first[start:stop]
+                arrays[name][start:stop] = columns_to(widths[columns]) >= first[start:stop]
             start = stop
 
 

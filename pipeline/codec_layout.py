@@ -12,7 +12,7 @@ account for each other, or raises DecodeError.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import struct
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     columns: Literal["S", "A", ""]
-    tail: list[Size]
+    tail: tuple[Size, ...]
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -163,25 +163,36 @@ def read_header(memory: memoryview) -> tuple[ExtentHeader, int]:
 
 def _wrongs(header: ExtentHeader) -> Iterator[str]:
     """Say what in a header would make a reader fail, or reserve without bound."""
-    columns = {field.name: field.columns for field in header.fields}
-    if len(columns) < len(header.fields):
-        yield "names a field twice"
-    if columns.get("sequences") != "S" or "sequences" in header.full_masks:
-        yield "has no sequences"
-    for mask in header.full_masks:
-        if columns.get(mask) != {"attention_mask": "S", "action_mask": "A"}.get(mask, ""):
-            yield f"leaves out {mask} and does not say what it was"
-    for field in header.fields:
-        yield from wrongs_of_field(field)
-    if not len(header.sequence_lengths) == len(header.action_lengths) == header.rows:
-        yield f"has lengths of other than its {header.rows} rows"
-    if sorted(itertools.chain.from_iterable(group.rows for group in header.groups)) != list(range(header.rows)):
-        yield f"has groups that are not its {header.rows} rows"
+    yield from _wrongs_of_fields(tuple(header.fields), tuple(header.full_masks))
+    rows, tokens, actions = header.rows, header.sequence_lengths, header.action_lengths
+    if not len(tokens) == len(actions) == rows:
+        yield f"has lengths of other than its {rows} rows"
+        return
+    placed = [row for group in header.groups for row in group.rows]
+    if len(placed) != rows or (placed != list(range(rows)) and sorted(placed) != list(range(rows))):
+        yield f"has groups that are not its {rows} rows"
+        return
     for group in header.groups:
         for row in group.rows:
-            actions, length = header.action_lengths[row], header.sequence_lengths[row]
-            if not (actions <= group.action_width and actions <= length <= group.sequence_width):
+            if not (actions[row] <= group.action_width and actions[row] <= tokens[row] <= group.sequence_width):
                 yield f"has a row {row} that is longer than its group"
+
+
+# Extents of one run have the same fields.
+@functools.lru_cache(maxsize=64)
+def _wrongs_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> tuple[str, ...]:
+    columns = {field.name: field.columns for field in fields}
+    wrongs = [wrong for field in fields for wrong in wrongs_of_field(field)]
+    if len(columns) < len(fields):
+        wrongs.append("names a field twice")
+    if columns.get("sequences") != "S" or "sequences" in full_masks:
+        wrongs.append("has no sequences")
+    wrongs += [
+        f"leaves out {mask} and does not say what it was"
+        for mask in full_masks
+        if columns.get(mask) != {"attention_mask": "S", "action_mask": "A"}.get(mask, "")
+    ]
+    return tuple(wrongs)
 
 
 def wrongs_of_field(field: FieldHeader) -> Iterator[str]:
@@ -190,7 +201,7 @@ def wrongs_of_field(field: FieldHeader) -> Iterator[str]:
         yield f"has a {field.name} of dtype {field.dtype}"
     # A dimension of 0 hides the others from the size of the block, not from numpy.
     if len(field.tail) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in field.tail) > _MOST_ELEMENTS:
-        yield f"has a {field.name} of shape {field.tail}"
+        yield f"has a {field.name} of shape {list(field.tail)}"
 
 
 def dtype_name(name: str, value: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from pipeline.batch_memory import MEMORY
 from pipeline.codec_layout import (
     Array,
     Block,
@@ -89,8 +90,8 @@ def vision_part(experience: ExperienceVL) -> VisionPart:
             continue
         media.append(
             MediumHeader(
-                FieldHeader(pixels_name, dtype_name(pixels_name, pixels), "", list(pixels.shape[1:])),
-                FieldHeader(grids_name, dtype_name(grids_name, grids), "", [3]),
+                FieldHeader(pixels_name, dtype_name(pixels_name, pixels), "", tuple(pixels.shape[1:])),
+                FieldHeader(grids_name, dtype_name(grids_name, grids), "", (3,)),
                 len(pixels),
                 [0 if row is None else len(row) for row in columns[grids_name]],
             )
@@ -208,8 +209,7 @@ def _gather_medium(parts: list[tuple[_Medium, Sequence[int]]], pin_memory: bool)
         for ours, theirs in ((medium.header.pixels, first.pixels), (medium.header.grids, first.grids)):
             if ours != theirs:
                 raise FieldError(
-                    f"{ours.name} is {ours.dtype} {tuple(ours.tail)} in one extent, "
-                    f"{theirs.dtype} {tuple(theirs.tail)} in another"
+                    f"{ours.name} is {ours.dtype} {ours.tail} in one extent, {theirs.dtype} {theirs.tail} in another"
                 )
     return {
         first.grids.name: _gather_runs(
@@ -227,7 +227,7 @@ def _gather_runs(
     """Copy the values of rows end to end; each part is (values, where each row's start, rows)."""
     runs = [(source, start, stop) for source, starts, chosen in parts for start, stop in _runs(starts, chosen)]
     count = sum(stop - start for _, start, stop in runs)
-    tensor = torch.empty((count, *field.tail), dtype=getattr(torch, field.dtype), pin_memory=pin_memory)
+    tensor = MEMORY.empty((count, *field.tail), field.dtype, pin_memory=pin_memory)
     out, at = as_array(tensor), 0
     for source, start, stop in runs:
         out[at : at + stop - start] = source[start:stop]
@@ -267,10 +267,10 @@ def _wrongs(header: VisionHeader, rows: int) -> Iterator[str]:
     for medium in header.media:
         for field in (medium.pixels, medium.grids):
             yield from wrongs_of_field(field)
-        if medium.grids.name != _GRIDS_OF[medium.pixels.name] or medium.grids.tail != [3]:
+        if medium.grids.name != _GRIDS_OF[medium.pixels.name] or medium.grids.tail != (3,):
             yield f"has no grids for {medium.pixels.name}"
         if 0 in medium.pixels.tail:
-            yield f"has a {medium.pixels.name} of shape {medium.pixels.tail}"
+            yield f"has a {medium.pixels.name} of shape {list(medium.pixels.tail)}"
         if len(medium.counts) != rows:
             yield f"counts {medium.grids.name} of {len(medium.counts)} rows, not of its {rows}"
     if header.raw_bytes is not None and len(header.raw_bytes) != rows:

@@ -42,7 +42,7 @@ def kinds_of(header: ExtentHeader) -> dict[str, RowKind]:
 
 
 def _kind(fields: list[FieldHeader], vision: bool) -> RowKind:
-    return RowKind({field.name: (field.dtype, field.columns, tuple(field.tail)) for field in fields}, vision)
+    return RowKind({field.name: (field.dtype, field.columns, field.tail) for field in fields}, vision)
 
 
 def rows_on_cpu(experience: Experience) -> Experience:
