@@ -473,7 +473,8 @@ class Ledger:
             else:
                 self._read_items(record)
         for parts in self._leases.values():
-            parts.sort(key=lambda part: (part[0].policy_version, part[0].ticket))
+            # As in the batch that was leased: see `LedgerIndex.ready`.
+            parts.sort(key=lambda part: (part[0].policy_version, part[0].position, part[0].ticket))
 
     def _read_items(self, record: ExtentRecord) -> None:
         start = self._items_offset + record.slot * self.layout.rows_per_extent * ITEM_BYTES

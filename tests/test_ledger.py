@@ -206,6 +206,23 @@ def test_prompts_that_come_again_are_trained_before_those_that_came_after_them()
     assert [record.position for record, _ in oldest_rows(ledger, 8)] == [0, 4]
 
 
+def test_the_next_buffer_delivers_a_batch_again_in_the_order_in_which_it_was_leased():
+    memory = fresh()
+    ledger = open_ledger(memory)
+    first, second = reserve(ledger), reserve(ledger)
+    seal(ledger, second)
+    seal(ledger, first)
+    ledger.drop([(first, [0, 1, 2, 3])], "spooled", redo=Run(0, 4))
+    seal(ledger, reserve(ledger))
+    lease = ledger.lease(oldest_rows(ledger, 8))
+
+    again = open_ledger(memory)
+
+    places = [(record.position, rows) for record, rows in ledger.leases()[lease]]
+    assert [(record.position, rows) for record, rows in again.leases()[lease]] == places
+    assert [position for position, _ in places] == [0, 4]
+
+
 def test_prompts_that_come_again_are_issued_before_new_ones():
     ledger = open_ledger(fresh())
     record = reserve(ledger)
