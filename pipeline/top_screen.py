@@ -16,6 +16,9 @@ from pipeline.status_text import cares, duration, size, table
 from pipeline.top import Snapshot, panel
 
 _COLUMNS = ("process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices")
+# On a narrow terminal the later ones are left out, none is cut short.
+_BY_WORTH = ("process", "pid", "state", "doing", "for", "restarts", "memory", "on", "devices", "last minute")
+_GAP = 2
 _COLOURS = {"ready": "green", "failed": "red", "stopped": "red"}
 _WORTH_SHOWING = 0.02
 
@@ -55,8 +58,10 @@ def text(status: Mapping[str, Any], why: Mapping[str, Any]) -> str:
     return "\n".join(table(_COLUMNS, rows(status, why)))
 
 
-def screen(status: Mapping[str, Any], why: Mapping[str, Any], *, ascii_only: bool = False) -> RenderableType:
-    """Return what the whole screen shows: the panel of `start`, what holds the run back, the processes."""
+def screen(
+    status: Mapping[str, Any], why: Mapping[str, Any], *, width: int = 200, ascii_only: bool = False
+) -> RenderableType:
+    """Return what a screen so many columns wide shows: the panel of `start`, what holds the run back, the processes."""
     buffer, processes = status.get("buffer") or {}, status.get("processes") or []
     workers = [process for process in processes if process["role"] == "rollout"]
     shot = Snapshot(
@@ -76,16 +81,31 @@ def screen(status: Mapping[str, Any], why: Mapping[str, Any], *, ascii_only: boo
         workers_total=len(workers),
         metrics_url=str(status.get("metrics_url") or ""),
     )
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in _COLUMNS:
+    found = rows(status, why)
+    fitting = _fitting(found, width)
+    grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
+    for column in fitting:
         grid.add_column(column, no_wrap=True, overflow="ellipsis")
-    for row in rows(status, why):
-        grid.add_row(*(Text(cell, style=_COLOURS.get(cell, "") if column == "state" else "")
-                       for column, cell in zip(_COLUMNS, row, strict=True)))  # fmt: skip
+    for row in found:
+        cells = dict(zip(_COLUMNS, row, strict=True))
+        grid.add_row(*(Text(cells[name], style=_COLOURS.get(cells[name], "") if name == "state" else "")
+                       for name in fitting))  # fmt: skip
     said = [Text(sentence) for sentence in why.get("sentences") or []]
     care = [Text(f"ATTENTION: {one}", style="bold red") for one in cares(status)]
     foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run goes on", style="dim")
     return Group(panel(shot, ascii_only=ascii_only), *care, *said, Text(), grid, Text(), foot)
+
+
+def _fitting(found: list[tuple[str, ...]], width: int) -> list[str]:
+    """Return the columns that have room beside each other, in the order in which they are shown."""
+    kept: set[str] = set()
+    for name in _BY_WORTH:
+        place = _COLUMNS.index(name)
+        width -= max(len(cell) for cell in (name, *(row[place] for row in found))) + _GAP
+        if width < 0:
+            break
+        kept.add(name)
+    return [name for name in _COLUMNS if name in kept]
 
 
 def run(ask: Ask, console: Console, interval_s: float) -> None:
@@ -97,7 +117,7 @@ def run(ask: Ask, console: Console, interval_s: float) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                shown = screen(ask("status"), ask("why"), ascii_only=console.options.ascii_only)
+                shown = screen(ask("status"), ask("why"), width=console.width, ascii_only=console.options.ascii_only)
             except UnreachableError as error:
                 # It may start, or be busy for a moment: what comes next is shown.
                 shown = Text(str(error), style="bold red")

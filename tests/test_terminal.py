@@ -49,6 +49,20 @@ class TestTop:
         for part in ("1,042 / 2,000", "ATTENTION: rollout 1 has failed", "trainer-0 waits for data.", "ticket 1,700"):
             assert part in shown
 
+    @pytest.mark.parametrize(
+        ("width", "last"), [(40, "doing"), (60, "restarts"), (80, "memory"), (100, "devices"), (160, "devices")]
+    )
+    def test_a_narrow_screen_leaves_columns_out_and_cuts_none_short(self, width: int, last: str) -> None:
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+
+        console.print(top_screen.screen(STATUS, WHY, width=width))
+
+        assert isinstance(console.file, io.StringIO)
+        head, *lines = console.file.getvalue().splitlines()[-6:-2]
+        assert head.split()[-1] == last
+        assert [line.split()[:2] for line in lines] == [["buffer", "0"], ["rollout", "0"], ["rollout", "1"]]
+        assert "…" not in "".join([head, *lines])
+
     def test_an_answer_of_another_version_is_no_error(self) -> None:
         console = Console(file=io.StringIO(), width=160)
 
