@@ -50,7 +50,7 @@ class TestTop:
             assert part in shown
 
     @pytest.mark.parametrize(
-        ("width", "last"), [(40, "doing"), (60, "restarts"), (80, "memory"), (100, "devices"), (160, "devices")]
+        ("width", "last"), [(50, "for"), (60, "restarts"), (80, "memory"), (100, "devices"), (160, "devices")]
     )
     def test_a_narrow_screen_leaves_columns_out_and_cuts_none_short(self, width: int, last: str) -> None:
         console = Console(file=io.StringIO(), width=width, color_system=None)
