@@ -23,6 +23,8 @@ from pipeline.messages import Message, decode, encode
 from pipeline.metrics_writer import Counter, MetricWriter
 
 BUFFER = "buffer"
+# A plain number: what an enum's flags take to be combined is half of a look at a socket.
+_READABLE = int(zmq.POLLIN)
 _MAX_MESSAGE_BYTES = 64 << 20
 _MAX_BURST = 1024
 _MAX_AHEAD = 4096
@@ -53,6 +55,7 @@ class Traffic:
 
     def __init__(self, metrics: MetricWriter) -> None:
         self._metrics = metrics
+        # Finding a counter costs more than a message does.
         self._counters: dict[tuple[str, str], tuple[Counter, Counter]] = {}
 
     def count(self, peer: str, direction: Literal["sent", "received"], messages: int, nbytes: int) -> None:
@@ -60,7 +63,6 @@ class Traffic:
         channel = BUFFER if peer == BUFFER else "peer"
         counters = self._counters.get((channel, direction))
         if counters is None:
-            # Finding a counter costs more than a message does.
             counters = self._counters[channel, direction] = (
                 self._metrics.counter("rlhfd_ipc_messages_total", channel=channel, direction=direction),
                 self._metrics.counter("rlhfd_ipc_bytes_total", channel=channel, direction=direction),
@@ -69,7 +71,9 @@ class Traffic:
         counters[1].inc(nbytes)
 
     def drop(self, peer: str, messages: int) -> None:
-        """Count messages that came to the mailbox of a peer and cannot be what one says."""
+        """Count messages that came to the mailbox of a peer and cannot be what one says; there are few."""
+        if not messages:
+            return
         self._metrics.counter("rlhfd_ipc_drops_total", channel=BUFFER if peer == BUFFER else "peer").inc(messages)
 
 
@@ -112,7 +116,7 @@ class Mailbox:
         # What is refused counts too: garbage without end must not hold up the work.
         while len(messages) + refused < _MAX_BURST:
             # Asked beforehand: that costs less than the exception of a socket that has nothing.
-            if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 wait_ms = 0 if messages else max(0, int((deadline - time.monotonic()) * 1000 + 0.999))
                 if not (wait_ms and self._poller.poll(wait_ms)):
                     break
