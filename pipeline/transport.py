@@ -57,6 +57,7 @@ class Traffic:
         self._metrics = metrics
         # Finding a counter costs more than a message does.
         self._counters: dict[tuple[str, str], tuple[Counter, Counter]] = {}
+        self._drops: dict[str, Counter] = {}
 
     def count(self, peer: str, direction: Literal["sent", "received"], messages: int, nbytes: int) -> None:
         """Count messages to or from the mailbox of a peer."""
@@ -71,10 +72,12 @@ class Traffic:
         counters[1].inc(nbytes)
 
     def drop(self, peer: str, messages: int) -> None:
-        """Count messages that came to the mailbox of a peer and cannot be what one says; there are few."""
-        if not messages:
-            return
-        self._metrics.counter("rlhfd_ipc_drops_total", channel=BUFFER if peer == BUFFER else "peer").inc(messages)
+        """Count messages that came to the mailbox of a peer and cannot be what one says."""
+        channel = BUFFER if peer == BUFFER else "peer"
+        if channel not in self._drops:
+            self._drops[channel] = self._metrics.counter("rlhfd_ipc_drops_total", channel=channel)
+        if messages:
+            self._drops[channel].inc(messages)
 
 
 class Mailbox:
