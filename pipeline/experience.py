@@ -104,13 +104,24 @@ class Experience:
     position_ids: Tensor | None = None
 
     @torch.no_grad()
-    def to_device(self, device: torch.device | str) -> None:
+    def to_device(self, device: torch.device | str, *, non_blocking: bool = False) -> None:
         """Move every tensor, those in `info` and in lists too, to `device`, in place.
 
         Args:
             device: As "cuda:0" or ``torch.device("cuda:0")``.
+            non_blocking: Whether copies from page-locked memory are only begun, on the current stream.
         """
-        self._replace_tensors(lambda tensor: tensor.to(device))
+        self._replace_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of every tensor on a card until what was begun on `stream` by then is done."""
+
+        def record(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+            return tensor
+
+        self._replace_tensors(record)
 
     def pin_memory(self) -> Self:
         """Move every tensor, those in `info` and in lists too, into page-locked memory, in place.

@@ -24,15 +24,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pipeline import codec
 from pipeline.arena import Arena
-from pipeline.errors import ConfigError, DeadlineError, DecodeError, UnreachableError
+from pipeline.errors import ConfigError, DeadlineError, UnreachableError
 from pipeline.experience import Experience
 from pipeline.instance import find
 from pipeline.lora import without_peft_names
 from pipeline.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
 from pipeline.pinned import PinnedMemory, pin_arena
 from pipeline.policy_versions import PolicyVersions
+from pipeline.staging import Staging
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer_name
 from pipeline.weights import Probe, WeightsVersion
 
@@ -72,6 +72,7 @@ class Connection:
         world_size: int,
         prefetch: int = 2,
         verify_checksum: bool = True,
+        copy_ahead: bool | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Introduce this rank to the buffer; `connect` is the usual way here.
@@ -85,6 +86,7 @@ class Connection:
             world_size: Ranks in all, as in the daemon's configuration.
             prefetch: Batches leased ahead, the one in hand included.
             verify_checksum: Whether each extent's checksum is looked at before its rows are used.
+            copy_ahead: Whether the next batch is copied while one is trained; None for on a card.
             on_close: Called once by `close`.
         """
         self.rank = rank
@@ -96,7 +98,7 @@ class Connection:
         self._receiver = receiver
         self._sender = sender
         self._prefetch = prefetch
-        self._verify_checksum = verify_checksum
+        self._staging = Staging(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
         self._on_close = on_close
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
@@ -156,13 +158,18 @@ class Connection:
         """Return the next batch if it is here."""
         if self.draining or not self._leases:
             return None
-        lease = self._leases.popleft()
-        readers = self._open(lease)
-        if readers is None:
+        lease, device = self._leases.popleft(), torch.device(device)
+        staged = self._staging.take(lease, device)
+        if staged.experience is None:
+            self._refuse(lease, staged.damaged)
             return None
-        experience = self._gather(lease, readers, torch.device(device))
         self._in_hand.append(lease.lease)
-        return Batch(experience, lease.lease, lease.for_version, lease.position)
+        if self._staging.wants_next(device):
+            # What came meanwhile: the next batch is on its way while this one is trained.
+            self.receive(0.0)
+            if self._leases and not self.draining:
+                self._staging.begin(self._leases[0], device)
+        return Batch(staged.experience, lease.lease, lease.for_version, lease.position)
 
     def acknowledge(self) -> None:
         """Count the batches in hand as trained; without one, do nothing."""
@@ -268,7 +275,7 @@ class Connection:
         The rollback is said before the hello, by every rank, for one rank's hello may overtake another's rollback.
         """
         self._incarnation = random.getrandbits(62)
-        self._leases.clear()
+        self._forget_leases()
         self._in_hand.clear()
         self._acks.clear()
         self._newest_lease = -1
@@ -289,6 +296,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        self._staging.close()
         # First: what is handed back must not come again.
         self._send(Credit(trainer_name(self.rank), self._incarnation, 0))
         for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
@@ -348,36 +356,21 @@ class Connection:
         self._send(self._hello())
         self._send(Credit(trainer_name(self.rank), self._incarnation, self._prefetch))
 
-    def _open(self, lease: Lease) -> list[codec.ExtentReader] | None:
-        """Return a reader for each part, or None after telling the buffer which parts are damaged."""
-        readers, damaged = [], {}
-        for part in lease.parts:
-            memory = self._arena.extent(part.offset, part.nbytes)
-            try:
-                readers.append(codec.ExtentReader(memory, checksum=part.checksum if self._verify_checksum else 0))
-            except DecodeError as error:
-                damaged[part.ticket] = str(error)
-        if not damaged:
-            return readers
+    def _refuse(self, lease: Lease, damaged: dict[int, str]) -> None:
+        """Tell the buffer which parts of a batch are damaged."""
         reason = next(iter(damaged.values()))
         log.error("damaged batch handed back: lease=%d tickets=%s: %s", lease.lease, [*damaged], reason)
         # What was leased behind it comes again under the same numbers, with other rows: mail to the name that this
         # rank had until now is void, and numbers are taken from the damaged one on.
-        self._leases.clear()
+        self._forget_leases()
         self._incarnation = random.getrandbits(62)
         self._newest_lease = lease.lease - 1
         self._damaged = Damaged(trainer_name(self.rank), lease.lease, [*damaged], reason, self._incarnation)
         self._send(self._damaged)
-        return None
 
-    def _gather(self, lease: Lease, readers: list[codec.ExtentReader], device: torch.device) -> Experience:
-        parts = [(reader, part.rows) for reader, part in zip(readers, lease.parts, strict=True)]
-        versions = [version for part in lease.parts for version in [part.policy_version] * len(part.rows)]
-        experience = codec.gather(parts, pin_memory=device.type == "cuda")
-        experience.info = {**(experience.info or {}), "policy_version": torch.tensor(versions)}
-        if device.type != "cpu":
-            experience.to_device(device)
-        return experience
+    def _forget_leases(self) -> None:
+        self._staging.forget()
+        self._leases.clear()
 
 
 def connect(

@@ -32,7 +32,8 @@ LIMITS = Limits(
 class House:
     """A buffer, its arena, and a worker that seals made-up experience for every ticket."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *, copy_ahead=False):
+        self.copy_ahead = copy_ahead
         Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
         self.arena = Arena(folder / "arena")
         self.weights_path = folder / "weights"
@@ -85,7 +86,7 @@ class House:
             self.post.outbox("buffer"),
             rank=0,
             world_size=1,
-            **options,
+            **({"copy_ahead": self.copy_ahead} | options),
         )
 
     def batch(self, connection):
@@ -97,9 +98,9 @@ class House:
         raise AssertionError("no batch came")
 
 
-@pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
+@pytest.fixture(params=[False, True], ids=["copied when asked for", "copied ahead"])
+def house(tmp_path, request):
+    house = House(tmp_path, copy_ahead=request.param)
     yield house
     house.ledger.close()
     house.arena.close()
