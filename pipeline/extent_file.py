@@ -6,10 +6,10 @@ not at all: it is written under another name, brought to disk, then renamed.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import xxhash
@@ -23,6 +23,7 @@ SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")
 _PIECE_BYTES = 4 << 20
 _MOST_HEADER_BYTES = 100 << 20
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class SavedExtent(msgspec.Struct, frozen=True):
@@ -38,6 +39,12 @@ class SavedExtent(msgspec.Struct, frozen=True):
     checksum: int
     nbytes: int
     digest: int = 0
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    """An entry of the file's header; what else stands there says nothing that is not known."""
+
+    data_offsets: tuple[_Offset, _Offset]
 
 
 class ExtentFile(msgspec.Struct, frozen=True):
@@ -112,14 +119,14 @@ def load(path: Path) -> ExtentFile:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             if length > min(size_bytes, _MOST_HEADER_BYTES):
                 raise DecodeError(f"{path} speaks of a header of {length:,} B, it has {size_bytes:,} B")
-            header = json.loads(file.read(length))
-            metadata = header["__metadata__"]
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            metadata = msgspec.json.decode(header["__metadata__"], type=dict[str, str])
             extents = msgspec.json.decode(metadata.pop("extents"), type=list[SavedExtent])
-            base = _LENGTH.size + length
-            starts = [base + header[_name(extent)]["data_offsets"][0] for extent in extents]
-        except (struct.error, ValueError, LookupError, TypeError, AttributeError, *UNREADABLE) as error:
+            tensors = [msgspec.json.decode(header[_name(extent)], type=_Tensor) for extent in extents]
+        except (struct.error, KeyError, *UNREADABLE) as error:
             raise DecodeError(f"{path} holds no extents of this version: {error}") from error
-    return ExtentFile(path, metadata, extents, starts)
+    base = _LENGTH.size + length
+    return ExtentFile(path, metadata, extents, [base + tensor.data_offsets[0] for tensor in tensors])
 
 
 def read_extent(file: ExtentFile, place: int) -> bytes:

@@ -116,6 +116,18 @@ def test_a_file_that_was_cut_is_refused(place, cut):
         extent_file.read_extent(extent_file.load(path), 0)
 
 
+@pytest.mark.parametrize("start", [b"0.5", b"-8", b"1e3", b"99999999999999999999", b'""'])
+def test_a_file_whose_header_says_that_an_extent_is_nowhere_is_refused(place, start):
+    place.quarantine.keep([(place.records[0], [0])], "checksum", "torn")
+    (path,) = place.folder.iterdir()
+    length, data = int.from_bytes(path.read_bytes()[:8], "little"), path.read_bytes()
+    head = data[8 : 8 + length].replace(b'"data_offsets":[0,', b'"data_offsets":[%s,' % start).rstrip()
+    path.write_bytes(data[:8] + head.ljust(length) + data[8 + length :])
+
+    with pytest.raises(DecodeError):
+        extent_file.read_extent(extent_file.load(path), 0)
+
+
 @pytest.mark.parametrize("extents", [1, 2, 30, 64, 300])
 def test_every_extent_of_a_file_is_read_as_it_was_however_many_there_are(place, tmp_path, extents):
     records = [ExtentRecord(n, rows=4, prompts=2, ticket=n, offset=64 * n, nbytes=60 + n % 5) for n in range(extents)]
