@@ -34,15 +34,24 @@ class Way:
 
     def batches(self) -> Iterator[Any]:
         while True:
-            meta = self._client.get_meta(
-                data_fields=_FIELDS, batch_size=BATCH_ROWS, partition_id=_PARTITION, task_name="trainer"
-            )
+            meta = self._rows()
             columns = self._client.get_data(meta)
             rows = [{name: columns[name][row] for name in _FIELDS} for row in range(BATCH_ROWS)]
             batch = join(rows)
             self._client.clear_samples(meta)
             ray.get(self._room.leave.remote())
             yield {name: value.numpy() for name, value in batch.items()}
+
+    def _rows(self) -> Any:
+        while True:
+            try:
+                return self._client.get_meta(
+                    data_fields=_FIELDS, batch_size=BATCH_ROWS, partition_id=_PARTITION, task_name="trainer"
+                )
+            except RuntimeError as error:
+                # Its controller waits for a while only, and a producer takes longer to begin.
+                if "Timeout while waiting" not in str(error):
+                    raise
 
     def close(self) -> None:
         transfer_queue.close()
