@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 
 from pipeline.activity import ActivityClock
 from pipeline.arena import Arena, ExtentAllocator
@@ -14,13 +15,14 @@ from pipeline.config import Config
 from pipeline.errors import ExitCode
 from pipeline.leases import Send
 from pipeline.ledger import Ledger
-from pipeline.messages import Message
+from pipeline.messages import Message, Published
 from pipeline.observer import Observer
 from pipeline.pause import Pause
 from pipeline.quarantine import Quarantine
 from pipeline.role import RoleContext, monotonic_s
 from pipeline.spool import Spool
 from pipeline.transport import BUFFER, Mailbox, Outbox, Traffic
+from pipeline.weights_header import Age, newest_version
 from pipeline.workspace import ledger_layout, limits_of
 
 _IDLE_S = 0.25
@@ -28,6 +30,8 @@ _LAST_WORDS_S = 2.0
 # A look at a file, or the books shown, costs as much as a message: neither is due at each of a thousand a second.
 _LOOK_S = 0.05
 _SHOW_S = 0.02
+# What is said is here within milliseconds.
+_WORD_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,39 @@ class Outboxes:
             outbox.close(linger_s=0.2)
 
 
+class NewestWeights:
+    """Tells the buffer of the newest weights in shared memory, where their trainer's own word of them does not come.
+
+    It may have lain unread with a killed buffer. Rank 0 says it again to the next one once it listens; with several
+    ranks it may first wait for another one, and that one for a batch that nobody rolls out before the word is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unsaid: tuple[Age, float] | None = None
+
+    def look(self, buffer: Buffer, now_s: float, *, patience_s: float = _WORD_S) -> None:
+        """Say what the trainer should have said, if it has not for so long."""
+        found = newest_version(self._path)
+        totals, versions = buffer.ledger.totals, buffer.ledger.versions
+        if found is None or (
+            found.version == totals.policy_version and versions.knows(found.version, found.fingerprint)
+        ):
+            self._unsaid = None
+            return
+        if self._unsaid is None or self._unsaid[0] != found.age:
+            self._unsaid = found.age, now_s
+        if now_s - self._unsaid[1] >= patience_s:
+            # Once: what the buffer refuses would be refused again.
+            self._unsaid = found.age, math.inf
+            log.warning("the weights in shared memory are newer than what their trainer has said: version=%d instead "
+                        "of %d rollback=%s", found.version, totals.policy_version, found.rollback)  # fmt: skip
+            buffer.handle(
+                Published(found.version, found.fingerprint, found.trained_through, found.rollback, found.position),
+                now_s,
+            )
+
+
 def run(config: Config, context: RoleContext) -> ExitCode:
     """Serve tickets and leases until told to stop."""
     arena = Arena(context.folder / "arena", payload=False)
@@ -78,7 +115,8 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
     buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
     journal = BufferJournal(config, arena, metrics.journal_written)
-    pause = Pause(context.folder)
+    pause, weights = Pause(context.folder), NewestWeights(context.folder / "weights")
+    weights.look(buffer, monotonic_s(), patience_s=0.0)
     buffer.paused = pause.is_on()
     looked_s = shown_s = -math.inf
     is_shown = True
@@ -92,6 +130,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
             now_s, refused = monotonic_s(), buffer.refused
             if now_s - looked_s >= _LOOK_S:
                 looked_s, buffer.paused = now_s, pause.is_on()
+                weights.look(buffer, now_s)
                 if (changed := context.reloaded()) is not None:
                     rollout = changed.rollout
                     buffer.limit(max_attempts=rollout.max_attempts, ticket_timeout_s=rollout.ticket_timeout_s)

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import ConfigError, UnreachableError
-from pipeline.weights import Probe, WeightsPublisher, WeightsReader, WeightsVersion, flatten
+from pipeline.weights import WeightsPublisher, WeightsReader, flatten
+from pipeline.weights_header import Probe, WeightsVersion
 
 _TRAINING_SLOTS = 2
 

@@ -16,7 +16,7 @@ import torch
 from pipeline.config import Config
 from pipeline.errors import FieldError, MistrustedError, PromptError
 from pipeline.prompts import PromptSource, render
-from pipeline.weights import Probe, WeightsVersion
+from pipeline.weights_header import Probe, WeightsVersion
 
 _TOKENS = 64
 

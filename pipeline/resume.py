@@ -26,7 +26,7 @@ from pipeline.lora import adapter_of, load_adapter, published
 from pipeline.models import load_actor, load_critic
 from pipeline.stream import Connection
 from pipeline.training_state import HasTensors, Progress, take_over, tensors_of
-from pipeline.weights import WeightsVersion
+from pipeline.weights_header import WeightsVersion
 
 _FRESH = "`rlhfd start --fresh` starts anew"
 

@@ -33,7 +33,8 @@ from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_samples import RolloutSamples
 from pipeline.transport import Sender, worker_name
 from pipeline.vision_prompts import RenderedPrompt, VisionPrompts
-from pipeline.weights import WeightsReader, WeightsVersion
+from pipeline.weights import WeightsReader
+from pipeline.weights_header import WeightsVersion
 
 TICKETS_AHEAD = 2
 _TRIED_PROMPTS = 64

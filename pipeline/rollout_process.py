@@ -29,7 +29,7 @@ from pipeline.rollout_samples import RolloutSamples
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.vision_prompts import VisionPrompts
 from pipeline.vision_rows import VisionRows
-from pipeline.weights import Probe, WeightsVersion
+from pipeline.weights_header import Probe, WeightsVersion
 
 _IDLE_S = 0.25
 

@@ -34,7 +34,7 @@ from pipeline.pinned import PinnedMemory, pin_arena
 from pipeline.policy_versions import PolicyVersions
 from pipeline.staging import Staging
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer_name
-from pipeline.weights import Probe, WeightsVersion
+from pipeline.weights_header import Probe, WeightsVersion
 
 _CONNECT_TIMEOUT_S = 30.0
 _ACKS_KEPT = 256

@@ -19,7 +19,7 @@ from pipeline.step_stats import StepStats
 from pipeline.stream import Batch, Connection
 from pipeline.trainer_metrics import TrainerMetrics
 from pipeline.training_state import Progress, digest_after, tensors_of
-from pipeline.weights import Probe, WeightsVersion
+from pipeline.weights_header import Probe, WeightsVersion
 
 _IDLE_STEPS = 20
 

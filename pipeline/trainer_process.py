@@ -27,7 +27,7 @@ from pipeline.trainer import CheckpointWriter, Trainer
 from pipeline.trainer_metrics import TrainerMetrics
 from pipeline.training_state import Progress, tensors_of
 from pipeline.transport import Traffic
-from pipeline.weights import Probe, WeightsVersion
+from pipeline.weights_header import Probe, WeightsVersion
 from pipeline.workspace import identity_of
 
 _IDLE_S = 0.25

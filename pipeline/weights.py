@@ -1,8 +1,6 @@
 """Policy weights in shared memory: the trainer publishes versions, workers copy the newest between rollouts.
 
-    page 0      magic, slots, slot bytes, data offset, manifest bytes; `newest` (slot + 1, 0 before the first publish)
-    512         one header of 64 B a slot: sequence, version, fingerprint, trained_through, history, rollback,
-                log-prob and tokens of the probe
+    page 0      the slots' versions (`pipeline.weights_header`)
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
     data        the slots, page-aligned
 
@@ -22,26 +20,30 @@ import ctypes
 import logging
 import mmap
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
 
-from pipeline.arena import PAGE_BYTES, allocate, refuse_larger_than_free
+from pipeline.arena import allocate, refuse_larger_than_free
 from pipeline.errors import WeightsError
 from pipeline.pinned import PinnedMemory
 from pipeline.slot_copy import Slot
+from pipeline.weights_header import (
+    HEADER,
+    MAGIC,
+    MOST_SLOTS,
+    NEWEST,
+    PAGE_BYTES,
+    Age,
+    Probe,
+    WeightsVersion,
+    pack_version,
+    slot_mark,
+    unpack_version,
+)
 
-_MAGIC = b"rlhfd-weights\x00\x00\x01"
-_HEADER = struct.Struct("<16sQQQQ")
-_FLOAT_BITS, _BITS = struct.Struct("<d"), struct.Struct("<Q")
-_NEWEST = 64 // 8
-_SLOT_HEADERS = 512
-_SLOT_HEADER_BYTES = 64
-_MAX_SLOTS = (PAGE_BYTES - _SLOT_HEADERS) // _SLOT_HEADER_BYTES
 _FETCH_ATTEMPTS = 16
 
 log = logging.getLogger(__name__)
@@ -55,44 +57,6 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
     shape: list[int]
     offset: int
     nbytes: int
-
-
-class Probe(NamedTuple):
-    """Summed log-prob, in nats, that these weights give to the tokens of the run's first prompt."""
-
-    log_prob: float
-    tokens: int
-
-
-Age = tuple[int, int]
-"""A version's number and its history."""
-
-
-class WeightsVersion(NamedTuple):
-    """A published version.
-
-    Attributes:
-        version: Its number.
-        fingerprint: xxh3-64 of its bytes.
-        trained_through: The first lease that it does not include.
-        rollback: Whether it takes the place of a later one.
-        history: Rollbacks up to this version.
-        probe: What a model with these weights answers; None where it was not asked.
-        position: Of a rollback, the first prompt that may be missing from these weights; -1 where that is not known.
-    """
-
-    version: int
-    fingerprint: int
-    trained_through: int = 0
-    rollback: bool = False
-    history: int = 0
-    probe: Probe | None = None
-    position: int = -1
-
-    @property
-    def age(self) -> Age:
-        """What tells it from every other version of a run."""
-        return self.version, self.history
 
 
 def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -117,16 +81,13 @@ class _Mapping:
             self._map = mmap.mmap(file.fileno(), 0)
         self.memory = memoryview(self._map)
         self.slots: int
-        magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = _HEADER.unpack_from(self.memory)
-        if magic != _MAGIC:
+        magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = HEADER.unpack_from(self.memory)
+        if magic != MAGIC:
             raise WeightsError(f"{path} holds no weights of this version")
         manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
         self.places = msgspec.msgpack.decode(manifest, type=list[TensorPlace])
         self.marks = self.memory[:PAGE_BYTES].cast("Q")
         self._pinned: PinnedMemory | None = None
-
-    def slot_mark(self, slot: int) -> int:
-        return (_SLOT_HEADERS + slot * _SLOT_HEADER_BYTES) // 8
 
     def slot_memory(self, slot: int) -> memoryview:
         start = self.data_offset + slot * self.slot_bytes
@@ -151,21 +112,16 @@ class _Mapping:
             self._pinned = PinnedMemory(start, self.slots * self.slot_bytes, f"weights in {self.path.name}")
 
     def newest(self) -> int | None:
-        slot = self.marks[_NEWEST]
+        slot = self.marks[NEWEST]
         return slot - 1 if slot else None
 
     def version(self, slot: int) -> WeightsVersion:
-        mark = self.slot_mark(slot)
-        _, version, fingerprint, through, history, rollback, bits, tokens = self.marks[mark : mark + 8]
-        (log_prob,) = _FLOAT_BITS.unpack(_BITS.pack(bits))
-        probe = Probe(log_prob, tokens) if tokens else None
-        # 0: no rollback, 1: one of unknown position, above: 2 more than the position.
-        return WeightsVersion(version, fingerprint, through, bool(rollback), history, probe, max(rollback, 1) - 2)
+        return unpack_version(self.marks, slot)
 
     def slot_of(self, wanted: Age) -> int | None:
         """Return the slot that holds a version whole."""
         for slot in range(self.slots if self.newest() is not None else 0):
-            if self.marks[self.slot_mark(slot)] % 2 == 0 and self.version(slot).age == wanted:
+            if self.marks[slot_mark(slot)] % 2 == 0 and self.version(slot).age == wanted:
                 return slot
         return None
 
@@ -195,8 +151,8 @@ class WeightsPublisher:
         Raises:
             ConfigError: If shared memory has less room than that.
         """
-        if not 2 <= slots <= _MAX_SLOTS:
-            raise ValueError(f"slots must be 2 to {_MAX_SLOTS}, got {slots}")
+        if not 2 <= slots <= MOST_SLOTS:
+            raise ValueError(f"slots must be 2 to {MOST_SLOTS}, got {slots}")
         if not self.matches(path, tensors):
             _create(path, _places(tensors), slots)
         self._mapping = _Mapping(path)
@@ -237,7 +193,7 @@ class WeightsPublisher:
         if before is not None and before.version >= version and not rollback:
             raise WeightsError(f"version {version} is not above {before.version}")
         slot = 0 if newest is None else (newest + 1) % self._mapping.slots
-        mark, marks = self._mapping.slot_mark(slot), self._mapping.marks
+        mark, marks = slot_mark(slot), self._mapping.marks
         marks[mark] |= 1
         self._mapping.pin_for(tensors)
         fingerprint = self._slots[slot].write(tensors)
@@ -245,14 +201,11 @@ class WeightsPublisher:
             history = rollback + (0 if before is None else before.history)
         position = position if rollback else -1
         published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, position)
-        (bits,) = _BITS.unpack(_FLOAT_BITS.pack(probe.log_prob if probe else 0.0))
-        undone = position + 2 if rollback else 0
-        words = (version, fingerprint, trained_through, history, undone, bits, probe.tokens if probe else 0)
-        for place, word in enumerate(words, mark + 1):
+        for place, word in enumerate(pack_version(published), mark + 1):
             marks[place] = word
         marks[mark] += 1
         # Last: whoever sees this slot as the newest sees it whole.
-        marks[_NEWEST] = slot + 1
+        marks[NEWEST] = slot + 1
         return published
 
     def rewind(self, age: Age) -> bool:
@@ -263,7 +216,7 @@ class WeightsPublisher:
         slot = self._mapping.slot_of(age)
         if slot is None:
             return False
-        self._mapping.marks[_NEWEST] = slot + 1
+        self._mapping.marks[NEWEST] = slot + 1
         return True
 
     def close(self) -> None:
@@ -318,7 +271,7 @@ class WeightsReader:
             slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
             if slot is None:
                 raise WeightsError("no weights were published yet" if age is None else f"version {age[0]} is gone")
-            mark = self._mapping.slot_mark(slot)
+            mark = slot_mark(slot)
             before = self._mapping.marks[mark]
             found = self._mapping.version(slot)
             whole = before % 2 == 0 and self._slots[slot].read(into) == found.fingerprint
@@ -356,7 +309,7 @@ def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         allocate(descriptor, total_bytes, f"weights in {slots} slots")
-        os.pwrite(descriptor, _HEADER.pack(_MAGIC, slots, slot_bytes, data_offset, len(manifest)), 0)
+        os.pwrite(descriptor, HEADER.pack(MAGIC, slots, slot_bytes, data_offset, len(manifest)), 0)
         os.pwrite(descriptor, manifest, PAGE_BYTES)
         os.rename(temporary, path)
     except BaseException:

@@ -9,7 +9,8 @@ from pipeline.errors import MistrustedError
 from pipeline.messages import Sealed
 from pipeline.metrics_reader import MetricsReader
 from pipeline.probe import answer, check, tolerance_nats
-from pipeline.weights import Probe, WeightsPublisher, WeightsReader, WeightsVersion
+from pipeline.weights import WeightsPublisher, WeightsReader
+from pipeline.weights_header import Probe, WeightsVersion
 from tests import tiny
 from tests.test_rollout import Bench
 
