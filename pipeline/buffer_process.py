@@ -29,7 +29,7 @@ _IDLE_S = 0.25
 _LAST_WORDS_S = 2.0
 # A look at a file, or the books shown, costs as much as a message: neither is due at each of a thousand a second.
 _LOOK_S = 0.05
-_SHOW_S = 0.02
+SHOW_S = 0.02
 # What is said is here within milliseconds.
 _WORD_S = 1.0
 
@@ -126,7 +126,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     try:
         while not context.stopping:
             with clock.during("wait_data"):
-                messages = mailbox.receive(_IDLE_S if is_shown else _SHOW_S)
+                messages = mailbox.receive(_IDLE_S if is_shown else SHOW_S)
             now_s, refused = monotonic_s(), buffer.refused
             if now_s - looked_s >= _LOOK_S:
                 looked_s, buffer.paused = now_s, pause.is_on()
@@ -140,7 +140,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
             buffer.step(now_s)
             outboxes.flush()
             journal.step(buffer, now_s)
-            if is_shown := not messages or now_s - shown_s >= _SHOW_S:
+            if is_shown := not messages or now_s - shown_s >= SHOW_S:
                 metrics.publish(buffer, now_s, arena.payload_bytes)
                 shown_s = now_s
         _hear_last_words(buffer, mailbox)
