@@ -94,7 +94,7 @@ def run(*, quick: bool) -> Sequence[Section]:
     ]
     text = (
         f"CPU time of all that the buffer does for an item but its sockets, appends of {_ROWS} rows: one transaction"
-        " each for ticket with its hand-out, seal, lease and acknowledgement, and the metrics as often as a run shows them."
+        " each for a ticket handed out, seal, lease and acknowledgement; the books are shown as often as a run does."
     )
     table = Table(("what", "CPU, us", "times the first"), rows)
     return [Section("flat", "The buffer's cost by producers and by items held", text, [table])]
