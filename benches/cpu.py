@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benches import hub
 from benches.contest import DAEMON, running
 from benches.measure import Sample, figure
 from benches.report import Section, Table
@@ -53,9 +54,11 @@ def _shares(quick: bool) -> list[tuple[str, ...]]:
     shares = Sample.of(
         one["parts"]["buffer"] / one["seconds"] / (one["items"] / one["seconds"]) * _ITEMS_PER_S for one in found
     )
+    least = Sample.of(hub.share(_ITEMS_PER_S / APPEND_ROWS, appends_s) for _ in range(1 if quick else 3))
     return [
         (f"buffer's process at {_ITEMS_PER_S:,} items/s", f"{shares.scaled(100)} %"),
         ("measured at items/s", str(rate)),
+        ("bare ZeroMQ in its place: the same messages, and nothing done", f"{least.scaled(100)} %"),
     ]
 
 

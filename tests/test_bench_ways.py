@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from benches import hub
 from benches.contest import BOUND, DAEMON, Contestant, FailedError, Runner, running
 from benches.peers import RAY, REVERB
 from benches.transport import _contest, _table, speed
@@ -106,3 +107,8 @@ def test_a_way_that_ends_is_told_and_costs_nothing_else():
         pass
 
     assert runners == {} and [*failed] == ["no such way"]
+
+
+@pytest.mark.integration
+def test_a_hub_that_does_nothing_costs_something_and_ends():
+    assert 0 < hub.share(100, 0.5) < 1
