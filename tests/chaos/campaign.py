@@ -11,6 +11,7 @@ import collections
 import contextlib
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from tests.daemon import Daemon, is_alive, wait_until
 RECOVERY_TIMEOUT_S = 120.0
 _STAGE_TIMEOUT_S = 4.0
 _LOOK_S = 0.0002
+_TRAINED = re.compile(r"experiences: sealed \d+ = trained (\d+) \+")
 # Within which an end in order is hit: most take that long.
 _DRAIN_S = 0.5
 
@@ -93,6 +95,8 @@ class Campaign:
     def __init__(self, folder: Path, *sets: str, task: Path, seed: int, targets: tuple[Target, ...] = TARGETS) -> None:
         self.kills: list[Kill] = []
         self.lives = 0
+        # Counters live as long as the arena, which a stop in order ends.
+        self.trained_before_stops = 0
         self.daemon: Daemon
         self._folder = folder
         self._sets = sets
@@ -175,6 +179,8 @@ class Campaign:
         code = self.daemon.wait()
         if target.role != "supervisor":
             assert code == 0, f"{target} made it end with {code}\n{self.daemon.errors[-4000:]}"
+        if not self.daemon.shm_dir.exists():
+            self.trained_before_stops += trained_in(self.daemon.errors)
         self._start()
 
     # Targets.
@@ -274,6 +280,12 @@ class Campaign:
 
     def _wait_trained(self, before: int) -> None:
         self.daemon.wait_until(lambda: self._trained() > before, f"more than {before} rows trained", RECOVERY_TIMEOUT_S)
+
+
+def trained_in(errors: str) -> int:
+    """Return the rows that a daemon that has ended in order says were trained."""
+    (trained,) = map(int, _TRAINED.findall(errors))
+    return trained
 
 
 def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
