@@ -114,7 +114,11 @@ class Experience:
         self._replace_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of every tensor on a card until what was begun on `stream` by then is done."""
+        """Keep the memory of every tensor on a card until what reads it is done, though another stream made it.
+
+        Args:
+            stream: On which it is read.
+        """
 
         def record(tensor: Tensor) -> Tensor:
             if tensor.is_cuda:

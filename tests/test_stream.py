@@ -34,6 +34,7 @@ class House:
 
     def __init__(self, folder, *, copy_ahead=False):
         self.copy_ahead = copy_ahead
+        self.connections = []
         Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
         self.arena = Arena(folder / "arena")
         self.weights_path = folder / "weights"
@@ -79,7 +80,7 @@ class House:
         )
 
     def connect(self, **options):
-        return Connection(
+        connection = Connection(
             self.arena,
             self.weights_path,
             self.post.outbox("trainer-0"),
@@ -88,6 +89,8 @@ class House:
             world_size=1,
             **({"copy_ahead": self.copy_ahead} | options),
         )
+        self.connections.append(connection)
+        return connection
 
     def batch(self, connection):
         for _ in range(4):
@@ -102,6 +105,8 @@ class House:
 def house(tmp_path, request):
     house = House(tmp_path, copy_ahead=request.param)
     yield house
+    for connection in house.connections:
+        connection.close()
     house.ledger.close()
     house.arena.close()
 
