@@ -460,5 +460,4 @@ def test_a_leased_batch_of_a_vision_language_run_is_what_was_sealed(tmp_path):
     expected = by_the_book([(house.rolled[0], range(4)), (house.rolled[1], range(4))])
     assert batch.info.pop("policy_version").tolist() == [0] * 8
     assert_same(batch, expected)
-    house.ledger.close()
-    house.arena.close()
+    house.close()

@@ -94,8 +94,7 @@ def test_a_leased_batch_arrives_on_the_gpu_as_it_was_sealed(tmp_path):
     expected = torch.cat([house.rolled[0].reward, house.rolled[1].reward])
     assert batch.experience.sequences.device.type == "cuda"
     assert torch.equal(batch.experience.reward.cpu(), expected)
-    house.ledger.close()
-    house.arena.close()
+    house.close()
 
 
 def test_log_probs_of_a_rollout_on_the_gpu_are_those_of_the_cpu():

@@ -103,8 +103,7 @@ class Trainer:
 def site(tmp_path):
     site = Site(tmp_path)
     yield site
-    site.house.ledger.close()
-    site.house.arena.close()
+    site.house.close()
 
 
 def test_without_a_checkpoint_a_run_starts_anew(site):

@@ -46,6 +46,12 @@ class House:
         self.post.send("buffer", WantTickets("worker-0", 1, 2))
         self.post.send("buffer", Published(0, 5, 0))
 
+    def close(self):
+        for connection in self.connections:
+            connection.close()
+        self.ledger.close()
+        self.arena.close()
+
     def start_buffer(self):
         """A new one, as after a kill of the last."""
         self.ledger = Ledger(self.arena.ledger[:], LAYOUT)
@@ -105,10 +111,7 @@ class House:
 def house(tmp_path, request):
     house = House(tmp_path, copy_ahead=request.param)
     yield house
-    for connection in house.connections:
-        connection.close()
-    house.ledger.close()
-    house.arena.close()
+    house.close()
 
 
 def test_a_batch_holds_the_rows_that_were_sealed_in_ticket_order(house):

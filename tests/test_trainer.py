@@ -85,8 +85,7 @@ class Bench:
         self.house.turn(work=False)
 
     def close(self):
-        self.house.ledger.close()
-        self.house.arena.close()
+        self.house.close()
         self.slab.close()
 
 
