@@ -218,13 +218,19 @@ class Campaign:
     def _strike_drain(self, target: Target) -> str:
         """Tell the daemon to stop, and kill the target a moment later, unless that has ended by itself."""
         self.daemon.wait_ready(RECOVERY_TIMEOUT_S)
-        pids = self.daemon.pids()
-        name = self._rng.choice([name for name in ("supervisor", *sorted(pids)) if name.startswith(target.role)])
+        # What was killed last may be seen as ready still, and have no process.
+        names, pids = wait_until(lambda: self._named(target), RECOVERY_TIMEOUT_S, f"{target.role} is up")
+        name = self._rng.choice(names)
         self.daemon.signal(signal.SIGTERM)
         time.sleep(self._rng.random() * _DRAIN_S)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.daemon.pid if name == "supervisor" else pids[name], signal.SIGKILL)
         return target.stage
+
+    def _named(self, target: Target) -> tuple[list[str], dict[str, int]] | None:
+        pids = self.daemon.pids()
+        names = [name for name in ("supervisor", *sorted(pids)) if name.startswith(target.role)]
+        return (names, pids) if names else None
 
     def _wait_stage(self, slab: MetricsSlab, target: Target, worker: int) -> str:
         """Wait until that process is up and at the stage; any other one will do at the deadline."""
