@@ -166,12 +166,17 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
 
 def hold_signals() -> None:
-    """Let signals that ask for the end wait for `unwind_on_signals`: what is made meanwhile has no owner yet."""
+    """Let signals that ask for the end wait for `release_signals`: nobody could answer them properly meanwhile."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
 
 
+def release_signals() -> None:
+    """Let those through that waited, and those to come."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+
+
 def unwind_on_signals() -> None:
-    """From here on, until a loop can drain, end with 0 at a signal that asks for it, by way of every ``finally``."""
+    """From here on end with 0 at a signal that asks for the end, by way of every ``finally``."""
 
     def unwind(*_: object) -> None:
         ignore_signals()
@@ -179,7 +184,7 @@ def unwind_on_signals() -> None:
 
     for number in _ENDING_SIGNALS:
         signal.signal(number, unwind)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+    release_signals()
 
 
 def ignore_signals() -> None:

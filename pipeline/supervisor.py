@@ -24,10 +24,9 @@ from pipeline.instance import (
     InstanceLock,
     InstanceRecord,
     hold_signals,
-    ignore_signals,
+    release_signals,
     serve_control,
     shm_directory,
-    unwind_on_signals,
 )
 from pipeline.instance_status import InstanceStatus
 from pipeline.launchers.local import allow_descriptors
@@ -78,10 +77,8 @@ def run(loaded: LoadedConfig) -> ExitCode:
                 http.close()
             raise
         try:
-            unwind_on_signals()
             return asyncio.run(Supervisor(config, loaded, workspace, http, run_log, notifier).serve())
         finally:
-            ignore_signals()
             workspace.remove()
 
 
@@ -134,11 +131,14 @@ class Supervisor:
             await self._http.start(self._status.metrics, self._status.health, self._status.ready, self._page)
         self._view.start()
         try:
+            # What came meanwhile is answered once the loop turns; a child would inherit that they are held.
+            release_signals()
             self._do(self._start_first)
             while not self._end.over:
                 self._do(self._tick)
                 await asyncio.sleep(_TICK_S) if not self._end.over else None
         finally:
+            hold_signals()
             await self._leave(control)
         return self._end.exit_code
 

@@ -194,6 +194,32 @@ def test_signal_at_any_moment_of_the_start_leaves_nothing(
         assert "Traceback" not in daemon.errors
 
 
+@pytest.mark.parametrize("moment", ["selectors, 'DefaultSelector'", "asyncio.SelectorEventLoop, 'close'"])
+def test_signal_while_the_loop_is_made_or_closed_leaves_nothing(tmp_path: Path, task: Path, moment: str) -> None:
+    program = tmp_path / "rlhfd"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import asyncio, os, selectors, signal, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pipeline.cli import main\n"
+        f"whole = getattr({moment})\n"
+        "def signalled(*arguments):\n"
+        "    made = whole(*arguments)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return made\n"
+        f"setattr({moment}, signalled)\n"
+        "main()\n"
+    )
+    program.chmod(0o700)
+
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=1", task=task, program=program) as daemon:
+        assert daemon.wait() == 0, daemon.errors
+
+        assert not daemon.shm_dir.exists()
+        assert list(daemon.runtime_dir.iterdir()) == []
+        assert "Traceback" not in daemon.errors
+
+
 def test_signal_while_a_serial_run_makes_its_model_leaves_nothing(tmp_path: Path) -> None:
     with Daemon(tmp_path, *SMALL, arguments=("--serial",)) as daemon:
         daemon.wait_until((daemon.state_dir / ".sort-digits.partial").exists, "the model is being made")
