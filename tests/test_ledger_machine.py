@@ -91,7 +91,15 @@ class Model:
         self.counts[reason] += 1
         if redo:
             self.redo.add(self.tickets[ticket][2] + row)
+            self._join_redo()
         self._gone([(ticket, row)])
+
+    def _join_redo(self):
+        """The table holds a run an extent: beyond, prompts of the narrowest gap come once more."""
+        ends = sorted(position for position in self.redo if position + 1 not in self.redo)
+        if len(ends) > LAYOUT.extents:
+            gaps = [range(end + 1, min(p for p in self.redo if p > end)) for end in ends[:-1]]
+            self.redo |= set(min(gaps, key=len))
 
     def _renumber(self, through):
         self.through = through
