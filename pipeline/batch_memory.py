@@ -13,7 +13,7 @@ import threading
 import numpy as np
 import torch
 
-from pipeline.codec_layout import Array, array_dtype, as_tensor
+from pipeline.codec_layout import Array, array_dtype, as_array, as_tensor
 
 # Below, the allocator keeps its pages.
 _LEAST_BYTES = 128 << 10
@@ -34,21 +34,29 @@ class BatchMemory:
         self._chunks: dict[int, list[Array]] = {}
         self._lock = threading.Lock()
 
-    def empty(self, shape: tuple[int, ...], dtype: str, *, pin_memory: bool = False) -> torch.Tensor:
-        """Return a tensor of any values, whose memory is its own as long as it, or a view of it, is held.
+    def empty(
+        self, count: int, shape: tuple[int, ...], dtype: str, *, pin_memory: bool = False
+    ) -> tuple[list[torch.Tensor], Array]:
+        """Return tensors of any values; the memory is theirs as long as one of them, or a view of one, is held.
 
         Args:
-            shape: Its shape.
-            dtype: Its torch dtype, as headers name it.
-            pin_memory: Whether it is page-locked; torch itself uses such memory again.
+            count: How many.
+            shape: Of each.
+            dtype: Their torch dtype, as headers name it.
+            pin_memory: Whether they are page-locked; torch itself uses such memory again.
+
+        Returns:
+            The tensors, and the array (count, *shape) over all of them.
         """
         if pin_memory:
-            return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
+            whole = torch.empty((count, *shape), dtype=getattr(torch, dtype), pin_memory=True)
+            return list(whole.unbind()), as_array(whole)
         kind = array_dtype(dtype)
-        nbytes = math.prod(shape) * kind.itemsize
-        if nbytes < _LEAST_BYTES:
-            return as_tensor(np.empty(shape, kind), dtype)
-        return as_tensor(np.ndarray(shape, kind, self._take(nbytes)), dtype)
+        nbytes = count * math.prod(shape) * kind.itemsize
+        chunk = None if nbytes < _LEAST_BYTES else self._take(nbytes)
+        array = np.ndarray((count, *shape), kind, chunk)
+        # Each from its own part: a tensor's storage, which is what is pickled, ends where the tensor does.
+        return [as_tensor(part, dtype) for part in array], array
 
     def _take(self, nbytes: int) -> Array:
         # An eighth of a power of two: batches of nearly one size share chunks.

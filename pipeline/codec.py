@@ -9,30 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 
 from pipeline.batch_memory import MEMORY
 from pipeline.codec_layout import (
     Array,
-    Block,
     ExtentHeader,
     FieldHeader,
     GroupHeader,
+    Plan,
+    Stack,
     align,
     as_array,
-    blocks_of,
-    dtype_name,
+    field_header,
     header_bytes,
     index_of,
+    lay_out,
+    plan_of,
     read_header,
     write_header,
 )
-from pipeline.codec_spans import Spans, action_columns, columns_to
+from pipeline.codec_spans import Spans, action_columns
 from pipeline.codec_vision import (
     VisionPart,
     VisionReader,
@@ -86,13 +87,13 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
     arrays = {name: as_array(value) for name, value in fields.items()}
     rows, width = experience.sequences.shape
     columns = action_columns(experience)
-    stored = [_field_header(name, value, width, columns) for name, value in fields.items()]
+    stored = tuple(_field_header(name, value, width, columns) for name, value in fields.items())
     spans = Spans.of((rows, width), columns, arrays.get("attention_mask"), arrays.get("action_mask"))
     vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
     header = _header(stored, spans, vision)
     packed = msgspec.msgpack.encode(header)
-    blocks = list(blocks_of(header, header_bytes(packed)))
-    text_stop = blocks[-1].stop if blocks else header_bytes(packed)
+    plan = plan_of(header.fields, header.full_masks)
+    stacks, blocks, text_stop = lay_out(header, plan, header_bytes(packed))
     nbytes = text_stop if vision is None else vision_stop(vision.header, align(text_stop))
     if nbytes > len(memory):
         raise ArenaFullError(
@@ -100,21 +101,10 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
             "raise buffer.row_bytes"
         )
     write_header(packed, memory)
-    copies: dict[tuple[int, str, bool], _Rectangle | list[_Copy]] = {}
+    for stack in stacks:
+        _write(stack.array(memory), stack, [arrays[field.name] for field in stack.run.fields], header, spans)
     for block in blocks:
-        out, source = block.array(memory), arrays[block.field.name]
-        if block.group is None:
-            out[...] = source
-            continue
-        # Fields of the same columns have their rows in the same places: found out once a group.
-        is_small = spans.end_together and out.nbytes < _SMALL_BLOCK_BYTES and len(header.groups) == 1
-        key = (id(block.group), block.field.columns, is_small)
-        if (places := copies.get(key)) is None:
-            places = copies[key] = _rectangle(block, header, spans) if is_small else _copies(block, header, spans)
-        if isinstance(places, _Rectangle):
-            places.copy(source, out)
-        else:
-            _fill(out, source, places)
+        block.array(memory)[...] = arrays[block.field.name]
     if vision is not None:
         vision.write(memory, align(text_stop))
     return Encoded(nbytes, xxhash.xxh3_64_intdigest(memory[:nbytes]) if checksum else 0)
@@ -135,19 +125,23 @@ class ExtentReader:
         """
         if checksum and xxhash.xxh3_64_intdigest(memory) != checksum:
             raise DecodeError(f"extent of {len(memory):,} B: its checksum is not the one it was sealed with")
-        self.header, start = read_header(memory)
+        self.header, self.plan, start = read_header(memory)
         self._memory = memory
-        self._blocks = list(blocks_of(self.header, start))
-        text_stop = self._blocks[-1].stop if self._blocks else start
+        self._stacks, self._blocks, text_stop = lay_out(self.header, self.plan, start)
         if text_stop > len(memory):
             raise DecodeError(f"extent of {len(memory):,} B, its header speaks of {text_stop:,} B")
         vision = self.header.vision
         self.vision = None if vision is None else VisionReader(vision, self.header.rows, memory, align(text_stop))
 
-    def blocks(self) -> Iterator[tuple[FieldHeader, GroupHeader | None, Array]]:
-        """Yield each block as an array over the extent's own bytes."""
+    def stacks(self) -> Iterator[tuple[Stack, Array]]:
+        """Yield the fields with columns, as arrays (fields, rows of a group, columns) over the extent's own bytes."""
+        for stack in self._stacks:
+            yield stack, stack.array(self._memory)
+
+    def blocks(self) -> Iterator[tuple[FieldHeader, Array]]:
+        """Yield each field without columns as an array over the extent's own bytes."""
         for block in self._blocks:
-            yield block.field, block.group, block.array(self._memory)
+            yield block.field, block.array(self._memory)
 
 
 def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: bool = False) -> Experience:
@@ -170,27 +164,36 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
     vision = [(reader.vision, chosen) for reader, chosen in parts if reader.vision is not None]
     if 0 < len(vision) < len(parts):
         raise FieldError(f"{len(vision)} of {len(parts)} extents hold an ExperienceVL; a batch is of one kind")
-    names = _common_fields(parts)
+    plan = _common_plan(parts)
     rows = sum(len(chosen) for _, chosen in parts)
-    sequence_lengths = [reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen]
-    action_lengths = [reader.header.action_lengths[row] for reader, chosen in parts for row in chosen]
-    widths = {"S": max(sequence_lengths), "A": max(action_lengths)}
+    lengths = {
+        "attention_mask": [reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen],
+        "action_mask": [reader.header.action_lengths[row] for reader, chosen in parts for row in chosen],
+    }
+    widths = {"S": max(lengths["attention_mask"]), "A": max(lengths["action_mask"])}
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, Array] = {}
-    for field in names.values():
-        shape = (rows, widths[field.columns]) if field.columns else (rows, *field.tail)
-        tensors[field.name] = MEMORY.empty(shape, field.dtype, pin_memory=pin_memory)
-        arrays[field.name] = as_array(tensors[field.name])
+    stacks: list[Array] = []
+    for fields in plan.stacks:
+        shape = (rows, widths[fields[0].columns])
+        found, stack = MEMORY.empty(len(fields), shape, fields[0].dtype, pin_memory=pin_memory)
+        stacks.append(stack)
+        for field, tensor, array in zip(fields, found, stack, strict=True):
+            tensors[field.name], arrays[field.name] = tensor, array
+    for field in plan.others:
+        (tensors[field.name],), (arrays[field.name],) = MEMORY.empty(
+            1, (rows, *field.tail), field.dtype, pin_memory=pin_memory
+        )
     start = 0
     for reader, chosen in parts:
-        _gather_part(reader, list(chosen), arrays, start)
+        _gather_part(reader, list(chosen), stacks, arrays, start)
         start += len(chosen)
-    _fill_masks(parts, arrays, widths, sequence_lengths, action_lengths)
+    _fill_masks(parts, arrays, lengths)
     plain, info = _by_field(tensors)
     if not vision:
         return Experience(**plain, info=info or None)
-    fields, counts = gather_vision(vision, counted=info.keys(), pin_memory=pin_memory)
-    return ExperienceVL(**plain, **fields, info={**info, **counts} or None)
+    pixels, counts = gather_vision(vision, counted=info.keys(), pin_memory=pin_memory)
+    return ExperienceVL(**plain, **pixels, info={**info, **counts} or None)
 
 
 # Reading an Experience.
@@ -216,7 +219,7 @@ def _checked(name: str, value: object, rows: int) -> torch.Tensor:
 
 def _field_header(name: str, value: torch.Tensor, width: int, action_columns: int) -> FieldHeader:
     columns = _columns_of(name, value, width, action_columns)
-    return FieldHeader(name, dtype_name(name, value), columns, () if columns else tuple(value.shape[1:]))
+    return field_header(name, value.dtype, columns, () if columns else tuple(value.shape[1:]))
 
 
 def _columns_of(name: str, value: torch.Tensor, width: int, action_columns: int) -> Literal["S", "A", ""]:
@@ -232,7 +235,7 @@ def _columns_of(name: str, value: torch.Tensor, width: int, action_columns: int)
     return "S" if is_token else "A"
 
 
-def _header(stored: list[FieldHeader], spans: Spans, vision: VisionPart | None) -> ExtentHeader:
+def _header(stored: tuple[FieldHeader, ...], spans: Spans, vision: VisionPart | None) -> ExtentHeader:
     tokens = [end - start for start, end in zip(spans.start, spans.end, strict=True)]
     actions = spans.actions
     groups = [
@@ -240,7 +243,7 @@ def _header(stored: list[FieldHeader], spans: Spans, vision: VisionPart | None) 
         for rows in _similar(tokens)
     ]
     return ExtentHeader(
-        len(tokens), stored, groups, tokens, actions, spans.full_masks,
+        len(tokens), stored, groups, tokens, actions, tuple(spans.full_masks),
         None if vision is None else vision.header,
     )  # fmt: skip
 
@@ -269,74 +272,50 @@ def _similar(lengths: list[int]) -> list[list[int]]:
 # Blocks.
 
 
-class _Copy(NamedTuple):
-    """Where a row's values lie: ``source[row, start:stop]`` goes to ``out[place, at:]``."""
-
-    place: int
-    at: int
-    row: int
-    start: int
-    stop: int
-
-
-class _Rectangle(NamedTuple):
-    """Where the values of all rows, which end together, lie: ``source[:, columns]`` but for what is `padding`."""
-
-    columns: slice
-    padding: Array | None
-
-    def copy(self, source: Array, out: Array) -> None:
-        out[...] = source[:, self.columns]
-        if self.padding is not None:
-            out[self.padding] = 0
-
-
-def _rectangle(block: Block, header: ExtentHeader, spans: Spans) -> _Rectangle:
-    is_token = block.field.columns == "S"
-    stop = spans.end[0] - (0 if is_token else spans.width - spans.action_columns)
-    width, lengths = block.shape[1], header.sequence_lengths if is_token else header.action_lengths
-    padding = columns_to(width) < width - np.array(lengths)[:, None] if min(lengths) < width else None
-    return _Rectangle(slice(stop - width, stop), padding)
-
-
-def _copies(block: Block, header: ExtentHeader, spans: Spans) -> list[_Copy]:
-    assert block.group is not None
-    is_token = block.field.columns == "S"
+def _write(out: Array, stack: Stack, sources: list[Array], header: ExtentHeader, spans: Spans) -> None:
+    """Write the rows of a group: those of each source, (B, columns), to one block of `out`."""
+    is_token, rows, width = stack.run.is_token, stack.group.rows, stack.shape[2]
     lengths = header.sequence_lengths if is_token else header.action_lengths
     # Action columns end where the sequences' columns end.
     shift = 0 if is_token else spans.width - spans.action_columns
-    width, ends = block.shape[1], spans.end
-    return [
-        _Copy(place, width - lengths[row], row, ends[row] - shift - lengths[row], ends[row] - shift)
-        for place, row in enumerate(block.group.rows)
-    ]
+    if spans.end_together and len(header.groups) == 1 and out[0].nbytes < _SMALL_BLOCK_BYTES:
+        stop = spans.end[0] - shift
+        for target, source in zip(out, sources, strict=True):
+            target[...] = source[:, stop - width : stop]
+    else:
+        for place, row in enumerate(rows):
+            stop, length = spans.end[row] - shift, lengths[row]
+            for target, source in zip(out, sources, strict=True):
+                target[place, width - length :] = source[row, stop - length : stop]
+    _zero_padding(out, 0, [width - lengths[row] for row in rows])
 
 
-def _fill(out: Array, source: Array, copies: list[_Copy]) -> None:
-    for place, at, row, start, stop in copies:
-        # Each byte is written once.
-        if at:
-            out[place, :at] = 0
-        out[place, at:] = source[row, start:stop]
+def _zero_padding(out: Array, start: int, padding: list[int]) -> None:
+    """Zero the first so many columns of the rows from `start` on, in all blocks of a stack."""
+    for row, columns in enumerate(padding, start):
+        if columns:
+            out[..., row, :columns] = 0
 
 
-def _gather_part(reader: ExtentReader, chosen: list[int], arrays: dict[str, Array], start: int) -> None:
+def _gather_part(
+    reader: ExtentReader, chosen: list[int], stacks: list[Array], arrays: dict[str, Array], start: int
+) -> None:
     rows = index_of(chosen)
+    for field, values in reader.blocks():
+        arrays[field.name][start : start + len(chosen)] = values[rows]
     group_now: GroupHeader | None = None
-    for field, group, block in reader.blocks():
-        out = arrays[field.name]
-        if group is None:
-            out[start : start + len(chosen)] = block[rows]
-            continue
-        if group is not group_now:
-            # A group's blocks lie together: which of its rows are wanted is found out once.
-            group_now, (sources, targets) = group, _places_of(group, chosen, start)
+    for stack, values in reader.stacks():
+        if stack.group is not group_now:
+            # A group's stacks lie together: which of its rows are wanted is found out once.
+            group_now, (sources, targets) = stack.group, _places_of(stack.group, chosen, start)
         if sources is not None:
+            run, (count, _, stored) = stack.run, stack.shape
+            out = stacks[run.stack][run.first : run.first + count]
             # A group may be wider than this batch: columns beyond the batch's width are its padding.
-            width = min(block.shape[1], out.shape[1])
-            if padding := out.shape[1] - width:
-                out[targets, :padding] = 0
-            out[targets, padding:] = block[sources, block.shape[1] - width :]
+            width = min(stored, out.shape[2])
+            if padding := out.shape[2] - width:
+                out[:, targets, :padding] = 0
+            out[:, targets, padding:] = values[:, sources, stored - width :]
 
 
 _Places = slice | list[int] | None
@@ -354,29 +333,17 @@ def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[_Plac
 
 
 def _fill_masks(
-    parts: Sequence[tuple[ExtentReader, Sequence[int]]],
-    arrays: dict[str, Array],
-    widths: dict[str, int],
-    sequence_lengths: list[int],
-    action_lengths: list[int],
+    parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dict[str, Array], lengths: dict[str, list[int]]
 ) -> None:
-    for name, columns, lengths in (
-        ("attention_mask", "S", sequence_lengths),
-        ("action_mask", "A", action_lengths),
-    ):
-        left_out = [name in reader.header.full_masks for reader, _ in parts]
-        if not any(left_out):
-            continue
-        first = widths[columns] - np.array(lengths)[:, None]
-        if all(left_out):
-            np.greater_equal(columns_to(widths[columns]), first, out=arrays[name], casting="unsafe")
-            continue
-        start = 0
-        for (_, chosen), is_left_out in zip(parts, left_out, strict=True):
-            stop = start + len(chosen)
-            if is_left_out:
-                arrays[name][start:stop] = columns_to(widths[columns]) >= first[start:stop]
-            start = stop
+    """Write the masks that were left out: ones, and before a row's first one zeros."""
+    start = 0
+    for reader, chosen in parts:
+        stop = start + len(chosen)
+        for name in reader.header.full_masks:
+            out = arrays[name]
+            out[start:stop] = 1
+            _zero_padding(out, start, [out.shape[1] - length for length in lengths[name][start:stop]])
+        start = stop
 
 
 def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> None:
@@ -386,16 +353,18 @@ def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) ->
             raise DecodeError(f"row {row} is wanted of an extent of {reader.header.rows} rows")
 
 
-def _common_fields(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> dict[str, FieldHeader]:
-    first = {field.name: field for field in parts[0][0].header.fields}
+def _common_plan(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> Plan:
+    first = parts[0][0]
     for reader, _ in parts[1:]:
-        if reader.header.fields == parts[0][0].header.fields:
+        if reader.plan is first.plan or reader.header.fields == first.header.fields:
             continue
-        other = {field.name: field for field in reader.header.fields}
-        if first != other:
-            odd = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        here, there = ({field.name: field for field in found.header.fields} for found in (first, reader))
+        odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+        if odd:
             raise FieldError(f"{odd[0]}: present, or of one dtype and shape, in some of the batch's rows only")
-    return first
+        if reader.plan.stacks != first.plan.stacks:
+            raise DecodeError("fields of an extent lie in an order in which none is written")
+    return first.plan
 
 
 def _by_field(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

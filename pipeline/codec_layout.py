@@ -1,7 +1,7 @@
 """What the bytes of an extent mean: its header, and the place of each block.
 
     u32 header length, header (msgpack `ExtentHeader`), zeros up to a multiple of 64
-    blocks, each aligned to 64 bytes, in the order in which `blocks_of` yields them:
+    blocks, each aligned to 64 bytes, in the order in which `lay_out` places them:
         for each group of rows of similar length, for each field with a column a token:  (rows, width) values
         for each other field:                                                            (B, ...) values
     what `codec_vision` adds, if the experience is a vision-language one
@@ -13,6 +13,7 @@ account for each other, or raises DecodeError.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Iterator
@@ -86,22 +87,80 @@ class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
     """All that a reader needs to know of an extent; `vision` is None in one of plain text."""
 
     rows: Size
-    fields: list[FieldHeader]
+    fields: tuple[FieldHeader, ...]
     groups: list[GroupHeader]
     sequence_lengths: list[Size]
     action_lengths: list[Size]
-    full_masks: list[str]
+    full_masks: tuple[str, ...]
     vision: VisionHeader | None = None
 
 
 _header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
 
 
+class Run(NamedTuple):
+    """Fields of one dtype, with a column each token or each action, that are stored side by side.
+
+    `stack`: which of the plan's stacks they are part of; `first`: the place of the first of them in it.
+    """
+
+    fields: tuple[FieldHeader, ...]
+    stack: int
+    first: int
+    is_token: bool
+
+
+class Plan(NamedTuple):
+    """What the fields of an extent, and the masks left out of it, say of every extent that has the same ones.
+
+    `stacks`: fields with columns, neighbours of one kind together, as a batch holds them; `runs`: those of each that
+    are stored side by side; `others`: fields without columns; `wrongs`: what no extent can have.
+    """
+
+    stacks: tuple[tuple[FieldHeader, ...], ...]
+    runs: tuple[Run, ...]
+    others: tuple[FieldHeader, ...]
+    wrongs: tuple[str, ...]
+
+
+# Extents of one run have the same fields: what can be said of these alone is found out once.
+@functools.lru_cache(maxsize=64)
+def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Plan:
+    """Return the plan of a header's fields and of the masks that it leaves out."""
+    with_columns = (field for field in fields if field.columns)
+    kinds = itertools.groupby(with_columns, lambda field: (field.columns, field.dtype))
+    stacks = tuple(tuple(kind) for _, kind in kinds)
+    runs = [
+        Run(tuple(field for _, field in part), index, part[0][0], part[0][1].columns == "S")
+        for index, stack in enumerate(stacks)
+        for is_left_out, found in itertools.groupby(enumerate(stack), lambda place: place[1].name in full_masks)
+        if not is_left_out and (part := list(found))
+    ]
+    others = tuple(field for field in fields if not field.columns)
+    return Plan(stacks, tuple(runs), others, tuple(_wrongs_of_fields(fields, full_masks)))
+
+
+class Stack(NamedTuple):
+    """The values of a run of fields, of the rows of one group: a block each, `stride` bytes apart."""
+
+    run: Run
+    group: GroupHeader
+    shape: tuple[int, int, int]
+    start: int
+    stride: int
+
+    def array(self, memory: memoryview) -> Array:
+        """Return the blocks as one array (fields, rows, columns) over the extent's own bytes."""
+        kind = _ARRAY_DTYPES[self.run.fields[0].dtype]
+        return np.ndarray(
+            self.shape, kind, memory, self.start, (self.stride, self.shape[2] * kind.itemsize, kind.itemsize)
+        )
+
+
 class Block(NamedTuple):
-    """Values that lie end to end: those of a field, or of the rows of one group."""
+    """The values of a field without columns, end to end."""
 
     field: FieldHeader
-    group: GroupHeader | None
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -111,25 +170,37 @@ class Block(NamedTuple):
         return np.ndarray(self.shape, _ARRAY_DTYPES[self.field.dtype], memory, self.start)
 
 
-def block_at(start: int, field: FieldHeader, group: GroupHeader | None, shape: tuple[int, ...]) -> Block:
+def block_at(start: int, field: FieldHeader, shape: tuple[int, ...]) -> Block:
     """Place a block; the next one starts at `align` of its stop."""
-    return Block(field, group, shape, start, start + math.prod(shape) * _ARRAY_DTYPES[field.dtype].itemsize)
+    return Block(field, shape, start, start + math.prod(shape) * _ARRAY_DTYPES[field.dtype].itemsize)
 
 
-def blocks_of(header: ExtentHeader, start: int) -> Iterator[Block]:
-    """Yield the blocks of the text fields in the order in which they lie."""
-    tokens = [field for field in header.fields if field.columns and field.name not in header.full_masks]
+def lay_out(header: ExtentHeader, plan: Plan, start: int) -> tuple[list[Stack], list[Block], int]:
+    """Place the text fields.
+
+    Args:
+        header: The extent's.
+        plan: Of its fields.
+        start: Where the blocks start, as `header_bytes` says.
+
+    Returns:
+        Those with columns by group, those without, and where the last one stops.
+    """
+    stacks, blocks, stop = [], [], start
     for group in header.groups:
-        for field in tokens:
-            width = group.sequence_width if field.columns == "S" else group.action_width
-            block = block_at(start, field, group, (len(group.rows), width))
-            yield block
-            start = align(block.stop)
-    for field in header.fields:
-        if not field.columns:
-            block = block_at(start, field, None, (header.rows, *field.tail))
-            yield block
-            start = align(block.stop)
+        rows = len(group.rows)
+        for run in plan.runs:
+            width = group.sequence_width if run.is_token else group.action_width
+            nbytes = rows * width * _ARRAY_DTYPES[run.fields[0].dtype].itemsize
+            stack = Stack(run, group, (len(run.fields), rows, width), start, align(nbytes))
+            stacks.append(stack)
+            stop = start + (len(run.fields) - 1) * stack.stride + nbytes
+            start = align(stop)
+    for field in plan.others:
+        block = block_at(start, field, (header.rows, *field.tail))
+        blocks.append(block)
+        stop, start = block.stop, align(block.stop)
+    return stacks, blocks, stop
 
 
 def write_header(packed: bytes, memory: memoryview) -> None:
@@ -145,8 +216,8 @@ def header_bytes(packed: bytes) -> int:
     return align(_LENGTH.size + len(packed))
 
 
-def read_header(memory: memoryview) -> tuple[ExtentHeader, int]:
-    """Return an extent's header, and where its blocks start.
+def read_header(memory: memoryview) -> tuple[ExtentHeader, Plan, int]:
+    """Return an extent's header, the plan of its fields, and where its blocks start.
 
     Raises:
         DecodeError: If there is no header, or its parts do not account for each other.
@@ -156,14 +227,14 @@ def read_header(memory: memoryview) -> tuple[ExtentHeader, int]:
         header = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
-    if wrong := next(_wrongs(header), ""):
+    plan = plan_of(header.fields, header.full_masks)
+    if wrong := next(iter(plan.wrongs or _wrongs(header)), ""):
         raise DecodeError(f"extent of {len(memory):,} B: its header {wrong}")
-    return header, align(_LENGTH.size + length)
+    return header, plan, align(_LENGTH.size + length)
 
 
 def _wrongs(header: ExtentHeader) -> Iterator[str]:
-    """Say what in a header would make a reader fail, or reserve without bound."""
-    yield from _wrongs_of_fields(tuple(header.fields), tuple(header.full_masks))
+    """Say what in a header, but for its fields, would make a reader fail, or reserve without bound."""
     rows, tokens, actions = header.rows, header.sequence_lengths, header.action_lengths
     if not len(tokens) == len(actions) == rows:
         yield f"has lengths of other than its {rows} rows"
@@ -178,21 +249,17 @@ def _wrongs(header: ExtentHeader) -> Iterator[str]:
                 yield f"has a row {row} that is longer than its group"
 
 
-# Extents of one run have the same fields.
-@functools.lru_cache(maxsize=64)
-def _wrongs_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> tuple[str, ...]:
+def _wrongs_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Iterator[str]:
     columns = {field.name: field.columns for field in fields}
-    wrongs = [wrong for field in fields for wrong in wrongs_of_field(field)]
+    for field in fields:
+        yield from wrongs_of_field(field)
     if len(columns) < len(fields):
-        wrongs.append("names a field twice")
+        yield "names a field twice"
     if columns.get("sequences") != "S" or "sequences" in full_masks:
-        wrongs.append("has no sequences")
-    wrongs += [
-        f"leaves out {mask} and does not say what it was"
-        for mask in full_masks
-        if columns.get(mask) != {"attention_mask": "S", "action_mask": "A"}.get(mask, "")
-    ]
-    return tuple(wrongs)
+        yield "has no sequences"
+    for mask in full_masks:
+        if columns.get(mask) != {"attention_mask": "S", "action_mask": "A"}.get(mask, ""):
+            yield f"leaves out {mask} and does not say what it was"
 
 
 def wrongs_of_field(field: FieldHeader) -> Iterator[str]:
@@ -204,17 +271,18 @@ def wrongs_of_field(field: FieldHeader) -> Iterator[str]:
         yield f"has a {field.name} of shape {list(field.tail)}"
 
 
-def dtype_name(name: str, value: torch.Tensor) -> str:
-    """Return a tensor's dtype as headers name it.
+@functools.lru_cache(maxsize=256)
+def field_header(name: str, kind: torch.dtype, columns: Literal["S", "A", ""], tail: tuple[int, ...]) -> FieldHeader:
+    """Return a field's header; batches of one run have the same ones again and again.
 
     Raises:
         FieldError: If values of that dtype do not travel.
     """
-    dtype = _DTYPE_NAMES.get(value.dtype)
+    dtype = _DTYPE_NAMES.get(kind)
     if dtype is None:
-        odd = str(value.dtype).removeprefix("torch.")
+        odd = str(kind).removeprefix("torch.")
         raise FieldError(f"{name}: {odd} does not travel, only {', '.join(_ARRAY_DTYPES)}")
-    return dtype
+    return FieldHeader(name, dtype, columns, tail)
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -242,4 +310,4 @@ def index_of(places: list[int]) -> slice | list[int]:
 
 def align(nbytes: int) -> int:
     """Round up to where a block may start."""
-    return (nbytes + _BLOCK_ALIGNMENT - 1) // _BLOCK_ALIGNMENT * _BLOCK_ALIGNMENT
+    return (nbytes + _BLOCK_ALIGNMENT - 1) & -_BLOCK_ALIGNMENT

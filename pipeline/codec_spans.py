@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -93,26 +92,17 @@ def action_columns(experience: Experience) -> int:
     return max((value.shape[1] for value in scores if value is not None and value.ndim == 2), default=0)
 
 
-def columns_to(width: int) -> Array:
-    """Return ``0 ... width - 1``, which is not to be written to."""
-    return _numbers(1 << max(width - 1, 0).bit_length())[:width]
-
-
-@functools.lru_cache(maxsize=32)
-def _numbers(width: int) -> Array:
-    return np.arange(width)
-
-
 def _starts_of_ones(mask: Array) -> list[int] | None:
     """Return where each row's ones begin, if all rows are zeros and then ones, at least one; else None."""
-    is_bool = mask.dtype == bool
-    if not mask.size or not (is_bool or mask.dtype.kind in "iu") or (not is_bool and mask.max() > 1):
+    if not mask.size or not (mask.dtype == bool or mask.dtype.kind in "iu"):
         return None
-    start: list[int] = mask.argmax(axis=1).tolist()
-    # No value is above 1, and none before a row's first largest above 0: the sum is that large for ones alone.
-    most = mask.shape[1] * len(start) - sum(start)
-    found = np.count_nonzero(mask) if is_bool else mask.sum()
-    return start if found == most else None
+    ones = mask if mask.dtype == bool else mask == 1
+    start: list[int] = ones.argmax(axis=1).tolist()
+    count = np.count_nonzero(ones)
+    if count != mask.shape[1] * len(start) - sum(start):
+        return None
+    # From each start on there are ones alone; what is no one and no zero could stand before it.
+    return start if ones is mask or np.count_nonzero(mask) == count else None
 
 
 def _is_plain(mask: Array) -> bool:

@@ -31,7 +31,7 @@ from pipeline.codec_layout import (
     align,
     as_array,
     block_at,
-    dtype_name,
+    field_header,
     wrongs_of_field,
 )
 from pipeline.errors import DecodeError, FieldError, ShapeError
@@ -90,8 +90,8 @@ def vision_part(experience: ExperienceVL) -> VisionPart:
             continue
         media.append(
             MediumHeader(
-                FieldHeader(pixels_name, dtype_name(pixels_name, pixels), "", tuple(pixels.shape[1:])),
-                FieldHeader(grids_name, dtype_name(grids_name, grids), "", (3,)),
+                field_header(pixels_name, pixels.dtype, "", tuple(pixels.shape[1:])),
+                field_header(grids_name, grids.dtype, "", (3,)),
                 len(pixels),
                 [0 if row is None else len(row) for row in columns[grids_name]],
             )
@@ -227,8 +227,8 @@ def _gather_runs(
     """Copy the values of rows end to end; each part is (values, where each row's start, rows)."""
     runs = [(source, start, stop) for source, starts, chosen in parts for start, stop in _runs(starts, chosen)]
     count = sum(stop - start for _, start, stop in runs)
-    tensor = MEMORY.empty((count, *field.tail), field.dtype, pin_memory=pin_memory)
-    out, at = as_array(tensor), 0
+    (tensor,), (out,) = MEMORY.empty(1, (count, *field.tail), field.dtype, pin_memory=pin_memory)
+    at = 0
     for source, start, stop in runs:
         out[at : at + stop - start] = source[start:stop]
         at += stop - start
@@ -252,7 +252,7 @@ def _places(header: VisionHeader, start: int) -> tuple[list[Block], int]:
     blocks = []
     for medium in header.media:
         for field, rows in ((medium.grids, sum(medium.counts)), (medium.pixels, medium.patches)):
-            blocks.append(block_at(align(start), field, None, (rows, *field.tail)))
+            blocks.append(block_at(align(start), field, (rows, *field.tail)))
             start = blocks[-1].stop
     return blocks, align(start)
 

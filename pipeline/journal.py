@@ -56,7 +56,7 @@ class Journal:
             LedgerError: If there is no room for them.
         """
         writes, self._writes = self._writes, []
-        body = b"".join(_WRITE.pack(offset, len(data)) + data for offset, data in writes)
+        body = b"".join([_WRITE.pack(offset, len(data)) + data for offset, data in writes])
         if JOURNAL_HEADER_BYTES + len(body) > self._nbytes:
             raise LedgerError(f"a transaction of {len(body):,} B does not fit into a journal of {self._nbytes:,} B")
         self.memory[JOURNAL_HEADER_BYTES : JOURNAL_HEADER_BYTES + len(body)] = body

@@ -201,8 +201,9 @@ class Ledger:
         else:
             self.totals.leases += 1
         for record, rows in chosen:
+            items = record.items
             for row in rows:
-                item = record.items[row]
+                item = items[row]
                 if item.state is not ItemState.READY:
                     raise LedgerError(
                         f"ticket {record.ticket} row {row} is {item.state.name}, only a READY row is leased"
@@ -399,8 +400,9 @@ class Ledger:
             raise LedgerError(f"ticket {record.ticket} is {record.state.name}, expected {state.name}")
 
     def _remove(self, record: ExtentRecord, rows: list[int]) -> list[ExtentRecord]:
+        items = record.items
         for row in rows:
-            record.items[row].state = ItemState.GONE
+            items[row].state = ItemState.GONE
         self._put_items(record, rows[0], rows[-1] + 1)
         record.held -= len(rows)
         if record.held:
@@ -447,7 +449,7 @@ class Ledger:
 
     def _put_items(self, record: ExtentRecord, start: int, stop: int) -> None:
         first = record.slot * self.layout.rows_per_extent + start
-        data = b"".join(item.pack() for item in record.items[start:stop])
+        data = b"".join([item.pack() for item in record.items[start:stop]])
         self._journal.put(self._items_offset + first * ITEM_BYTES, data)
 
     def _commit(self) -> None:

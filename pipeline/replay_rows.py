@@ -37,11 +37,11 @@ def kinds_of(header: ExtentHeader) -> dict[str, RowKind]:
     kinds = {"fields": _kind(header.fields, vision)}
     for medium in header.vision.media if header.vision else []:
         if medium.patches:
-            kinds[medium.pixels.name] = _kind([medium.pixels, medium.grids], vision)
+            kinds[medium.pixels.name] = _kind((medium.pixels, medium.grids), vision)
     return kinds
 
 
-def _kind(fields: list[FieldHeader], vision: bool) -> RowKind:
+def _kind(fields: tuple[FieldHeader, ...], vision: bool) -> RowKind:
     return RowKind({field.name: (field.dtype, field.columns, field.tail) for field in fields}, vision)
 
 

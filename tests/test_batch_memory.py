@@ -12,13 +12,40 @@ from pipeline.batch_memory import BatchMemory
 LARGE = (16, 8192)
 
 
+def empty(memory, shape, dtype):
+    """The tensor alone: its array would hold the memory too."""
+    (tensor,), _ = memory.empty(1, shape, dtype)
+    return tensor
+
+
+def test_tensors_of_one_call_lie_in_one_array_and_each_has_a_storage_of_its_own():
+    for shape in ((2, 3), (16, 8192)):
+        tensors, array = BatchMemory().empty(3, shape, "bfloat16")
+        array[...] = np.arange(3)[:, None, None]
+
+        assert array.shape == (3, *shape)
+        assert [tensor.view(torch.int16).unique().tolist() for tensor in tensors] == [[0], [1], [2]]
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+
+
+def test_memory_that_one_of_several_tensors_holds_is_nobody_elses():
+    memory = BatchMemory()
+    (_, second), _ = memory.empty(2, LARGE, "int64")
+    second.fill_(7)
+
+    (first, *_), _ = memory.empty(2, LARGE, "int64")
+    first.fill_(8)
+
+    assert (second == 7).all()
+
+
 def test_the_memory_of_a_freed_tensor_is_the_next_ones():
     memory = BatchMemory()
-    first = memory.empty(LARGE, "int64")
+    first = empty(memory, LARGE, "int64")
     place = first.data_ptr()
 
     del first
-    again = memory.empty((16, 8100), "int64")
+    again = empty(memory, (16, 8100), "int64")
 
     assert again.data_ptr() == place
     assert (again.shape, again.dtype, again.is_contiguous()) == ((16, 8100), torch.int64, True)
@@ -38,22 +65,22 @@ def test_the_memory_of_a_freed_tensor_is_the_next_ones():
 )
 def test_memory_that_somebody_holds_is_nobody_elses(held):
     memory = BatchMemory()
-    tensor = memory.empty(LARGE, "int64")
+    tensor = empty(memory, LARGE, "int64")
     place, kept = tensor.data_ptr(), held(tensor)
 
     del tensor
-    other = memory.empty(LARGE, "int64")
+    other = empty(memory, LARGE, "int64")
 
     assert other.data_ptr() != place
     del kept
     gc.collect()
-    assert memory.empty(LARGE, "int64").data_ptr() == place
+    assert empty(memory, LARGE, "int64").data_ptr() == place
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64"])
 def test_a_tensor_has_the_dtype_that_is_asked_for(dtype):
     for shape in ((2, 3), (3, 100_001), (0, 5), (7,)):
-        tensor = BatchMemory().empty(shape, dtype)
+        tensor = empty(BatchMemory(), shape, dtype)
         assert (tensor.dtype, tuple(tensor.shape)) == (getattr(torch, dtype), shape)
         assert tensor.fill_(1).sum() == tensor.numel()
 
@@ -61,9 +88,9 @@ def test_a_tensor_has_the_dtype_that_is_asked_for(dtype):
 def test_no_more_is_kept_than_the_bound():
     memory = BatchMemory(most_free_bytes=4 << 20)
     for megabytes in range(1, 20):
-        memory.empty((megabytes << 20,), "uint8")
+        empty(memory, (megabytes << 20,), "uint8")
         assert memory.free_bytes() <= (4 << 20) + (megabytes << 20), "what was freed last is looked at with the next"
-    memory.empty((1 << 18,), "uint8")
+    empty(memory, (1 << 18,), "uint8")
     assert memory.free_bytes() <= (4 << 20) + (1 << 18)
 
 
@@ -74,7 +101,7 @@ def test_threads_never_share_memory():
     def work(number):
         nonlocal wrong
         for turn in range(300):
-            tensors = [memory.empty((1 << 15,), "int64").fill_(number * 1000 + turn + place) for place in range(4)]
+            tensors = [empty(memory, (1 << 15,), "int64").fill_(number * 1000 + turn + place) for place in range(4)]
             wrong += [turn for place, tensor in enumerate(tensors) if (tensor != number * 1000 + turn + place).any()]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]

@@ -351,7 +351,7 @@ HOSTILE = made_up_vl(3, seed=5, raw=True)
 def relaid(reader, header):
     """An extent with another header before the same blocks."""
     packed = msgspec.msgpack.encode(header)
-    _, start = read_header(reader._memory)
+    *_, start = read_header(reader._memory)
     head = len(packed).to_bytes(4, "little") + packed
     return memoryview(bytearray(head.ljust(align(len(head)), b"\0") + bytes(reader._memory[start:])))
 
