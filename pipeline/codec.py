@@ -51,10 +51,10 @@ ACTION_FIELDS = (
 )  # fmt: skip
 OTHER_FIELDS = ("reward", "labels", "references")
 _MAX_GROUPS = 8
-# A group of fewer tokens is not worth its blocks: they cost more calls than its padding costs copying.
-_LEAST_GROUP_TOKENS = 8192
+# Less padding is not worth a group: its blocks cost more calls than that costs copying.
+_LEAST_PADDING_TOKENS = 4096
 # Below, a block is copied whole and its padding zeroed after: fewer calls of numpy than one a row.
-_SMALL_BLOCK_BYTES = 1 << 15
+_SMALL_BLOCK_BYTES = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,17 +251,17 @@ def _header(stored: tuple[FieldHeader, ...], spans: Spans, vision: VisionPart | 
 def _similar(lengths: list[int]) -> list[list[int]]:
     """Cut rows into at most `_MAX_GROUPS` groups of similar length, each in append order.
 
-    One group serves as long as its padding stays below an eighth of its tokens.
+    A group goes on as long as its padding stays below an eighth of it, or below `_LEAST_PADDING_TOKENS`.
     """
-    if max(lengths) * (len(lengths) - 1) < _LEAST_GROUP_TOKENS:
+    if max(lengths) * len(lengths) - sum(lengths) < _LEAST_PADDING_TOKENS:
         return [list(range(len(lengths)))]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     groups, start, tokens = [], 0, lengths[order[0]]
     for stop in range(1, len(order)):
         longest = lengths[order[stop]]
         tokens += longest
-        padding = longest * (stop + 1 - start) - tokens
-        if padding * 8 > longest * (stop + 1 - start) and longest * (stop - start) >= _LEAST_GROUP_TOKENS:
+        area = longest * (stop + 1 - start)
+        if area - tokens >= max(area // 8, _LEAST_PADDING_TOKENS):
             groups.append(sorted(order[start:stop]))
             start, tokens = stop, longest
             if len(groups) == _MAX_GROUPS - 1:
