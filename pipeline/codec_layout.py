@@ -30,6 +30,7 @@ _BLOCK_ALIGNMENT = 64
 # numpy takes no array of more dimensions than 64, one of which is the rows'.
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 1 << 32
+_MASK_COLUMNS = {"attention_mask": "S", "action_mask": "A"}
 _LENGTH = struct.Struct("<I")
 
 Array = npt.NDArray[Any]
@@ -240,7 +241,7 @@ def _wrongs(header: ExtentHeader) -> Iterator[str]:
         yield f"has lengths of other than its {rows} rows"
         return
     placed = [row for group in header.groups for row in group.rows]
-    if len(placed) != rows or (placed != list(range(rows)) and sorted(placed) != list(range(rows))):
+    if sorted(placed) != list(range(rows)) or not all(group.rows for group in header.groups):
         yield f"has groups that are not its {rows} rows"
         return
     for group in header.groups:
@@ -258,7 +259,7 @@ def _wrongs_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ..
     if columns.get("sequences") != "S" or "sequences" in full_masks:
         yield "has no sequences"
     for mask in full_masks:
-        if columns.get(mask) != {"attention_mask": "S", "action_mask": "A"}.get(mask, ""):
+        if mask not in _MASK_COLUMNS or columns.get(mask) != _MASK_COLUMNS[mask]:
             yield f"leaves out {mask} and does not say what it was"
 
 
