@@ -121,12 +121,11 @@ def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
     left_behind = dict(ledger.index.ready_rows)
     for record, rows in chosen:
         left_behind[record.policy_version] -= len(rows)
-    slow = None
-    for record in ledger.reserved_extents():
-        left_behind[record.policy_version] = left_behind.get(record.policy_version, 0) + record.rows
-        slow = record.policy_version if slow is None else min(slow, record.policy_version)
+    under_way = ledger.index.reserved_rows
+    for version, count in under_way.items():
+        left_behind[version] = left_behind.get(version, 0) + count
     # Waiting helps only where a rollout is under way.
-    return chosen if slow is None or _fits_later(ledger, limits, left_behind, slow) else None
+    return chosen if not under_way or _fits_later(ledger, limits, left_behind, min(under_way)) else None
 
 
 def oldest_rows(ledger: Ledger, count: int) -> Chosen:

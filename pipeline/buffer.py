@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import random
@@ -109,7 +108,8 @@ class Buffer:
         if ledger.totals.policy_version >= 0:
             # What a spool brought of newer weights, and what a rollback had not dropped yet when its buffer was killed.
             self._leases.drop_rolled_back(0.0)
-        self._names = [*map(worker_name, range(workers)), *map(trainer_name, range(limits.world_size))]
+        self._workers = {worker_name(index): index for index in range(workers)}
+        self._names = [*self._workers, *map(trainer_name, range(limits.world_size))]
         for name in self._names:
             send(name, Welcome(self.incarnation))
 
@@ -165,6 +165,8 @@ class Buffer:
         match message:
             case Hello(peer=name) | PeerDied(peer=name) | Sealed(worker=name) | Failed(worker=name):
                 return name in self._names and 0 <= getattr(message, "ticket", 0) < max(1, totals.tickets)
+            case WantTickets():
+                return message.worker in self._workers
             case Damaged():
                 return message.trainer == trainer_name(message.lease % world_size)
             case Published():
@@ -302,19 +304,16 @@ class Buffer:
             self.ledger.assign(record, -1)
 
     def _issue_tickets(self, now_s: float) -> None:
-        held = dict.fromkeys(self._wanted, 0)
+        owned = self.ledger.index.owned
+        held = {name: owned.get(self._workers[name], 0) for name in self._wanted}
         unowned = []
-        owners = collections.Counter(reserved.owner for reserved in self.ledger.reserved_extents())
-        if owners.pop(-1, 0):
+        if owned.get(-1):
             unowned = [reserved for reserved in self.ledger.reserved_extents() if reserved.owner < 0]
-        for owner, tickets in owners.items():
-            if (name := worker_name(owner)) in held:
-                held[name] = tickets
         reason = "paused" if self.paused else ""
         # Who holds least is served first, so that no worker idles while another one queues.
         while not self.paused and (hungry := [name for name in held if held[name] < self._wanted[name]]):
             worker = min(hungry, key=lambda name: (held[name], name))
-            record, owner = unowned.pop(0) if unowned else None, int(worker.partition("-")[2])
+            record, owner = unowned.pop(0) if unowned else None, self._workers[worker]
             if record is None:
                 record, reason = self._reserve(owner)
             else:

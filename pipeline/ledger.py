@@ -147,17 +147,21 @@ class Ledger:
         Every hand-out counts as an attempt and names the version that is newest then.
         """
         self._expect(record, ExtentState.RESERVED)
+        self.index.count(record, -1)
         if owner >= 0:
             record.attempt = min(255, record.attempt + 1)
             record.policy_version = self.totals.policy_version
         record.owner = owner
+        self.index.count(record, 1)
         self._put_extent(record)
         self._commit()
 
     def excuse(self, record: ExtentRecord) -> None:
         """Take a ticket from its worker, the attempt not counted: what came of it is void for no fault of its own."""
         self._expect(record, ExtentState.RESERVED)
+        self.index.count(record, -1)
         record.attempt, record.owner = max(0, record.attempt - 1), -1
+        self.index.count(record, 1)
         self._put_extent(record)
         self._commit()
 
@@ -170,6 +174,7 @@ class Ledger:
                 f"ticket {record.ticket}: sealed {rows} rows in {nbytes:,} B, "
                 f"reserved {record.rows} in {record.nbytes:,} B"
             )
+        self.index.settle(record)
         self.reserved -= record.rows
         self.ready += rows
         record.state = ExtentState.SEALED
@@ -363,7 +368,9 @@ class Ledger:
         self._renumber(totals.leases)
         for record in self.reserved_extents():
             if record.policy_version > version:
+                self.index.count(record, -1)
                 record.policy_version = version
+                self.index.count(record, 1)
                 self._put_extent(record)
         self._commit()
 

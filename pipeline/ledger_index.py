@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from pipeline.ledger_records import ExtentRecord, ExtentState
 
@@ -18,6 +19,8 @@ class LedgerIndex:
 
     Attributes:
         reserved: Records of tickets not yet settled, by ticket, the oldest first.
+        owned: How many of them each worker holds, by its index; -1 for those that none does.
+        reserved_rows: Rows they may become, by the policy version they were handed out at.
         ready_rows: Ready rows by the policy version that wrote them; versions without any are left out.
         ready_bytes: Bytes of sealed extents that hold a ready row; `sealed_bytes` of all that are sealed.
     """
@@ -29,6 +32,8 @@ class LedgerIndex:
             extents: The ledger's records by ticket, as they are when this is asked.
         """
         self.reserved: dict[int, ExtentRecord] = {}
+        self.owned: dict[int, int] = {}
+        self.reserved_rows: dict[int, int] = {}
         self.ready_rows: dict[int, int] = {}
         self.ready_bytes = self.sealed_bytes = 0
         self._extents = extents
@@ -39,17 +44,27 @@ class LedgerIndex:
     def reserve(self, record: ExtentRecord) -> None:
         """Take in a record that has become reserved."""
         self.reserved[record.ticket] = record
+        self.count(record, 1)
         heapq.heappush(self._positions, (record.position, record.ticket))
+
+    def count(self, record: ExtentRecord, sign: Literal[1, -1]) -> None:
+        """Count a reserved record in or out; who changes its owner, version or rows does both around it."""
+        _add(self.owned, record.owner, sign)
+        _add(self.reserved_rows, record.policy_version, sign * record.rows)
+
+    def settle(self, record: ExtentRecord) -> None:
+        """Forget a record that ceases to be reserved."""
+        del self.reserved[record.ticket]
+        self.count(record, -1)
 
     def seal(self, record: ExtentRecord) -> None:
         """Take in a record that has become sealed; its ready rows are told of by `change`."""
-        self.reserved.pop(record.ticket, None)
         self.sealed_bytes += record.nbytes
 
     def free(self, record: ExtentRecord, was: ExtentState) -> None:
         """Forget a record that has become free, without a ready row."""
         if was is ExtentState.RESERVED:
-            del self.reserved[record.ticket]
+            self.settle(record)
         else:
             self.sealed_bytes -= record.nbytes
 
@@ -57,11 +72,7 @@ class LedgerIndex:
         """Set how many rows of a sealed record are ready."""
         before, record.ready = record.ready, ready
         version = record.policy_version
-        rows = self.ready_rows.get(version, 0) + ready - before
-        if rows:
-            self.ready_rows[version] = rows
-        else:
-            self.ready_rows.pop(version, None)
+        _add(self.ready_rows, version, ready - before)
         key = (version, record.position, record.ticket)
         if ready and not before:
             bisect.insort(self._ready, key)
@@ -95,3 +106,11 @@ class LedgerIndex:
 
     def _is_open(self, record: ExtentRecord | None) -> bool:
         return record is not None and (record.state is ExtentState.RESERVED or record.ready > 0)
+
+
+def _add(sums: dict[int, int], key: int, amount: int) -> None:
+    """Add to a sum; one of nothing is left out."""
+    if total := sums.get(key, 0) + amount:
+        sums[key] = total
+    else:
+        sums.pop(key, None)

@@ -646,3 +646,11 @@ def test_other_limits_hold_for_tickets_from_then_on():
     (after,) = bench.heard("worker-0", Ticket)
     assert (before.ticket, before.deadline_s) == (after.ticket, 10.0)
     assert (after.attempt, after.deadline_s) == (2, 20.0)
+
+
+def test_a_trainer_that_wants_tickets_is_refused():
+    bench = Bench()
+    bench.say(Published(0, 9, 0), *trainer(), WantTickets("trainer-0", 1, 2))
+
+    assert bench.buffer.refused == 1
+    assert bench.heard("trainer-0", Ticket) == [] and bench.ledger.reserved == 0

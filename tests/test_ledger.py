@@ -1,5 +1,6 @@
 """The ledger: transitions, the books, and what a buffer killed at any store leaves behind."""
 
+import collections
 import copy
 
 import pytest
@@ -326,6 +327,11 @@ def walked(ledger):
         rows_by_version[record.policy_version] = rows_by_version.get(record.policy_version, 0) + len(rows)
     return {
         "reserved": {record.ticket: record for record in reserved},
+        "owned": dict(collections.Counter(record.owner for record in reserved)),
+        "reserved_rows": {
+            version: sum(record.rows for record in reserved if record.policy_version == version)
+            for version in {record.policy_version for record in reserved}
+        },
         "order": sorted((record.policy_version, record.position, record.ticket) for record, _ in held),
         "ready_rows": rows_by_version,
         "ready": {record.ticket: len(rows) for record, rows in ready},
@@ -341,6 +347,8 @@ def indexed(ledger):
     index = ledger.index
     return {
         "reserved": index.reserved,
+        "owned": index.owned,
+        "reserved_rows": index.reserved_rows,
         "order": [(record.policy_version, record.position, record.ticket) for record in index.ready()],
         "ready_rows": index.ready_rows,
         "ready": {record.ticket: record.ready for record in ledger.sealed_extents()},
