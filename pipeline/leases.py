@@ -105,7 +105,7 @@ class Leases:
             ExtentRows(record.offset, record.nbytes, record.checksum, record.policy_version, record.ticket, rows)
             for record, rows in chosen
         ]
-        deliveries = max([items[row].deliveries for record, rows in chosen for items in [record.items] for row in rows])
+        deliveries = max([record.most_deliveries(rows) for record, rows in chosen])
         version = admission.version_of_lease(self._ledger, self._limits, lease)
         position = admission.uncovered_position(self._ledger, lease)
         self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position))

@@ -29,7 +29,7 @@ Every change is one transaction of the journal, so the totals and the states agr
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pipeline.errors import LedgerError
 from pipeline.journal import Journal
@@ -187,7 +187,7 @@ class Ledger:
         self.index.change(record, rows)
         self.totals.sealed += rows
         self._put_extent(record)
-        self._journal.put(self._items_offset + record.slot * self.layout.rows_per_extent * ITEM_BYTES, fresh)
+        self._put_items(record, 0, fresh)
         self._commit()
 
     def abandon(self, record: ExtentRecord) -> None:
@@ -205,16 +205,14 @@ class Ledger:
             self._put_vacant()
         else:
             self.totals.leases += 1
+
+        def take(item: Item) -> None:
+            if item.state is not ItemState.READY:
+                raise LedgerError(f"lease {lease}: a row is {item.state.name}, only a READY row is leased")
+            item.state, item.lease, item.deliveries = ItemState.LEASED, lease, min(255, item.deliveries + 1)
+
         for record, rows in chosen:
-            items = record.items
-            for row in rows:
-                item = items[row]
-                if item.state is not ItemState.READY:
-                    raise LedgerError(
-                        f"ticket {record.ticket} row {row} is {item.state.name}, only a READY row is leased"
-                    )
-                item.state, item.lease, item.deliveries = ItemState.LEASED, lease, min(255, item.deliveries + 1)
-            self._put_items(record, rows[0], rows[-1] + 1)
+            self._change_items(record, rows, take)
             self.index.change(record, record.ready - len(rows))
             self.ready -= len(rows)
             self.leased += len(rows)
@@ -224,20 +222,24 @@ class Ledger:
 
     def redeliver(self, lease: int) -> Chosen:
         """Count one more delivery of a batch whose holder died; it stays leased under its number."""
+
+        def count(item: Item) -> None:
+            item.deliveries = min(255, item.deliveries + 1)
+
         chosen = self._leases[lease]
         for record, rows in chosen:
-            for row in rows:
-                record.items[row].deliveries = min(255, record.items[row].deliveries + 1)
-            self._put_items(record, rows[0], rows[-1] + 1)
+            self._change_items(record, rows, count)
         self._commit()
         return chosen
 
     def blame(self, lease: int) -> None:
         """Count one more trainer that died at a batch."""
+
+        def count(item: Item) -> None:
+            item.deaths = min(255, item.deaths + 1)
+
         for record, rows in self._leases[lease]:
-            for row in rows:
-                record.items[row].deaths = min(255, record.items[row].deaths + 1)
-            self._put_items(record, rows[0], rows[-1] + 1)
+            self._change_items(record, rows, count)
         self._commit()
 
     def acknowledge(self, lease: int) -> list[ExtentRecord]:
@@ -263,9 +265,7 @@ class Ledger:
             self._put_vacant()
         count = 0
         for record, rows in self._leases.pop(lease):
-            for row in rows:
-                record.items[row].state = ItemState.READY
-            self._put_items(record, rows[0], rows[-1] + 1)
+            self._change_items(record, rows, _make_ready)
             self.index.change(record, record.ready + len(rows))
             count += len(rows)
         self.leased -= count
@@ -315,7 +315,7 @@ class Ledger:
         self.totals.sealed += len(chosen)
         self.totals.tickets = max(self.totals.tickets, ticket + 1)
         self._put_extent(record)
-        self._put_items(record, 0, rows)
+        self._put_items(record, 0, b"".join([item.pack() for item in record.items]))
         self._commit()
 
     def resume(self, *, position: int, redo: list[Run], versions: list[tuple[int, int]], spool: int) -> None:
@@ -407,10 +407,7 @@ class Ledger:
             raise LedgerError(f"ticket {record.ticket} is {record.state.name}, expected {state.name}")
 
     def _remove(self, record: ExtentRecord, rows: list[int]) -> list[ExtentRecord]:
-        items = record.items
-        for row in rows:
-            items[row].state = ItemState.GONE
-        self._put_items(record, rows[0], rows[-1] + 1)
+        self._change_items(record, rows, _make_gone)
         record.held -= len(rows)
         if record.held:
             return []
@@ -454,10 +451,12 @@ class Ledger:
     def _put_extent(self, record: ExtentRecord) -> None:
         self._journal.put(self._extents_offset + record.slot * EXTENT_BYTES, record.pack())
 
-    def _put_items(self, record: ExtentRecord, start: int, stop: int) -> None:
-        first = record.slot * self.layout.rows_per_extent + start
-        data = b"".join([item.pack() for item in record.items[start:stop]])
-        self._journal.put(self._items_offset + first * ITEM_BYTES, data)
+    def _change_items(self, record: ExtentRecord, rows: list[int], change: Callable[[Item], None]) -> None:
+        self._put_items(record, *record.change(rows, change))
+
+    def _put_items(self, record: ExtentRecord, first: int, data: bytes) -> None:
+        place = record.slot * self.layout.rows_per_extent + first
+        self._journal.put(self._items_offset + place * ITEM_BYTES, data)
 
     def _commit(self) -> None:
         self._journal.put(self._totals_offset, self.totals.pack())
@@ -505,3 +504,11 @@ class Ledger:
                 if not parts or parts[-1][0] is not record:
                     parts.append((record, []))
                 parts[-1][1].append(row)
+
+
+def _make_ready(item: Item) -> None:
+    item.state = ItemState.READY
+
+
+def _make_gone(item: Item) -> None:
+    item.state = ItemState.GONE

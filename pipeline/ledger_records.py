@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
+from collections.abc import Callable
 
 import xxhash
 
@@ -155,6 +156,32 @@ class ExtentRecord:
     def hold(self, items: list[Item] | bytes) -> None:
         """Set the rows, or their bytes in the ledger."""
         self._items = items
+
+    def change(self, rows: list[int], change: Callable[[Item], None]) -> tuple[int, bytes]:
+        """Change rows; return the first of them, and the bytes from it to the last one as they are now."""
+        if (item := self._alike(rows)) is not None:
+            # As most are all their time: one change says it of every row.
+            change(item)
+            self._items = item.pack() * len(rows)
+            return 0, self._items
+        items = self.items
+        for row in rows:
+            change(items[row])
+        return rows[0], b"".join([item.pack() for item in items[rows[0] : rows[-1] + 1]])
+
+    def most_deliveries(self, rows: list[int]) -> int:
+        """Return how often the one of these rows was delivered that was delivered most."""
+        if (item := self._alike(rows)) is not None:
+            return item.deliveries
+        items = self.items
+        return max([items[row].deliveries for row in rows])
+
+    def _alike(self, rows: list[int]) -> Item | None:
+        """Return what each row is, if `rows` are all of them and known to be the same; else None."""
+        data = self._items
+        if isinstance(data, bytes) and len(data) == len(rows) * ITEM_BYTES and data == data[:ITEM_BYTES] * len(rows):
+            return Item.unpack_all(data[:ITEM_BYTES])[0]
+        return None
 
     def pack(self) -> bytes:
         """Return the record's bytes in the ledger."""

@@ -93,7 +93,7 @@ def test_a_leased_row_cannot_be_leased_again():
     seal(ledger, record)
     ledger.lease([(record, [0])])
 
-    with pytest.raises(LedgerError, match="row 0 is LEASED"):
+    with pytest.raises(LedgerError, match="lease 1: a row is LEASED"):
         ledger.lease([(record, [0])])
 
 
