@@ -117,9 +117,7 @@ class Ending:
             # Rank 0 has written them.
             return
         hopeless = self._is_killed or self._is_cut or any(self._fleet.retry(other) is None for other in self._dead())
-        for other in self._owing:
-            other.ended_by = other.ended_by or "group"
-        self._fleet.signal(self._owing, signal.SIGKILL)
+        self._fleet.kill_group(other for other in self._owing if other.alive)
         if not hopeless:
             log.warning("%s ended (%d) before its last checkpoint, restart: %s", slot.name, code, slot.last_line)
         elif self.exit_code is ExitCode.OK:

@@ -158,7 +158,7 @@ class Fleet:
             self._on_change(slot)
             return
         forked = slot.role in _FORKED and self._template_slot.state == "ready"
-        slot.generation += 1
+        before, slot.generation = slot.generation, self._next_generation(slot)
         if slot.works:
             self._slab.begin(slot.role, slot.index, activity=START)
         try:
@@ -168,7 +168,7 @@ class Fleet:
                 # No process or descriptor to be had: whoever waits for this child would wait for ever.
                 raise GaveUpError(f"{slot.name} cannot be started: {error}") from error
             log.warning("the template does not answer and is replaced, %s waits for the next: %s", slot.name, error)
-            slot.generation -= 1
+            slot.generation = before
             if slot.works:
                 self._slab.fold(slot.role, slot.index)
             slot.state = "waiting"
@@ -177,6 +177,13 @@ class Fleet:
         else:
             self._started(slot)
         self._on_change(slot)
+
+    def _next_generation(self, slot: Slot) -> int:
+        """Ranks meet under one number: whoever joins those that run takes theirs, and the first a new one."""
+        if slot.role != "trainer":
+            return slot.generation + 1
+        running = [rank.generation for rank in self.alive("trainer")]
+        return running[0] if running else max(rank.generation for rank in self.of("trainer")) + 1
 
     def _started(self, slot: Slot) -> None:
         if slot.works:
@@ -221,6 +228,12 @@ class Fleet:
         self._on_change(slot)
         return delay_s
 
+    def again(self, slot: Slot) -> None:
+        """Plan another start of a slot whose child did nothing wrong, at once."""
+        slot.state, slot.due_s = "backoff", self._clock()
+        slot.restarts += 1
+        self._on_change(slot)
+
     def due(self) -> Iterator[Slot]:
         """Yield the slots whose next start is due."""
         now_s = self._clock()
@@ -242,6 +255,14 @@ class Fleet:
         for slot in slots:
             if slot.child is not None:
                 slot.child.signal(number)
+
+    def kill_group(self, slots: Iterable[Slot]) -> None:
+        """Kill ranks that cannot go on without another one."""
+        for slot in slots:
+            slot.ended_by = slot.ended_by or "group"
+            # Not one that starts any more: whoever joined it now would wait for the dead.
+            slot.state = "draining"
+            self.signal([slot], signal.SIGKILL)
 
     def all_ready(self) -> bool:
         """Whether every role but the setup is ready; failed rollout slots degrade a run, they do not stop it."""

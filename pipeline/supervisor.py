@@ -315,15 +315,18 @@ class Supervisor:
         # One that was killed because another rank died is not to blame for what it was at.
         working_on = -1 if slot.ended_by == "group" else slot.working_on
         self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
-        if slot.finished and code in (ExitCode.OK, ExitCode.FAILED):
+        # Once rank 0 has written the last checkpoint there is nothing left that another one is needed for.
+        if (slot.finished and code in (ExitCode.OK, ExitCode.FAILED)) or 0 in self._finished_ranks:
             self._finished_ranks.add(slot.index)
             if len(self._finished_ranks) == self._config.trainer.world_size:
                 self._drain("training is complete", complete=True)
             return
         # A rank cannot go on without the others, nor be joined by a new one: all of them start anew.
-        for other in self._fleet.alive("trainer"):
-            other.ended_by = other.ended_by or "group"
-            self._fleet.signal([other], signal.SIGKILL)
+        self._fleet.kill_group(self._fleet.alive("trainer"))
+        for other in self._fleet.of("trainer"):
+            if other.index in self._finished_ranks:
+                self._fleet.again(other)
+        self._finished_ranks.clear()
         self._retry(slot, code)
 
     def _template_ended(self, slot: Slot, code: int) -> None:

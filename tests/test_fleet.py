@@ -1,0 +1,123 @@
+"""Ranks are started together, whatever dies of them meanwhile; the children are real processes that do nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Config, DaemonConfig
+from pipeline.ending import Ending
+from pipeline.fleet import Fleet, Slot
+from pipeline.launchers.local import Starter
+from pipeline.messages import Message
+from pipeline.metrics import SlotName
+from pipeline.metrics_slab import MetricsSlab
+from pipeline.placement import Place
+from pipeline.restarts import RestartLimits
+
+
+class Idlers(Fleet):
+    """Two trainer ranks that sleep.
+
+    Attributes:
+        ended: Called at each end of one.
+        started: The pids of each rank, in order.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        slots = [SlotName("supervisor"), SlotName("trainer", 0), SlotName("trainer", 1)]
+        slab = MetricsSlab.create(folder / "metrics", slots)
+        slab.begin("supervisor")
+        self.ended: Callable[[Slot, int], None] = lambda slot, code: None
+        self.started: dict[int, list[int]] = {0: [], 1: []}
+        self.slab = slab
+        super().__init__(
+            str(folder),
+            slab,
+            clock=time.monotonic,
+            on_reaped=lambda slot: None,
+            on_end=lambda slot, code: self.ended(slot, code),
+            on_change=lambda slot: None,
+            on_line=lambda slot, line: None,
+            limits=RestartLimits(),
+        )
+        self.ranks = [self.add("trainer", rank, Place("", ())) for rank in (0, 1)]
+        for template in self.of("template"):
+            # Then roles are executed.
+            template.state = "failed"
+
+    def _starter(self, slot: Slot, *, forked: bool) -> Starter:
+        def start(*_: int) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(["sleep", "60"])
+            self.started[slot.index].append(process.pid)
+            return process
+
+        return start
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something, at most ten seconds."""
+        deadline_s = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.005)
+
+
+class Unheard:
+    """An outbox to nobody."""
+
+    def send(self, message: Message) -> None:
+        """Do nothing."""
+
+
+def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
+    async def stop() -> None:
+        fleet = Idlers(tmp_path)
+        config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
+        ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
+
+        def ended(slot: Slot, code: int) -> None:
+            ending.child_ended(slot, code)
+            # The other one is not reaped yet.
+            ending.press_on(time.monotonic())
+
+        fleet.ended = ended
+        for rank in fleet.ranks:
+            fleet.start(rank)
+        ending.begin()
+        os.kill(fleet.started[1][0], signal.SIGKILL)
+        await fleet.until(lambda: all(len(pids) > 1 for pids in fleet.started.values()))
+        # Whatever would follow from that, follows now.
+        await asyncio.sleep(0.2)
+
+        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+        assert fleet.ranks[0].generation == fleet.ranks[1].generation
+        fleet.ended = lambda slot, code: None
+        ending.kill_all()
+        await fleet.until(lambda: not fleet.alive())
+
+    asyncio.run(stop())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_joins_the_one_that_waits_for_it(tmp_path: Path, first: int) -> None:
+    async def join() -> None:
+        fleet = Idlers(tmp_path)
+        waiting, late = fleet.ranks[first], fleet.ranks[1 - first]
+        # As when its template did not answer, twice.
+        late.generation = 2
+        fleet.start(waiting)
+        fleet.start(late)
+        try:
+            assert waiting.generation == late.generation == 3
+        finally:
+            fleet.signal(fleet.ranks, signal.SIGKILL)
+            await fleet.until(lambda: not fleet.alive())
+
+    asyncio.run(join())
