@@ -96,7 +96,7 @@ class Ending:
             slot.state = "failed"
         elif slot.role == "buffer" and not self._is_killed:
             self._buffer_ended(slot, code)
-        elif slot in self._owing and code not in _ENDED_IN_ORDER:
+        elif slot in self._owing and (code not in _ENDED_IN_ORDER or slot.ended_by == "group"):
             self._rank_ended(slot, code)
 
     def _buffer_ended(self, slot: Slot, code: int) -> None:

@@ -315,8 +315,10 @@ class Supervisor:
         # One that was killed because another rank died is not to blame for what it was at.
         working_on = -1 if slot.ended_by == "group" else slot.working_on
         self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
+        # One that ended by itself while another died is needed all the same: that one comes back, and not alone.
+        has_finished = slot.finished and code in (ExitCode.OK, ExitCode.FAILED) and slot.ended_by != "group"
         # Once rank 0 has written the last checkpoint there is nothing left that another one is needed for.
-        if (slot.finished and code in (ExitCode.OK, ExitCode.FAILED)) or 0 in self._finished_ranks:
+        if has_finished or 0 in self._finished_ranks:
             self._finished_ranks.add(slot.index)
             if len(self._finished_ranks) == self._config.trainer.world_size:
                 self._drain("training is complete", complete=True)

@@ -143,6 +143,24 @@ def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):  
         finish(daemon)
 
 
+def test_a_rank_killed_at_its_last_checkpoint_comes_back_with_the_one_that_has_ended(tmp_path, task):  # noqa: F811
+    settings = ("trainer.world_size=2", "rollout.workers=2", "trainer.max_steps=2", "trainer.save_every=0")
+    with Daemon(tmp_path, *SETTINGS, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        pids, unfinished = daemon.pids(), daemon.state_dir / "checkpoints"
+        while not list(unfinished.glob(".step-*")):
+            assert daemon.returncode is None, daemon.errors
+        os.kill(pids["trainer-0"], signal.SIGSTOP)
+        assert list(unfinished.glob(".step-*")) and read_latest(unfinished) is None, "it was too late to kill it"
+        wait_until(lambda: not is_alive(pids["trainer-1"]), 30, "the other rank has ended")
+
+        os.kill(pids["trainer-0"], signal.SIGKILL)
+
+        assert daemon.wait() == 0, daemon.errors
+    latest = read_latest(unfinished)
+    assert latest is not None and (latest.step, latest.complete) == (2, True)
+
+
 def test_what_was_undelivered_at_a_stop_is_trained_after_the_next_start(tmp_path, task):  # noqa: F811
     with Daemon(tmp_path, *SETTINGS, "buffer.max_staleness=2", task=task) as daemon:
         daemon.wait_step(3)

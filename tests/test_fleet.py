@@ -29,6 +29,7 @@ class Idlers(Fleet):
     Attributes:
         ended: Called at each end of one.
         started: The pids of each rank, in order.
+        brief: Ranks whose next child ends by itself, at once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,6 +38,7 @@ class Idlers(Fleet):
         slab.begin("supervisor")
         self.ended: Callable[[Slot, int], None] = lambda slot, code: None
         self.started: dict[int, list[int]] = {0: [], 1: []}
+        self.brief: set[int] = set()
         self.slab = slab
         super().__init__(
             str(folder),
@@ -55,7 +57,7 @@ class Idlers(Fleet):
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
         def start(*_: int) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(["sleep", "60"])
+            process = subprocess.Popen(["sleep", "60" if slot.index not in self.brief else "0"])
             self.started[slot.index].append(process.pid)
             return process
 
@@ -95,6 +97,33 @@ def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tm
         await fleet.until(lambda: all(len(pids) > 1 for pids in fleet.started.values()))
         # Whatever would follow from that, follows now.
         await asyncio.sleep(0.2)
+
+        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+        assert fleet.ranks[0].generation == fleet.ranks[1].generation
+        fleet.ended = lambda slot, code: None
+        ending.kill_all()
+        await fleet.until(lambda: not fleet.alive())
+
+    asyncio.run(stop())
+
+
+def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_with_it(tmp_path: Path) -> None:
+    async def stop() -> None:
+        fleet = Idlers(tmp_path)
+        config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
+        ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
+        fleet.ended = ending.child_ended
+        fleet.brief = {1}
+        for rank in fleet.ranks:
+            fleet.start(rank)
+        fleet.brief = set()
+        ending.begin()
+        os.kill(fleet.started[0][0], signal.SIGKILL)
+        os.waitid(os.P_PID, fleet.started[0][0], os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, fleet.started[1][0], os.WEXITED | os.WNOWAIT)
+        # Both are dead before either end is heard of.
+        await fleet.until(lambda: not fleet.alive())
+        ending.press_on(time.monotonic())
 
         assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
         assert fleet.ranks[0].generation == fleet.ranks[1].generation
