@@ -114,6 +114,13 @@ def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, say):  #
         assert grown <= allowed, f"{name} {pid}: resident memory grew by {grown:,.0f} B of {resident:,.0f} B"
 
 
+def fifths(samples: list[Held]) -> str:
+    """The median of resident MiB in each fifth of the time: what grows without end grows from each to the next."""
+    size = max(1, len(samples) // 5)
+    parts = [samples[start : start + size] for start in range(0, size * 5, size)]
+    return " ".join(f"{statistics.median(one.resident_bytes for one in part) / 2**20:.0f}" for part in parts if part)
+
+
 def _table(histories: dict[tuple[str, int], list[Held]], steps: int) -> str:
     lines = [
         f"{SOAK_S:g} s, {steps} steps; first and last sample of each process, slope after its first {WARM_UP_S:g} s"
@@ -124,7 +131,7 @@ def _table(histories: dict[tuple[str, int], list[Held]], steps: int) -> str:
         first, last = samples[0], samples[-1]
         lines.append(
             f"  {name:<11} pid {pid:<8} {last.at_s - first.at_s:6.0f} s  resident {first.resident_bytes >> 20:4} -> "
-            f"{last.resident_bytes >> 20:4} MiB {rate}  descriptors {first.descriptors} -> {last.descriptors}  sockets "
+            f"{last.resident_bytes >> 20:4} MiB {rate} ({fifths(settled)})  descriptors {first.descriptors} -> {last.descriptors}  sockets "
             f"{first.sockets} -> {last.sockets}  mappings {first.mappings} -> {last.mappings}"
         )
     return "\n".join(lines)
