@@ -131,7 +131,8 @@ def _table(histories: dict[tuple[str, int], list[Held]], steps: int) -> str:
         first, last = samples[0], samples[-1]
         lines.append(
             f"  {name:<11} pid {pid:<8} {last.at_s - first.at_s:6.0f} s  resident {first.resident_bytes >> 20:4} -> "
-            f"{last.resident_bytes >> 20:4} MiB {rate} ({fifths(settled)})  descriptors {first.descriptors} -> {last.descriptors}  sockets "
-            f"{first.sockets} -> {last.sockets}  mappings {first.mappings} -> {last.mappings}"
+            f"{last.resident_bytes >> 20:4} MiB {rate} (fifths {fifths(settled)})  "
+            f"descriptors {first.descriptors} -> {last.descriptors}  sockets {first.sockets} -> {last.sockets}  "
+            f"mappings {first.mappings} -> {last.mappings}"
         )
     return "\n".join(lines)
