@@ -3,7 +3,7 @@
 Made-up rows of full length go through `NaiveExperienceMaker`'s log-prob stage with a Llama of few parameters and a real
 vocabulary, float32 on the CPU, once for each `logits_forward_batch_size`, and once the naive way: the logits of all
 rows and positions, then log_softmax. Each runs in a process of its own; its figure is the process's largest resident
-set (ru_maxrss) less what was resident just before the stage. The bound is what `pipeline.token_log_probs` allows: one
+set (VmHWM) less what was resident just before the stage. The bound is what `pipeline.token_log_probs` allows: one
 chunk of logits in float32, the chunk divided by the temperature, and its exp in the log-sum-exp.
 It takes 8 GiB of memory.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -65,7 +64,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     maker = NaiveExperienceMaker(
         model, None, None, None, tokenizer, 0.0, use_grpo=True, logits_forward_batch_size=options.variant or None
     )
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    # Not ru_maxrss: that of a new program begins with what its parent had.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_bytes()
     started_s = time.perf_counter()
     if options.variant:
         log_probs = maker._log_probs("actor", model, rows, TEMPERATURE)
@@ -74,8 +75,14 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         whole = (logits[:, PROMPT_COLUMNS - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
         log_probs = whole.gather(-1, rows.sequences[:, PROMPT_COLUMNS:, None]).squeeze(-1)
     elapsed_s = time.perf_counter() - started_s
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _peak_bytes()
     return {"peak_mib": (peak - before) / MIB, "seconds": elapsed_s, "sum": log_probs.double().sum().item()}
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that was resident since the mark was reset."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def run(*, quick: bool) -> Sequence[Section]:
