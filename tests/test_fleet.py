@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -78,58 +79,58 @@ class Unheard:
         """Do nothing."""
 
 
-def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
-    async def stop() -> None:
-        fleet = Idlers(tmp_path)
-        config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
-        ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
-
-        def ended(slot: Slot, code: int) -> None:
-            ending.child_ended(slot, code)
-            # The other one is not reaped yet.
-            ending.press_on(time.monotonic())
-
-        fleet.ended = ended
-        for rank in fleet.ranks:
-            fleet.start(rank)
-        ending.begin()
-        os.kill(fleet.started[1][0], signal.SIGKILL)
-        await fleet.until(lambda: all(len(pids) > 1 for pids in fleet.started.values()))
-        # Whatever would follow from that, follows now.
-        await asyncio.sleep(0.2)
-
-        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
-        assert fleet.ranks[0].generation == fleet.ranks[1].generation
+@contextlib.asynccontextmanager
+async def stopping(folder: Path, *, brief: Iterable[int] = ()) -> AsyncIterator[tuple[Idlers, Ending]]:
+    """Two ranks that run, and their stop, which has begun; nothing of them is left behind."""
+    fleet = Idlers(folder)
+    config = Config(daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state"))
+    ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
+    fleet.ended, fleet.brief = ending.child_ended, set(brief)
+    for rank in fleet.ranks:
+        fleet.start(rank)
+    fleet.brief = set()
+    ending.begin()
+    try:
+        yield fleet, ending
+    finally:
         fleet.ended = lambda slot, code: None
         ending.kill_all()
         await fleet.until(lambda: not fleet.alive())
+
+
+def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
+    async def stop() -> None:
+        async with stopping(tmp_path) as (fleet, ending):
+
+            def ended(slot: Slot, code: int) -> None:
+                ending.child_ended(slot, code)
+                # The other one is not reaped yet.
+                ending.press_on(time.monotonic())
+
+            fleet.ended = ended
+            os.kill(fleet.started[1][0], signal.SIGKILL)
+            await fleet.until(lambda: all(len(pids) > 1 for pids in fleet.started.values()))
+            # Whatever would follow from that, follows now.
+            await asyncio.sleep(0.2)
+
+            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+            assert fleet.ranks[0].generation == fleet.ranks[1].generation
 
     asyncio.run(stop())
 
 
 def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_with_it(tmp_path: Path) -> None:
     async def stop() -> None:
-        fleet = Idlers(tmp_path)
-        config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
-        ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
-        fleet.ended = ending.child_ended
-        fleet.brief = {1}
-        for rank in fleet.ranks:
-            fleet.start(rank)
-        fleet.brief = set()
-        ending.begin()
-        os.kill(fleet.started[0][0], signal.SIGKILL)
-        os.waitid(os.P_PID, fleet.started[0][0], os.WEXITED | os.WNOWAIT)
-        os.waitid(os.P_PID, fleet.started[1][0], os.WEXITED | os.WNOWAIT)
-        # Both are dead before either end is heard of.
-        await fleet.until(lambda: not fleet.alive())
-        ending.press_on(time.monotonic())
+        async with stopping(tmp_path, brief={1}) as (fleet, ending):
+            os.kill(fleet.started[0][0], signal.SIGKILL)
+            # Both are dead before either end is heard of.
+            for pids in fleet.started.values():
+                os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
+            await fleet.until(lambda: not fleet.alive())
+            ending.press_on(time.monotonic())
 
-        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
-        assert fleet.ranks[0].generation == fleet.ranks[1].generation
-        fleet.ended = lambda slot, code: None
-        ending.kill_all()
-        await fleet.until(lambda: not fleet.alive())
+            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+            assert fleet.ranks[0].generation == fleet.ranks[1].generation
 
     asyncio.run(stop())
 

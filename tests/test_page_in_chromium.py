@@ -7,6 +7,7 @@ import json
 import signal
 import urllib.parse
 from collections.abc import Iterator
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,9 @@ def test_the_numbers_are_those_of_metrics(seen: Seen, page: Page) -> None:
 
     assert page.text("#step") == f"{seen.value('rlhfd_train_steps_total'):.0f}"
     assert page.text("#version") == f"{seen.value('rlhfd_policy_version', role='trainer'):.0f}"
-    # A browser rounds 2.8125 up, Python to the even digit.
-    assert float(page.text("#reward")) == pytest.approx(seen.value("rlhfd_reward_mean"), abs=0.000501)
+    # A browser rounds 2.8125 up, Python's own formats to the even digit.
+    reward = Decimal(seen.value("rlhfd_reward_mean")).quantize(Decimal("0.001"), ROUND_HALF_UP)
+    assert page.text("#reward") == str(reward)
     assert page.text("#ready") == f"{seen.value('rlhfd_buffer_items', state='ready'):.0f}"
     assert page.text("#state") == "ready"
     pids = {"buffer" if name == "buffer-0" else name: pid for name, pid in seen.daemon.pids().items()}
