@@ -69,6 +69,7 @@ class InstanceStatus:
         self._gpus = GpuWatch()
         self._gpus.start()
         self._reading: Reading = self._reader.read()
+        self._books = self._slab.conservation()
         self._tokens = RateWindow(60.0)
         self._steps = RateWindow(300.0)
         self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
@@ -87,7 +88,8 @@ class InstanceStatus:
         self._sample_processes()
         self._sample_memory()
         self._reader.told.update(gpu_series(self._gpus.gpus()))
-        self._reading = self._reader.read()
+        # Together, so that steps and rows shown belong to one moment.
+        self._reading, self._books = self._reader.read(), self._slab.conservation()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._guard.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
@@ -162,7 +164,7 @@ class InstanceStatus:
 
     def snapshot(self) -> Snapshot:
         """Return what the terminal shows."""
-        books = self._slab.conservation()
+        books = self._books
         rollout = list(self._fleet.of("rollout"))
         return Snapshot(
             state=self.shown_state,
@@ -185,8 +187,7 @@ class InstanceStatus:
 
     def status(self) -> dict[str, Any]:
         """Return what `rlhfd status` shows."""
-        shot = self.snapshot()
-        books = self._slab.conservation()
+        shot, books = self.snapshot(), self._books
         return {
             "state": self.shown_state,
             "run_id": self._workspace.run.run_id,
