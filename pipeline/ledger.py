@@ -32,38 +32,19 @@ import bisect
 from collections.abc import Callable, Iterator
 
 from pipeline.errors import LedgerError
-from pipeline.journal import Journal
 from pipeline.ledger_index import LedgerIndex
+from pipeline.ledger_memory import LedgerMemory
 from pipeline.ledger_records import (
     DROP_REASONS,
-    EXTENT_BYTES,
     FRESH_ITEM,
-    ITEM_BYTES,
-    TOTALS_BYTES,
     Chosen,
     ExtentRecord,
     ExtentState,
     Item,
     ItemState,
     LedgerLayout,
-    Totals,
 )
-from pipeline.ledger_tables import (
-    MOST_LEASES,
-    VACANT_BYTES,
-    VERSION_BYTES,
-    VERSIONS_BYTES,
-    PublishedVersions,
-    Run,
-    add_prompts,
-    pack_redo,
-    pack_vacant,
-    redo_bytes,
-    unpack_redo,
-    unpack_vacant,
-)
-
-_KNOWN_STATES = bytes(ExtentState)
+from pipeline.ledger_tables import MOST_LEASES, Run, add_prompts
 
 
 class Ledger:
@@ -78,6 +59,7 @@ class Ledger:
         vacant: Lease numbers that lost their rows, lowest first.
         redo: Prompts to be issued again, before those from `totals.position` on.
         versions: What was published of late.
+        memory: Where all of it is written down.
     """
 
     def __init__(self, memory: memoryview, layout: LedgerLayout) -> None:
@@ -90,27 +72,18 @@ class Ledger:
         Raises:
             LedgerError: If the memory is too small or its records contradict one another.
         """
-        if len(memory) < layout.nbytes:
-            raise LedgerError(f"a ledger of {layout.nbytes:,} B does not fit into {len(memory):,} B")
         self.layout = layout
-        self._memory = memory
-        self._journal = Journal(memory, layout.journal_bytes)
-        self._totals_offset = layout.journal_bytes
-        self._vacant_offset = self._totals_offset + TOTALS_BYTES
-        self._redo_offset = self._vacant_offset + VACANT_BYTES
-        self._versions_offset = self._redo_offset + redo_bytes(layout.extents)
-        self._extents_offset = self._versions_offset + VERSIONS_BYTES
-        self._items_offset = self._extents_offset + layout.extents * EXTENT_BYTES
-        self.totals = Totals() if self._journal.is_fresh else Totals.unpack(memory[self._totals_offset :])
-        self.vacant = unpack_vacant(memory[self._vacant_offset :])
-        self.redo = unpack_redo(memory[self._redo_offset :])
-        self.versions = PublishedVersions(memory[self._versions_offset :])
+        self.memory = LedgerMemory(memory, layout)
+        self.totals = self.memory.totals()
+        self.vacant = self.memory.vacant()
+        self.redo = self.memory.redo()
+        self.versions = self.memory.versions()
         self.extents: dict[int, ExtentRecord] = {}
         self.index = LedgerIndex(self.extents)
         self.ready = self.leased = self.reserved = 0
-        self._free_slots: list[int] = []
         self._leases: dict[int, Chosen] = {}
-        self._read_table()
+        records, self._free_slots = self.memory.extents()
+        self._take_over(records)
 
     # Transactions.
 
@@ -137,7 +110,7 @@ class Ledger:
         self.extents[record.ticket] = record
         self.index.reserve(record)
         self.reserved += rows
-        self._put_extent(record)
+        self.memory.put_extent(record)
         self._commit()
         return record
 
@@ -153,7 +126,7 @@ class Ledger:
             record.policy_version = self.totals.policy_version
         record.owner = owner
         self.index.count(record, 1)
-        self._put_extent(record)
+        self.memory.put_extent(record)
         self._commit()
 
     def excuse(self, record: ExtentRecord) -> None:
@@ -162,7 +135,7 @@ class Ledger:
         self.index.count(record, -1)
         record.attempt, record.owner = max(0, record.attempt - 1), -1
         self.index.count(record, 1)
-        self._put_extent(record)
+        self.memory.put_extent(record)
         self._commit()
 
     def seal(self, record: ExtentRecord, *, rows: int, nbytes: int, checksum: int, policy_version: int,
@@ -186,8 +159,8 @@ class Ledger:
         self.index.seal(record)
         self.index.change(record, rows)
         self.totals.sealed += rows
-        self._put_extent(record)
-        self._put_items(record, 0, fresh)
+        self.memory.put_extent(record)
+        self.memory.put_items(record, 0, fresh)
         self._commit()
 
     def abandon(self, record: ExtentRecord) -> None:
@@ -202,7 +175,7 @@ class Ledger:
         lease = self.next_lease()
         if self.vacant:
             self.vacant.pop(0)
-            self._put_vacant()
+            self.memory.put_vacant(self.vacant)
         else:
             self.totals.leases += 1
 
@@ -262,7 +235,7 @@ class Ledger:
             if len(self.vacant) == MOST_LEASES:
                 raise LedgerError(f"more than {MOST_LEASES:,} vacant leases")
             bisect.insort(self.vacant, lease)
-            self._put_vacant()
+            self.memory.put_vacant(self.vacant)
         count = 0
         for record, rows in self._leases.pop(lease):
             self._change_items(record, rows, _make_ready)
@@ -283,7 +256,7 @@ class Ledger:
         """
         if redo is not None:
             self.redo = add_prompts(self.redo, redo, most=self.layout.extents)
-            self._put_redo()
+            self.memory.put_redo(self.redo)
         freed = []
         for record, rows in chosen:
             self.totals.dropped[DROP_REASONS.index(reason)] += len(rows)
@@ -314,8 +287,8 @@ class Ledger:
         self.ready += len(chosen)
         self.totals.sealed += len(chosen)
         self.totals.tickets = max(self.totals.tickets, ticket + 1)
-        self._put_extent(record)
-        self._put_items(record, 0, b"".join([item.pack() for item in record.items]))
+        self.memory.put_extent(record)
+        self.memory.put_items(record, 0, b"".join([item.pack() for item in record.items]))
         self._commit()
 
     def resume(self, *, position: int, redo: list[Run], versions: list[tuple[int, int]], spool: int) -> None:
@@ -329,14 +302,14 @@ class Ledger:
         for run in redo:
             self.redo = add_prompts(self.redo, run, most=self.layout.extents)
         for version, fingerprint in versions:
-            self._put_version(self.versions.note(version, fingerprint))
-        self._put_redo()
+            self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
+        self.memory.put_redo(self.redo)
         self._commit()
 
     def publish(self, version: int, fingerprint: int, trained_through: int) -> None:
         """Note the newest policy version and which leases it includes."""
         self.totals.policy_version = version
-        self._put_version(self.versions.note(version, fingerprint))
+        self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
         self._renumber(trained_through)
         self._commit()
 
@@ -359,10 +332,10 @@ class Ledger:
         totals = self.totals
         for run in redo:
             self.redo = add_prompts(self.redo, run, most=self.layout.extents)
-        self._put_redo()
+        self.memory.put_redo(self.redo)
         for place in self.versions.roll_back(version):
-            self._put_version(place)
-        self._put_version(self.versions.note(version, fingerprint))
+            self.memory.put_version(self.versions, place)
+        self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
         totals.policy_version = version
         totals.leases = -(-totals.leases // world_size) * world_size
         self._renumber(totals.leases)
@@ -371,7 +344,7 @@ class Ledger:
                 self.index.count(record, -1)
                 record.policy_version = version
                 self.index.count(record, 1)
-                self._put_extent(record)
+                self.memory.put_extent(record)
         self._commit()
 
     # Reads.
@@ -398,9 +371,9 @@ class Ledger:
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays for the next buffer."""
-        self._journal.close()
+        self.memory.close()
 
-    # The table's bytes.
+    # What every transaction needs.
 
     def _expect(self, record: ExtentRecord, state: ExtentState) -> None:
         if record.state is not state:
@@ -417,7 +390,7 @@ class Ledger:
     def _free(self, record: ExtentRecord) -> None:
         self.index.free(record, record.state)
         record.state = ExtentState.FREE
-        self._put_extent(record)
+        self.memory.put_extent(record)
         del self.extents[record.ticket]
         self._free_slots.append(record.slot)
 
@@ -430,48 +403,23 @@ class Ledger:
             raise LedgerError(f"a ticket of {prompts} prompts, {count} are to be issued again from {position:,} on")
         left = [Run(position + prompts, count - prompts)] if prompts < count else []
         self.redo = left + rest
-        self._put_redo()
+        self.memory.put_redo(self.redo)
         return position
 
     def _renumber(self, trained_through: int) -> None:
         self.totals.trained_through = trained_through
         if self.vacant and self.vacant[0] < trained_through:
             self.vacant = [lease for lease in self.vacant if lease >= trained_through]
-            self._put_vacant()
-
-    def _put_vacant(self) -> None:
-        self._journal.put(self._vacant_offset, pack_vacant(self.vacant))
-
-    def _put_redo(self) -> None:
-        self._journal.put(self._redo_offset, pack_redo(self.redo))
-
-    def _put_version(self, place: int) -> None:
-        self._journal.put(self._versions_offset + place * VERSION_BYTES, self.versions.pack(place))
-
-    def _put_extent(self, record: ExtentRecord) -> None:
-        self._journal.put(self._extents_offset + record.slot * EXTENT_BYTES, record.pack())
+            self.memory.put_vacant(self.vacant)
 
     def _change_items(self, record: ExtentRecord, rows: list[int], change: Callable[[Item], None]) -> None:
-        self._put_items(record, *record.change(rows, change))
-
-    def _put_items(self, record: ExtentRecord, first: int, data: bytes) -> None:
-        place = record.slot * self.layout.rows_per_extent + first
-        self._journal.put(self._items_offset + place * ITEM_BYTES, data)
+        self.memory.put_items(record, *record.change(rows, change))
 
     def _commit(self) -> None:
-        self._journal.put(self._totals_offset, self.totals.pack())
-        self._journal.commit()
+        self.memory.commit(self.totals)
 
-    def _read_table(self) -> None:
-        table = self._memory[self._extents_offset : self._items_offset]
-        states = bytes(table[::EXTENT_BYTES])
-        if states.strip(_KNOWN_STATES):
-            raise LedgerError(f"an extent is in state {max(states)}, which is none")
-        used = len(states) - states.count(ExtentState.FREE)
-        self._free_slots = [slot for slot, state in enumerate(states) if not state] if used else [*range(len(states))]
-        self._free_slots.reverse()
-        found = [ExtentRecord.unpack(slot, table) for slot, state in enumerate(states) if state] if used else []
-        for record in sorted(found, key=lambda record: record.ticket):
+    def _take_over(self, records: list[ExtentRecord]) -> None:
+        for record in records:
             if record.ticket in self.extents:
                 raise LedgerError(f"ticket {record.ticket} stands twice in the ledger")
             self.extents[record.ticket] = record
@@ -485,8 +433,7 @@ class Ledger:
             parts.sort(key=lambda part: (part[0].policy_version, part[0].position, part[0].ticket))
 
     def _read_items(self, record: ExtentRecord) -> None:
-        start = self._items_offset + record.slot * self.layout.rows_per_extent * ITEM_BYTES
-        data = bytes(self._memory[start : start + record.rows * ITEM_BYTES])
+        data = self.memory.items(record)
         ready, leased = Item.count_all(data)
         record.hold(data)
         record.held = ready + leased

@@ -293,7 +293,7 @@ def test_a_buffer_killed_at_any_store_of_the_taking_in_takes_every_row_in_once(s
     stores, killed = 0, True
     while killed:
         dying = starts(f"killed-{stores}", journal_interval_s=1.0)
-        budget, journal = [stores], dying.ledger._journal
+        budget, journal = [stores], dying.ledger.memory.journal
         journal.memory = DyingMemory(journal.memory, budget)
         journal.marks = DyingMemory(journal.marks, budget)
         try:

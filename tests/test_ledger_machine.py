@@ -179,7 +179,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before, after = self.model.view(), copy.deepcopy(self.model)
         change_model(after)
         if stores is not None:
-            journal, budget = self.ledger._journal, [stores]
+            journal, budget = self.ledger.memory.journal, [stores]
             journal.memory = DyingMemory(self.memory, budget)
             journal.marks = DyingMemory(self.memory[:32].cast("Q"), budget)
         try:

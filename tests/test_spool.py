@@ -294,7 +294,7 @@ def test_a_buffer_killed_at_any_store_of_the_taking_in_takes_every_row_in_once(s
     while killed:
         first.spool.path.write_bytes(saved)
         dying = starts(f"killed-{stores}")
-        budget, journal = [stores], dying.ledger._journal
+        budget, journal = [stores], dying.ledger.memory.journal
         journal.memory = DyingMemory(journal.memory, budget)
         journal.marks = DyingMemory(journal.marks, budget)
         try:
