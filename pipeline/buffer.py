@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from collections.abc import Callable
@@ -10,11 +9,9 @@ from collections.abc import Callable
 from pipeline import admission
 from pipeline.admission import Limits
 from pipeline.arena import Extent, ExtentAllocator
-from pipeline.codec_bounds import extent_bytes_bound
-from pipeline.errors import ArenaFullError, GaveUpError
 from pipeline.leases import Leases, Quarantine, Send
 from pipeline.ledger import Ledger
-from pipeline.ledger_records import Chosen, ExtentRecord, ExtentState
+from pipeline.ledger_records import Chosen
 from pipeline.ledger_tables import Run
 from pipeline.messages import (
     Ack,
@@ -28,17 +25,13 @@ from pipeline.messages import (
     Published,
     Release,
     Sealed,
-    Settled,
-    Ticket,
     Wait,
     WantTickets,
     Welcome,
 )
-from pipeline.observer import AsideReason, Observer
-from pipeline.transport import trainer_name, worker_name
-
-# How long a seal waits for word of its weights: the trainer may have died between publishing and saying so.
-_EARLY_S = 60.0
+from pipeline.observer import Observer
+from pipeline.tickets import Tickets
+from pipeline.transport import trainer_name
 
 # Writes ready rows of a ledger to disk, with the prompts of tickets that were cut.
 Spool = Callable[[Ledger, Chosen, list[Run]], None]
@@ -92,24 +85,20 @@ class Buffer:
         self._allocator = allocator
         self._send = send
         self._observer = observer
-        self._max_attempts = max_attempts
-        self._ticket_timeout_s = ticket_timeout_s
-        self._prompts_in_source = prompts_in_source
-        self._barren_prompts = 0
         self._peers: dict[str, int] = {}
         self._pids: dict[str, int] = {}
-        self._wanted: dict[str, int] = {}
-        self._waiting: dict[str, str] = {}
-        self._early: dict[int, tuple[Sealed, float]] = {}
-        self._quarantine = quarantine
         self._leases = Leases(ledger, limits, self._peers, send, observer, allocator, quarantine)
+        self._tickets = Tickets(
+            ledger, limits, self._peers, send, observer, allocator, quarantine,
+            workers=workers, prompts_in_source=prompts_in_source,
+        )  # fmt: skip
+        self._tickets.limit(max_attempts, ticket_timeout_s)
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
         if ledger.totals.policy_version >= 0:
             # What a spool brought of newer weights, and what a rollback had not dropped yet when its buffer was killed.
             self._leases.drop_rolled_back(0.0)
-        self._workers = {worker_name(index): index for index in range(workers)}
-        self._names = [*self._workers, *map(trainer_name, range(limits.world_size))]
+        self._names = [*self._tickets.workers, *map(trainer_name, range(limits.world_size))]
         for name in self._names:
             send(name, Welcome(self.incarnation))
 
@@ -120,7 +109,7 @@ class Buffer:
 
     def limit(self, *, max_attempts: int, ticket_timeout_s: float) -> None:
         """Let other limits hold for what is handed out from now on; see the constructor."""
-        self._max_attempts, self._ticket_timeout_s = max_attempts, ticket_timeout_s
+        self._tickets.limit(max_attempts, ticket_timeout_s)
 
     def handle(self, message: Message, now_s: float) -> None:
         """Take note of one message; what follows from it is done in `step`.
@@ -135,11 +124,11 @@ class Buffer:
             case Hello():
                 self._greet(message, now_s)
             case WantTickets() if self._is_current(message.worker, message.incarnation):
-                self._wanted[message.worker] = message.tickets
+                self._tickets.want(message)
             case Sealed():
-                self._seal(message, now_s)
+                self._tickets.seal(message, now_s)
             case Failed():
-                self._fail(message)
+                self._tickets.fail(message)
             case Credit() if self._is_current(message.trainer, message.incarnation):
                 self._leases.credit(message)
             case Ack():
@@ -149,7 +138,7 @@ class Buffer:
             case Published():
                 self._leases.publish(message, now_s)
                 self._leases.drop_rolled_back(now_s)
-                self._retry_early(now_s)
+                self._tickets.retry_early(now_s)
             case Damaged():
                 self._leases.damaged(message, now_s)
             case PeerDied():
@@ -166,7 +155,7 @@ class Buffer:
             case Hello(peer=name) | PeerDied(peer=name) | Sealed(worker=name) | Failed(worker=name):
                 return name in self._names and 0 <= getattr(message, "ticket", 0) < max(1, totals.tickets)
             case WantTickets():
-                return message.worker in self._workers
+                return message.worker in self._tickets.workers
             case Damaged():
                 return message.trainer == trainer_name(message.lease % world_size)
             case Published():
@@ -183,11 +172,11 @@ class Buffer:
         Raises:
             GaveUpError: If nothing under way can ever change that nothing is allowed.
         """
-        self._retry_early(now_s)
+        self._tickets.retry_early(now_s)
         if self.draining:
             return
         self._leases.lease_batches(now_s)
-        self._issue_tickets(now_s)
+        self._tickets.issue(now_s, paused=self.paused)
 
     def finish(self, spool: Spool | None = None) -> bool:
         """Take out what no trainer will get any more, so that the books close.
@@ -202,7 +191,7 @@ class Buffer:
             self.ledger.requeue(lease)
         cut = [Run(record.position, record.prompts) for record in self.ledger.reserved_extents()]
         for record in list(self.ledger.reserved_extents()):
-            self._abandon(record)
+            self._tickets.abandon(record)
         rest = [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]
         reason, whole = "cleared", True
         if spool is not None and self.ledger.totals.tickets:
@@ -247,7 +236,7 @@ class Buffer:
             self._send(hello.peer, Drain())
         role, _, index = hello.peer.partition("-")
         if role == "worker":
-            self._orphan(int(index), held=hello.held)
+            self._tickets.orphan(int(index), held=hello.held)
         elif role == "trainer":
             if index == "0" and hello.fresh:
                 self._leases.rebase()
@@ -262,14 +251,13 @@ class Buffer:
         if died.peer not in self._peers or died.pid == self._pids[died.peer]:
             self._forget(died.peer)
             if role == "worker":
-                self._orphan(int(index), held=[], blamed=died.working_on)
+                self._tickets.orphan(int(index), held=[], blamed=died.working_on)
         if role == "trainer" and died.working_on >= 0:
             self._leases.blame(died.peer, died.working_on, now_s)
 
     def _forget(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        self._wanted.pop(peer, None)
-        self._waiting.pop(peer, None)
+        self._tickets.forget(peer)
         self._leases.forget(peer)
 
     def _drain(self) -> None:
@@ -278,175 +266,3 @@ class Buffer:
             if peer.startswith("worker-"):
                 self._send(peer, Wait(incarnation, "draining"))
             self._send(peer, Drain())
-
-    # Tickets.
-
-    def _orphan(self, worker: int, *, held: list[int], blamed: int | None = None) -> None:
-        """Take tickets from a dead worker; the one that it was at, the oldest if nobody knows, has had its attempt."""
-        lost = [record for record in self.ledger.reserved_extents() if record.owner == worker]
-        for record in [record for record in lost if record.ticket not in held]:
-            blamed = record.ticket if blamed is None else blamed
-            if record.ticket == blamed:
-                self._reissue(record, "its worker died")
-            else:
-                self._observer.ticket_ended("reissued")
-                self.ledger.excuse(record)
-
-    def _reissue(self, record: ExtentRecord, reason: str) -> None:
-        if record.attempt >= self._max_attempts:
-            log.warning("prompts set aside: ticket=%d position=%d prompts=%d attempts=%d reason=%s",
-                        record.ticket, record.position, record.prompts, record.attempt, reason)  # fmt: skip
-            self._observer.ticket_ended("failed")
-            self._abandon(record)
-            self._count_barren(record.prompts)
-        else:
-            self._observer.ticket_ended("reissued")
-            self.ledger.assign(record, -1)
-
-    def _issue_tickets(self, now_s: float) -> None:
-        owned = self.ledger.index.owned
-        held = {name: owned.get(self._workers[name], 0) for name in self._wanted}
-        unowned = []
-        if owned.get(-1):
-            unowned = [reserved for reserved in self.ledger.reserved_extents() if reserved.owner < 0]
-        reason = "paused" if self.paused else ""
-        # Who holds least is served first, so that no worker idles while another one queues.
-        while not self.paused and (hungry := [name for name in held if held[name] < self._wanted[name]]):
-            worker = min(hungry, key=lambda name: (held[name], name))
-            record, owner = unowned.pop(0) if unowned else None, self._workers[worker]
-            if record is None:
-                record, reason = self._reserve(owner)
-            else:
-                self.ledger.assign(record, owner)
-            if record is None:
-                break
-            self._hand_out(record, worker, now_s)
-            held[worker] += 1
-        for worker in held:
-            if held[worker] == 0 and self._waiting.get(worker) != reason:
-                self._waiting[worker] = reason
-                self._send(worker, Wait(self._peers[worker], reason))
-            elif held[worker]:
-                self._waiting.pop(worker, None)
-
-    def _reserve(self, owner: int) -> tuple[ExtentRecord | None, str]:
-        prompts, reason = admission.prompts_to_issue(self.ledger, self.limits)
-        if not prompts:
-            return None, reason
-        rows = prompts * self.limits.group_size
-        nbytes = extent_bytes_bound(rows, self.limits.row_bytes)
-        try:
-            extent = self._allocator.reserve(nbytes)
-        except ArenaFullError as error:
-            if (
-                not self._allocator.holds
-                and not self.ledger.reserved
-                and not self.ledger.leased
-                and self.ledger.ready < self.limits.sample_batch_size
-            ):
-                # Nothing can come and nothing can go: say so instead of hanging.
-                raise GaveUpError(f"buffer.arena_bytes is too small: {error}") from error
-            return None, "full"
-        record = self.ledger.reserve(
-            rows=rows, prompts=prompts, offset=extent.offset, nbytes=extent.nbytes, owner=owner
-        )
-        return record, ""
-
-    def _hand_out(self, record: ExtentRecord, worker: str, now_s: float) -> None:
-        self._waiting.pop(worker, None)
-        self._send(
-            worker,
-            Ticket(
-                self._peers[worker], record.ticket, record.position, record.prompts, record.attempt, record.offset,
-                record.nbytes, record.policy_version, now_s + self._ticket_timeout_s,
-            ),
-        )  # fmt: skip
-
-    def _seal(self, sealed: Sealed, now_s: float) -> None:
-        record = self._held_by(sealed.worker, sealed.ticket)
-        if record is not None:
-            reason = admission.refusal(sealed, record, self.ledger)
-            if reason == "early":
-                # Settled once its weights are known here, or it is too late for that.
-                self._early.setdefault(sealed.ticket, (sealed, now_s))
-                return
-            self._early.pop(sealed.ticket, None)
-            if reason:
-                self._refuse(record, sealed, reason)
-            else:
-                self._accept(record, sealed, now_s)
-        self._settle(sealed.worker, sealed.ticket)
-
-    def _accept(self, record: ExtentRecord, sealed: Sealed, now_s: float) -> None:
-        reserved = Extent(record.offset, record.nbytes)
-        self.ledger.seal(
-            record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
-            policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s,
-        )  # fmt: skip
-        self._allocator.shrink(reserved, sealed.nbytes)
-        self._observer.ticket_ended("sealed")
-        self._observer.sealed(sealed.rows, self.ledger.totals.policy_version - sealed.policy_version)
-        self._barren_prompts = 0
-
-    def _refuse(self, record: ExtentRecord, sealed: Sealed, reason: AsideReason) -> None:
-        log.error("experience refused: ticket=%d worker=%s rows=%d version=%d reason=%s",
-                  record.ticket, sealed.worker, sealed.rows, sealed.policy_version, reason)  # fmt: skip
-        self._observer.set_aside(reason, record.rows)
-        if reason == "fingerprint":
-            # Whole, but of weights that nobody knows: worth a look. One of impossible size could not be read.
-            told = dataclasses.replace(
-                record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
-                policy_version=sealed.policy_version, fingerprint=sealed.fingerprint,
-            )  # fmt: skip
-            self._quarantine([(told, list(range(sealed.rows)))], reason, f"sealed by {sealed.worker}")
-        if reason == "rolled_back":
-            self._observer.ticket_ended("reissued")
-            self.ledger.excuse(record)
-        else:
-            self._reissue(record, f"refused: {reason}")
-
-    def _retry_early(self, now_s: float) -> None:
-        """Look again at seals that came before word of their weights did."""
-        for ticket, (sealed, came_s) in list(self._early.items()):
-            record = self.ledger.extents.get(ticket)
-            if record is None or worker_name(record.owner) != sealed.worker:
-                del self._early[ticket]
-            elif admission.refusal(sealed, record, self.ledger) != "early":
-                self._seal(sealed, came_s)
-            elif now_s - came_s > _EARLY_S:
-                del self._early[ticket]
-                self._refuse(record, sealed, "fingerprint")
-                self._settle(sealed.worker, ticket)
-
-    def _fail(self, failed: Failed) -> None:
-        record = self._held_by(failed.worker, failed.ticket)
-        if record is not None:
-            if failed.retry:
-                self._reissue(record, failed.reason)
-            else:
-                self._observer.ticket_ended("failed")
-                self._abandon(record)
-                self._count_barren(record.prompts)
-        self._settle(failed.worker, failed.ticket)
-
-    def _held_by(self, worker: str, ticket: int) -> ExtentRecord | None:
-        record = self.ledger.extents.get(ticket)
-        if record is not None and record.state is ExtentState.RESERVED and worker_name(record.owner) == worker:
-            return record
-        self._observer.duplicate()
-        return None
-
-    def _settle(self, worker: str, ticket: int) -> None:
-        if worker in self._peers:
-            self._send(worker, Settled(self._peers[worker], ticket))
-
-    def _count_barren(self, prompts: int) -> None:
-        self._barren_prompts += prompts
-        if self._prompts_in_source and self._barren_prompts >= self._prompts_in_source:
-            raise GaveUpError(
-                f"{self._barren_prompts:,} prompts in a row, a whole epoch, gave no experience; the log says why"
-            )
-
-    def _abandon(self, record: ExtentRecord) -> None:
-        self._allocator.release(Extent(record.offset, record.nbytes))
-        self.ledger.abandon(record)
