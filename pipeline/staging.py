@@ -101,7 +101,8 @@ class Staging:
         experience = codec.gather(parts, pin_memory=device.type == "cuda")
         experience.info = {**(experience.info or {}), "policy_version": torch.tensor(versions)}
         if device.type != "cuda":
-            experience.to_device(device)
+            if device.type != "cpu":
+                experience.to_device(device)
             return Staged(experience, {})
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)

@@ -32,8 +32,8 @@ from pipeline.stream import Connection, open_connection
 from pipeline.transport import BUFFER, Mailbox, Outbox, worker_name
 from pipeline.workspace import Workspace
 
-_PREFETCH = 4
-_TICKETS_AHEAD = 4
+_PREFETCH = 8
+_TICKETS_AHEAD = 16
 _WORKERS = 2
 _DEADLINE_S = 60.0
 

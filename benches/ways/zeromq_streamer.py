@@ -1,0 +1,44 @@
+"""ZeroMQ with raw bytes through a process between the two, which holds what a consumer that dies has not taken yet."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import zmq
+
+from benches.ways import QUEUED_BATCHES, zeromq_raw
+from benches.workload import APPEND_ROWS, BATCH_ROWS
+
+# Of the streamer's two pipes, beside those of the producer and the consumer.
+_APPENDS_A_PIPE = QUEUED_BATCHES * BATCH_ROWS // APPEND_ROWS // 4
+
+
+class Way(zeromq_raw.Way):
+    """The consumer's PULL socket, and ZeroMQ's own streamer before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streamer = multiprocessing.get_context("spawn").Process(
+            target=_stream, args=(self.address(), super().address()), daemon=True
+        )
+        self._streamer.start()
+
+    def address(self) -> Any:
+        return f"ipc://{self._folder.name}/streamer"
+
+    def close(self) -> None:
+        self._streamer.kill()
+        self._streamer.join()
+        super().close()
+
+
+def _stream(source: str, sink: str) -> None:
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.setsockopt(zmq.RCVHWM, _APPENDS_A_PIPE)
+    push.setsockopt(zmq.SNDHWM, _APPENDS_A_PIPE)
+    pull.bind(source)
+    push.connect(sink)
+    # Messages are moved in C, without a copy.
+    zmq.proxy(pull, push)

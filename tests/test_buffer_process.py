@@ -1,0 +1,77 @@
+"""The buffer's loop, run for real in a thread: its sockets, its ledger, its turns."""
+
+import threading
+import time
+
+import pytest
+
+from pipeline import buffer_process
+from pipeline.config import BufferConfig, Config, DaemonConfig
+from pipeline.messages import Hello, Wait, WantTickets, Welcome
+from pipeline.metrics_slab import MetricsSlab, SlotName
+from pipeline.role import RoleContext
+from pipeline.transport import BUFFER, Mailbox, Outbox, trainer_name, worker_name
+from pipeline.workspace import Workspace
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "instance"
+    config = Config(
+        daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"),
+        buffer=BufferConfig(arena_bytes=1 << 20),
+    )
+    workspace = Workspace.prepare(folder, config)
+    MetricsSlab.create(workspace.metrics_path, [SlotName("buffer", 0)]).close()
+    slab = MetricsSlab.attach(workspace.metrics_path)
+    slab.begin("buffer")
+    ready = threading.Event()
+    context = RoleContext("buffer", 0, folder, slab.writer("buffer"), lambda report: ready.set())
+    thread = threading.Thread(target=buffer_process.run, args=(config, context))
+    thread.start()
+    assert ready.wait(10)
+    yield folder
+    context.stopping = True
+    thread.join(10)
+    slab.close()
+    assert not thread.is_alive()
+
+
+def test_messages_that_come_fast_are_answered_together(folder, monkeypatch):
+    turns_s = []
+    flush = buffer_process.Outboxes.flush
+    monkeypatch.setattr(
+        buffer_process.Outboxes, "flush", lambda outboxes: (turns_s.append(time.monotonic()), flush(outboxes))
+    )
+    outbox = Outbox(folder, BUFFER)
+
+    for incarnation in range(1, 200):
+        outbox.send(Hello(worker_name(0), incarnation))
+        time.sleep(1e-4)
+
+    mailbox, welcomes = Mailbox(folder, worker_name(0)), 0
+    while welcomes < 199 and (heard := mailbox.receive(5.0)):
+        welcomes += sum(isinstance(message, Welcome) for message in heard)
+    mailbox.close()
+    outbox.close()
+    assert welcomes >= 199, "each was answered"
+    # A turn with messages begins a millisecond after the last such one, however many come: two more at the ends.
+    assert len(turns_s) <= (turns_s[-1] - turns_s[0]) / 1e-3 + 2 < 199
+
+
+def test_a_turns_words_leave_for_trainers_before_workers(folder, monkeypatch):
+    sent = []
+    send_all = Outbox.send_all
+    monkeypatch.setattr(
+        Outbox, "send_all", lambda box, messages: (sent.append((box._peer, [*messages])), send_all(box, messages))
+    )
+    outbox, mailbox = Outbox(folder, BUFFER), Mailbox(folder, worker_name(0))
+
+    # One multipart message: all of it is handled in one turn.
+    outbox.send_all([Hello(worker_name(0), 5), WantTickets(worker_name(0), 5, 1), Hello(trainer_name(0), 6)])
+    while not any(peer == worker_name(0) and isinstance(messages[-1], Wait) for peer, messages in sent):
+        mailbox.receive(1.0)
+
+    outbox.close()
+    mailbox.close()
+    assert [peer for peer, _ in sent if peer != BUFFER] == [trainer_name(0), worker_name(0)]
