@@ -27,12 +27,15 @@ class Contestant(NamedTuple):
 
 
 BOUND = Contestant("bound", "bound: two plain copies and the touch, no messages")
+BARE = Contestant("bare", "bare: the same three processes, plain copies, no promise kept")
 DAEMON = Contestant("daemon", "rlhfd: worker, buffer, trainer")
 REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`")
 RAW = Contestant("zeromq_raw", "ZeroMQ, raw bytes, zero-copy send")
+STREAMER = Contestant("zeromq_streamer", "ZeroMQ, raw bytes, through a process between the two")
 COATI = Contestant("coati", "coati's DetachedReplayBuffer, on a Ray queue", RAY)
 PEERS = (
     RAW,
+    STREAMER,
     Contestant("zeromq_pickle", "ZeroMQ, pickle"),
     Contestant("torchrl_memmap", "TorchRL, shared memmap and semaphores", RAY),
     Contestant("torch_queue", "torch.multiprocessing.Queue, file_system"),

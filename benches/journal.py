@@ -24,7 +24,7 @@ from pipeline.ledger_records import LedgerLayout
 from pipeline.observer import Observer
 
 _ROWS = 16
-_WRITES = 3
+_WRITES = 2
 _MIB = 1 << 20
 
 
@@ -48,7 +48,7 @@ def run(*, quick: bool) -> Sequence[Section]:
             f"longest pause of the buffer while its journal is written, {mib} MiB in {mib * _MIB // nbytes:,} extents"
         )
         rows.append((what, f"{longest.scaled(1e3)} ms", f"{writes} s"))
-    text = "The loop looks after nothing but the journal, which is written three times, onto the disk of the checkout."
+    text = "The loop looks after nothing but the journal, which is written twice, onto the disk of the checkout."
     table = Table(("what", "figure", "one write takes"), rows)
     return [Section("journal", "The buffer's pause while what it holds is written to disk", text, [table])]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benches.contest import COATI, PEERS, RAW, FailedError, running
+from benches.contest import BARE, COATI, PEERS, RAW, STREAMER, FailedError, running
 from benches.measure import figure, interleaved, percentile
 from benches.report import Section, Table
 from benches.transport import OURS
@@ -14,9 +14,9 @@ _PAUSE_S = 0.025
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Measure each way with an append every 25 ms."""
-    rounds, appends = (1, 20) if quick else (3, 80)
+    rounds, appends = (1, 20) if quick else (3, 60)
     shapes = ("small",) if quick else ("small", "large")
-    ways = (*OURS, RAW, COATI) if quick else (*OURS, *PEERS)
+    ways = (BARE, *OURS, RAW, STREAMER, COATI) if quick else (BARE, *OURS, *PEERS)
     rows = []
     with running(ways, 1) as (runners, failed):
         for shape in shapes:

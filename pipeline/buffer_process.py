@@ -123,19 +123,20 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     pause, weights = Pause(context.folder), NewestWeights(context.folder / "weights")
     weights.look(buffer, monotonic_s(), patience_s=0.0)
     buffer.paused = pause.is_on()
-    now_s = looked_s = shown_s = -math.inf
+    busy_s = looked_s = shown_s = -math.inf
     is_shown = True
-    messages: list[Message] = []
     outboxes.flush()
     metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
     context.ready()
     try:
         while not context.stopping:
             with clock.during("wait_data"):
-                if messages and (left_s := now_s + _TURN_S - monotonic_s()) > 0:
+                said = mailbox.wait(_IDLE_S if is_shown else SHOW_S)
+                if said and (left_s := busy_s + _TURN_S - monotonic_s()) > 0:
                     time.sleep(left_s)
-                messages = mailbox.receive(_IDLE_S if is_shown else SHOW_S)
+                messages = mailbox.receive(0.0)
             now_s, refused = monotonic_s(), buffer.refused
+            busy_s = now_s if messages else busy_s
             if now_s - looked_s >= _LOOK_S:
                 looked_s, buffer.paused = now_s, pause.is_on()
                 weights.look(buffer, now_s)

@@ -111,6 +111,11 @@ class Mailbox:
         self.refused = 0
         self.received = 0
 
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether something has come, waiting up to `timeout_s` for it."""
+        # Asked beforehand: that costs less than to wait for what is here.
+        return self._has_mail() or bool(self._poller.poll(_milliseconds(timeout_s)))
+
     def receive(self, timeout_s: float) -> list[Message]:
         """Return what has come, waiting up to `timeout_s` for the first message."""
         deadline = time.monotonic() + timeout_s
@@ -119,8 +124,8 @@ class Mailbox:
         # What is refused counts too: garbage without end must not hold up the work.
         while len(messages) + refused < _MAX_BURST:
             # Asked beforehand: that costs less than the exception of a socket that has nothing.
-            if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
-                wait_ms = 0 if messages else max(0, int((deadline - time.monotonic()) * 1000 + 0.999))
+            if not self._has_mail():
+                wait_ms = 0 if messages else _milliseconds(deadline - time.monotonic())
                 if not (wait_ms and self._poller.poll(wait_ms)):
                     break
             try:
@@ -140,6 +145,9 @@ class Mailbox:
             self._traffic.drop(self._name, refused)
         return messages
 
+    def _has_mail(self) -> bool:
+        return bool(cast(int, self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
+
     def _log_refused(self, error: DecodeError) -> None:
         """Log the first one, then at most one a minute with how many there were since."""
         self._refused_unlogged += 1
@@ -151,6 +159,11 @@ class Mailbox:
         """Close the socket and remove its file."""
         self._socket.close()
         self._path.unlink(missing_ok=True)
+
+
+def _milliseconds(seconds: float) -> int:
+    """Round up to what a poller can wait; never less than nothing, which is for ever."""
+    return max(0, int(seconds * 1000 + 0.999))
 
 
 class Outbox:

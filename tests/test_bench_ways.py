@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benches import hub
-from benches.contest import BOUND, DAEMON, Contestant, FailedError, Runner, running
+from benches.contest import BARE, BOUND, DAEMON, RAW, STREAMER, Contestant, FailedError, Runner, running
 from benches.peers import RAY, REVERB
 from benches.transport import _contest, _table, speed
 from benches.ways.daemon import arrays_of, experience_of
@@ -64,17 +64,21 @@ def test_images_go_along():
     assert torch.equal(experience.pixel_values, torch.from_numpy(append.arrays["pixel_values"]))
 
 
-def test_a_row_of_the_table_is_relative_to_bound_coati_and_zeromq():
+def test_a_row_of_the_table_is_relative_to_what_stands_beside_it():
     def measured(seconds):
         return {"seconds": seconds, "nbytes": 2_000_000_000, "items": 100, "cpu_s": 4.0, "latencies": []}
 
-    results = {BOUND: [measured(1.0), measured(2.0)], DAEMON: [measured(2.0), measured(8.0)]}
+    results = {
+        BOUND: [measured(1.0), measured(2.0)],
+        DAEMON: [measured(2.0), measured(8.0)],
+        BARE: [measured(1.5), measured(2.0)],
+    }
 
     table = _table(results, "small", 1)
 
     assert speed(results[DAEMON]).values == (1.0, 0.25)
-    # Half of the bound in one round, a quarter in the other.
-    assert table.rows[1][1:] == ("0.625 (0.250 to 1.00)", "0.375", "", "", "31.2", "2.00")
+    # Half of the bound in one round, a quarter in the other; of bare three and one quarter.
+    assert table.rows[2][1:] == ("0.625 (0.250 to 1.00)", "0.375", "0.500", "", "", "31.2", "2.00")
 
 
 def test_peers_are_pinned_and_torch_is_ours():
@@ -84,7 +88,7 @@ def test_peers_are_pinned_and_torch_is_ours():
 
 @pytest.mark.integration
 def test_ways_deliver_what_was_sent():
-    ways = (BOUND, DAEMON)
+    ways = (BOUND, BARE, DAEMON, RAW, STREAMER)
 
     with running(ways, 1) as (runners, failed):
         results = _contest(runners, "tiny", 0.05, 2)
