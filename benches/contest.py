@@ -16,6 +16,8 @@ from benches.report import ROOT
 
 WARM_APPENDS = 32
 _ANSWER_S = 60.0
+# Some begin clusters of their own, all at the same time.
+_START_S = 240.0
 
 
 class Contestant(NamedTuple):
@@ -32,6 +34,7 @@ DAEMON = Contestant("daemon", "rlhfd: worker, buffer, trainer")
 REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`")
 RAW = Contestant("zeromq_raw", "ZeroMQ, raw bytes, zero-copy send")
 STREAMER = Contestant("zeromq_streamer", "ZeroMQ, raw bytes, through a process between the two")
+TRANSFER_QUEUE = Contestant("transfer_queue", "TransferQueue", RAY)
 COATI = Contestant("coati", "coati's DetachedReplayBuffer, on a Ray queue", RAY)
 PEERS = (
     RAW,
@@ -42,7 +45,7 @@ PEERS = (
     Contestant("torch_queue_fd", "torch.multiprocessing.Queue, file_descriptor"),
     Contestant("reverb_queue", "reverb", REVERB),
     COATI,
-    Contestant("transfer_queue", "TransferQueue", RAY),
+    TRANSFER_QUEUE,
 )
 
 
@@ -51,7 +54,7 @@ class FailedError(Exception):
 
 
 class Runner:
-    """A way in its process."""
+    """A way in its process, which begins at once."""
 
     def __init__(self, contestant: Contestant, producers: int) -> None:
         environment = contestant.environment
@@ -64,8 +67,15 @@ class Runner:
             cwd=ROOT, env={**os.environ, **threads, **quiet, "PYTHONPATH": str(ROOT)}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
+
+    def begin(self) -> None:
+        """Wait until it can be measured.
+
+        Raises:
+            FailedError: If it never can.
+        """
         try:
-            self._answer()
+            self._answer(_START_S)
         except FailedError:
             self.close()
             raise
@@ -94,12 +104,12 @@ class Runner:
         assert self._process.stdout
         self._process.stdout.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, timeout_s: float = _ANSWER_S) -> dict[str, Any]:
         assert self._process.stdout
         # An answer is one line, written at once: what can be read can be read to its end.
-        if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
             self._process.kill()
-            raise FailedError(f"no answer within {_ANSWER_S:.0f} s")
+            raise FailedError(f"no answer within {timeout_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise FailedError(f"its process ended with {self._process.wait()}")
@@ -118,7 +128,13 @@ def running(
         for contestant in contestants:
             try:
                 runners[contestant] = Runner(contestant, producers)
-            except (NotInstallableError, FailedError) as error:
+            except NotInstallableError as error:
+                failed[contestant.title] = str(error)
+        for contestant in [*runners]:
+            try:
+                runners[contestant].begin()
+            except FailedError as error:
+                del runners[contestant]
                 failed[contestant.title] = str(error)
         yield runners, failed
     finally:

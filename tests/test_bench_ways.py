@@ -105,7 +105,7 @@ def test_ways_deliver_what_was_sent():
 @pytest.mark.integration
 def test_a_way_that_ends_is_told_and_costs_nothing_else():
     with pytest.raises(FailedError, match="ended with 1"):
-        Runner(Contestant("nonesuch", "no such way"), 1)
+        Runner(Contestant("nonesuch", "no such way"), 1).begin()
 
     with running([Contestant("nonesuch", "no such way")], 1) as (runners, failed):
         pass

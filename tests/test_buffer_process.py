@@ -62,7 +62,6 @@ def test_messages_that_come_fast_are_answered_together(folder, monkeypatch):
     outbox.close()
     assert welcomes >= 199, "each was answered"
     assert min(after - before for before, after in itertools.pairwise(turns_s)) >= 1e-3
-    assert len(turns_s) < 150
 
 
 def test_a_turns_words_leave_for_trainers_before_workers(folder, monkeypatch):

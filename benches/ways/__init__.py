@@ -50,6 +50,8 @@ def serve(name: str, producers: int) -> None:
     os.dup2(2, 1)
     way = importlib.import_module(f"benches.ways.{name}").Way()
     crew = [_Producer(name, way.address(), index) for index in range(producers)]
+    for producer in crew:
+        producer.orders.recv()
     batches = way.batches()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     try:
@@ -75,6 +77,7 @@ def _produce(name: str, address: Any, index: int, orders: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     send: Send = importlib.import_module(f"benches.ways.{name}").Way.sender(address, index)
     made: dict[str, Any] = {}
+    orders.send("ready")
     while True:
         try:
             shape, count, pause_s = orders.recv()
