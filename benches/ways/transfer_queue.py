@@ -13,9 +13,10 @@ from tensordict import TensorDict
 
 from benches.ways import QUEUED_BATCHES, Send
 from benches.ways.coati import join, split
-from benches.workload import ACTION_FIELDS, BATCH_ROWS, TOKEN_FIELDS, Arrays
+from benches.workload import ACTION_FIELDS, APPEND_ROWS, BATCH_ROWS, TOKEN_FIELDS, Arrays
 
 _PARTITION = "train"
+_PER_BATCH = BATCH_ROWS // APPEND_ROWS
 _FIELDS = [*TOKEN_FIELDS, *ACTION_FIELDS, "reward"]
 
 
@@ -34,24 +35,17 @@ class Way:
 
     def batches(self) -> Iterator[Any]:
         while True:
-            meta = self._rows()
+            # Its controller looks for rows every five seconds only: it is asked when they are there.
+            ray.get(self._room.batch.remote())
+            meta = self._client.get_meta(
+                data_fields=_FIELDS, batch_size=BATCH_ROWS, partition_id=_PARTITION, task_name="trainer"
+            )
             columns = self._client.get_data(meta)
             rows = [{name: columns[name][row] for name in _FIELDS} for row in range(BATCH_ROWS)]
             batch = join(rows)
             self._client.clear_samples(meta)
             ray.get(self._room.leave.remote())
             yield {name: value.numpy() for name, value in batch.items()}
-
-    def _rows(self) -> Any:
-        while True:
-            try:
-                return self._client.get_meta(
-                    data_fields=_FIELDS, batch_size=BATCH_ROWS, partition_id=_PARTITION, task_name="trainer"
-                )
-            except RuntimeError as error:
-                # Its controller waits for a while only, and a producer takes longer to begin.
-                if "Timeout while waiting" not in str(error):
-                    raise
 
     def close(self) -> None:
         transfer_queue.close()
@@ -77,21 +71,30 @@ class Way:
                 partition_id=_PARTITION,
                 fields=TensorDict(columns, batch_size=len(items)),
             )
+            room.came.remote()
 
         return send
 
 
 class _Room:
-    """Lets as many appends in as `QUEUED_BATCHES` batches have."""
+    """Lets as many appends in as `QUEUED_BATCHES` batches have, and says when two have come."""
 
     def __init__(self) -> None:
         import asyncio
 
-        self._room = asyncio.Semaphore(2 * QUEUED_BATCHES)
+        self._room = asyncio.Semaphore(_PER_BATCH * QUEUED_BATCHES)
+        self._come = asyncio.Semaphore(0)
 
     async def enter(self) -> None:
         await self._room.acquire()
 
     async def leave(self) -> None:
-        for _ in range(2):
+        for _ in range(_PER_BATCH):
             self._room.release()
+
+    async def came(self) -> None:
+        self._come.release()
+
+    async def batch(self) -> None:
+        for _ in range(_PER_BATCH):
+            await self._come.acquire()
