@@ -17,7 +17,6 @@ def run(*, quick: bool) -> Sequence[Section]:
     rounds, appends = (1, 20) if quick else (3, 60)
     shapes = ("small",) if quick else ("small", "large")
     ways = (BARE, *OURS, RAW, STREAMER, COATI) if quick else (BARE, *OURS, *PEERS)
-    # Left out for the time that it takes.
     ways = tuple(way for way in ways if way is not TRANSFER_QUEUE)
     rows = []
     with running(ways, 1) as (runners, failed):
@@ -37,6 +36,7 @@ def run(*, quick: bool) -> Sequence[Section]:
     notes = "".join(f" {title} did not run here: {reason}." for title, reason in failed.items())
     text = (
         "An append each 25 ms, a batch each two. From the start of the append that completes a batch until the consumer"
-        f" has it, padded. On an idle machine it is the processes' waking up that takes most of it.{notes}"
+        " has it, padded. On an idle machine it is the processes' waking up that takes most of it."
+        f" TransferQueue is left out for the time that it takes.{notes}"
     )
     return [Section("latency", "Latency at low load", text, [Table(("way", "p50, ms", "p99, ms", "batches"), rows)])]

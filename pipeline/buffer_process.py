@@ -136,7 +136,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
                     time.sleep(left_s)
                 messages = mailbox.receive(0.0)
             now_s, refused = monotonic_s(), buffer.refused
-            busy_s = now_s if messages else busy_s
+            busy_s = now_s if said else busy_s
             if now_s - looked_s >= _LOOK_S:
                 looked_s, buffer.paused = now_s, pause.is_on()
                 weights.look(buffer, now_s)
@@ -149,7 +149,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
             buffer.step(now_s)
             outboxes.flush()
             journal.step(buffer, now_s)
-            if is_shown := not messages or now_s - shown_s >= SHOW_S:
+            if is_shown := not said or now_s - shown_s >= SHOW_S:
                 metrics.publish(buffer, now_s, arena.payload_bytes)
                 shown_s = now_s
         _hear_last_words(buffer, mailbox)

@@ -69,7 +69,6 @@ class InstanceStatus:
         self._gpus = GpuWatch()
         self._gpus.start()
         self._reading: Reading = self._reader.read()
-        self._books = self._slab.conservation()
         self._tokens = RateWindow(60.0)
         self._steps = RateWindow(300.0)
         self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
@@ -88,8 +87,7 @@ class InstanceStatus:
         self._sample_processes()
         self._sample_memory()
         self._reader.told.update(gpu_series(self._gpus.gpus()))
-        # Together, so that steps and rows shown belong to one moment.
-        self._reading, self._books = self._reader.read(), self._slab.conservation()
+        self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._guard.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
@@ -121,7 +119,7 @@ class InstanceStatus:
 
     def books(self) -> Conservation | None:
         """Return where every row is; None before the buffer has said so."""
-        return self._slab.conservation()
+        return self._reading.books
 
     @property
     def phase(self) -> str:
@@ -164,7 +162,7 @@ class InstanceStatus:
 
     def snapshot(self) -> Snapshot:
         """Return what the terminal shows."""
-        books = self._books
+        books = self._reading.books
         rollout = list(self._fleet.of("rollout"))
         return Snapshot(
             state=self.shown_state,
@@ -187,7 +185,8 @@ class InstanceStatus:
 
     def status(self) -> dict[str, Any]:
         """Return what `rlhfd status` shows."""
-        shot, books = self.snapshot(), self._books
+        # Of one reading: rows that were read later than the steps would not add up with them.
+        shot, books = self.snapshot(), self._reading.books
         return {
             "state": self.shown_state,
             "run_id": self._workspace.run.run_id,

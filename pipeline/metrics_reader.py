@@ -17,7 +17,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pipeline.metrics import BY_NAME, METRICS, Metric, SlotName
+from pipeline.metrics import BY_NAME, METRICS, Conservation, Metric, SlotName
 from pipeline.metrics_slab import MetricsSlab
 
 _HEARTBEAT: Final = "rlhfd_process_last_heartbeat_timestamp_seconds"
@@ -43,9 +43,13 @@ _Growing = dict[tuple[str, ...], float | HistogramReading]
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Every series that exists at one moment, by family name and label values."""
+    """Every series that exists at one moment, by family name and label values.
+
+    `books` says where every row is, as the buffer said it last; None before it has.
+    """
 
     families: Mapping[str, Series]
+    books: Conservation | None = None
 
     def value(self, name: str, /, **labels: str) -> float | None:
         """Return a counter or gauge, summed over the labels that are not named; None if there is no such series."""
@@ -112,10 +116,10 @@ class MetricsReader:
         for (name, labels), parts in columns.items():
             together = parts[0] if len(parts) == 1 else [list(chain(*words)) for words in zip(*parts, strict=True)]
             families[name][labels] = _combine(BY_NAME[name], together)
-        block = self._slab.conservation()
-        for (name, labels), count in (block.samples() if block else {}).items():
+        books = self._slab.conservation()
+        for (name, labels), count in (books.samples() if books else {}).items():
             families[name][labels] = float(count)
-        return Reading({**families, **self.told})
+        return Reading({**families, **self.told}, books)
 
     def text(self) -> bytes:
         """Return the exposition in Prometheus' text format 0.0.4."""

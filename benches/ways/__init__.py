@@ -49,12 +49,15 @@ def serve(name: str, producers: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     way = importlib.import_module(f"benches.ways.{name}").Way()
-    crew = [_Producer(name, way.address(), index) for index in range(producers)]
-    for producer in crew:
-        producer.orders.recv()
-    batches = way.batches()
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    if hasattr(way, "share"):
+        way.share(producers)
+    crew: list[_Producer] = []
     try:
+        crew += [_Producer(name, way.address(), index) for index in range(producers)]
+        for producer in crew:
+            producer.orders.recv()
+        batches = way.batches()
+        print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(_measure(way, crew, batches, **json.loads(line))), file=answers, flush=True)
     finally:

@@ -20,17 +20,16 @@ from benches.ways import QUEUED_BATCHES, Send
 from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays, rebatch
 
 _PER_BATCH = BATCH_ROWS // APPEND_ROWS
-_PRODUCERS = 2
-# Each producer has half of the room, but of images, of which less may be queued.
-_SLOTS = QUEUED_BATCHES * _PER_BATCH // _PRODUCERS
+_MOST_PRODUCERS = 2
+_SLOTS = QUEUED_BATCHES * _PER_BATCH
 _SLOT_BYTES = 12 << 20
 
-# An append's slot, and name, type, shape and place of each array there.
-_Append = tuple[int, list[tuple[str, str, tuple[int, ...], int]]]
+# An append's producer and slot, and name, type, shape and place of each array there.
+_Append = tuple[int, int, list[tuple[str, str, tuple[int, ...], int]]]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Append).decode
 _decode_batch = msgspec.msgpack.Decoder(list[_Append]).decode
-_decode_slots = msgspec.msgpack.Decoder(list[int]).decode
+_decode_slots = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 
 
 class Way:
@@ -38,7 +37,7 @@ class Way:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._memory = shared_memory.SharedMemory(create=True, size=_PRODUCERS * _SLOTS * _SLOT_BYTES)
+        self._memory = shared_memory.SharedMemory(create=True, size=_SLOTS * _SLOT_BYTES)
         self._room: Any = np.ndarray(self._memory.size, np.uint8, self._memory.buf)
         self._room[:] = 0
         self._hub = multiprocessing.get_context("spawn").Process(target=_serve, args=(self._folder.name,), daemon=True)
@@ -46,15 +45,20 @@ class Way:
         self.parts = {"buffer": self._hub.pid}
         self._mail = _listening(self._folder.name, "trainer")
         self._to_hub = _connected(self._folder.name, "hub")
+        self._producers = 1
+
+    def share(self, producers: int) -> None:
+        """Be told how many producers share the room."""
+        self._producers = producers
 
     def address(self) -> Any:
-        return self._folder.name, self._memory.name
+        return self._folder.name, self._memory.name, self._producers
 
     def batches(self) -> Iterator[Any]:
         while True:
             found = _decode_batch(self._mail.recv())
-            yield rebatch([{name: self._view(*where) for name, *where in arrays} for _, arrays in found])
-            self._to_hub.send_multipart([b"ack", _encode([slot for slot, _ in found])])
+            yield rebatch([{name: self._view(*where) for name, *where in arrays} for _, _, arrays in found])
+            self._to_hub.send_multipart([b"ack", _encode([(index, slot) for index, slot, _ in found])])
 
     def _view(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
         stop = start + int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -72,23 +76,23 @@ class Way:
 
     @staticmethod
     def sender(address: Any, index: int) -> Send:
-        folder, name = address
+        folder, name, producers = address
         memory = shared_memory.SharedMemory(name)
         room: Any = np.ndarray(memory.size, np.uint8, memory.buf)
         room[:] = 0
         mail, to_hub = _listening(folder, f"worker-{index}"), _connected(folder, "hub")
-        free = list(range(index * _SLOTS, (index + 1) * _SLOTS))
+        free = list(range(index, _SLOTS, producers))
 
         def send(arrays: Arrays) -> None:
             while not free:
-                free.extend(_decode_slots(mail.recv()))
+                free.extend(slot for _, slot in _decode_slots(mail.recv()))
             slot, described = free.pop(0), []
             start = slot * _SLOT_BYTES
             for name, value in arrays.items():
                 room[start : start + value.nbytes] = value.reshape(-1).view(np.uint8)
                 described.append((name, value.dtype.str, value.shape, start))
                 start += -(-value.nbytes // 64) * 64
-            to_hub.send_multipart([b"sealed", _encode((slot, described))])
+            to_hub.send_multipart([b"sealed", _encode((index, slot, described))])
 
         _kept.append(memory)
         return send
@@ -100,7 +104,7 @@ _kept: list[Any] = []
 
 def _serve(folder: str) -> None:
     mail, trainer = _listening(folder, "hub"), _connected(folder, "trainer")
-    workers = [_connected(folder, f"worker-{index}") for index in range(_PRODUCERS)]
+    workers = [_connected(folder, f"worker-{index}") for index in range(_MOST_PRODUCERS)]
     ready: list[_Append] = []
     while True:
         word, data = mail.recv_multipart()
@@ -112,7 +116,7 @@ def _serve(folder: str) -> None:
         else:
             slots = _decode_slots(data)
             for index, worker in enumerate(workers):
-                if mine := [slot for slot in slots if slot // _SLOTS == index]:
+                if mine := [place for place in slots if place[0] == index]:
                     worker.send(_encode(mine))
 
 

@@ -32,8 +32,9 @@ from pipeline.stream import Connection, open_connection
 from pipeline.transport import BUFFER, Mailbox, Outbox, worker_name
 from pipeline.workspace import Workspace
 
-_PREFETCH = 8
-_TICKETS_AHEAD = 16
+# Half of what may be queued is with the trainer, half before it: reserved, or sealed and not leased yet.
+_PREFETCH = QUEUED_BATCHES // 2
+_TICKETS_AHEAD = QUEUED_BATCHES // 2 * BATCH_ROWS // APPEND_ROWS
 _WORKERS = 2
 _DEADLINE_S = 60.0
 
@@ -123,7 +124,7 @@ def configuration(folder: Path) -> Config:
         rollout=RolloutConfig(algorithm="ppo", workers=_WORKERS, batch_size=APPEND_ROWS),
         buffer=BufferConfig(
             sample_batch_size=BATCH_ROWS,
-            limit=QUEUED_BATCHES,
+            limit=QUEUED_BATCHES - _PREFETCH,
             max_staleness=1024,
             arena_bytes=256 << 20,
             row_bytes=2 << 20,

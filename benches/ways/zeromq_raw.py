@@ -14,15 +14,17 @@ from benches.ways import QUEUED_BATCHES, Send
 from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays, rebatch
 
 _PER_BATCH = BATCH_ROWS // APPEND_ROWS
+# Of the producer's pipe and the consumer's.
+_APPENDS_A_PIPE = QUEUED_BATCHES * _PER_BATCH // 2
 
 
 class Way:
     """The consumer's PULL socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, appends_a_pipe: int = _APPENDS_A_PIPE) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._socket: Any = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUED_BATCHES * _PER_BATCH // 2)
+        self._socket.setsockopt(zmq.RCVHWM, appends_a_pipe)
         self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._socket.bind(f"ipc://{self._folder.name}/pull")
 
@@ -47,17 +49,21 @@ class Way:
         self._folder.cleanup()
 
     @staticmethod
-    def connect(address: Any) -> Any:
+    def connect(address: Any, appends_a_pipe: int = _APPENDS_A_PIPE) -> Any:
         """Return a producer's socket."""
         socket = zmq.Context.instance().socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, QUEUED_BATCHES * _PER_BATCH // 2)
+        socket.setsockopt(zmq.SNDHWM, appends_a_pipe)
         socket.setsockopt(zmq.SNDTIMEO, 60_000)
         socket.connect(address)
         return socket
 
     @staticmethod
     def sender(address: Any, index: int) -> Send:
-        socket = Way.connect(address)
+        return Way.sending(Way.connect(address))
+
+    @staticmethod
+    def sending(socket: Any) -> Send:
+        """Return what sends an append through a socket."""
 
         def send(arrays: Arrays) -> None:
             kinds = [(name, value.dtype.str, value.shape) for name, value in arrays.items()]

@@ -7,10 +7,10 @@ from typing import Any
 
 import zmq
 
-from benches.ways import QUEUED_BATCHES, zeromq_raw
+from benches.ways import QUEUED_BATCHES, Send, zeromq_raw
 from benches.workload import APPEND_ROWS, BATCH_ROWS
 
-# Of the streamer's two pipes, beside those of the producer and the consumer.
+# Of the producer's pipe, the streamer's two and the consumer's.
 _APPENDS_A_PIPE = QUEUED_BATCHES * BATCH_ROWS // APPEND_ROWS // 4
 
 
@@ -18,7 +18,7 @@ class Way(zeromq_raw.Way):
     """The consumer's PULL socket, and ZeroMQ's own streamer before it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_APPENDS_A_PIPE)
         self._streamer = multiprocessing.get_context("spawn").Process(
             target=_stream, args=(self.address(), super().address()), daemon=True
         )
@@ -31,6 +31,10 @@ class Way(zeromq_raw.Way):
         self._streamer.kill()
         self._streamer.join()
         super().close()
+
+    @staticmethod
+    def sender(address: Any, index: int) -> Send:
+        return Way.sending(Way.connect(address, _APPENDS_A_PIPE))
 
 
 def _stream(source: str, sink: str) -> None:
