@@ -40,7 +40,8 @@ SMALL = ("buffer.sample_batch_size=32", "rollout.num_generations=4")
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 60.0
 _POLL_S = 0.02
-_TAIL_CHARACTERS = 4000
+_TAIL_CHARACTERS = 20_000
+_STACKS_S = 1.0
 _WARMUP_STEPS = 8
 
 Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -204,7 +205,17 @@ class Daemon:
         try:
             return wait_until(met, timeout_s, what)
         except TimeoutError as error:
+            self._ask_for_stacks()
             raise AssertionError(f"{error}\n{self._tail()}") from None
+
+    def _ask_for_stacks(self) -> None:
+        """Let each child that listens for it write the stacks of its threads to the log: what hangs is gone later."""
+        for pid in self.family():
+            with contextlib.suppress(OSError):
+                fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+                if int(fields["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1:
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(_STACKS_S)
 
     def wait_answering(self, timeout_s: float = START_TIMEOUT_S) -> InstanceRecord:
         """Wait until it answers over its control socket; roles may still be starting."""
