@@ -56,6 +56,19 @@ def turns_s(monkeypatch):
     return found
 
 
+def hear_welcomes(folder, hellos):
+    """Wait until each hello of worker 0 is answered, beside the word with which a buffer begins."""
+    mailbox, welcomes = Mailbox(folder, worker_name(0)), 0
+    while welcomes < hellos + 1 and (heard := mailbox.receive(5.0)):
+        welcomes += sum(isinstance(message, Welcome) for message in heard)
+    mailbox.close()
+    assert welcomes == hellos + 1
+
+
+def assert_paced(turns_s):
+    assert all(after - before >= 1e-3 for before, after in itertools.pairwise(turns_s))
+
+
 def test_messages_that_come_fast_are_answered_together(folder, turns_s):
     outbox = Outbox(folder, BUFFER)
 
@@ -63,14 +76,9 @@ def test_messages_that_come_fast_are_answered_together(folder, turns_s):
         outbox.send(Hello(worker_name(0), incarnation))
         time.sleep(1e-4)
 
-    # One to each, and the one with which a buffer begins.
-    mailbox, welcomes = Mailbox(folder, worker_name(0)), 0
-    while welcomes < 200 and (heard := mailbox.receive(5.0)):
-        welcomes += sum(isinstance(message, Welcome) for message in heard)
-    mailbox.close()
+    hear_welcomes(folder, 199)
     outbox.close()
-    assert welcomes == 200
-    assert all(after - before >= 1e-3 for before, after in itertools.pairwise(turns_s))
+    assert_paced(turns_s)
 
 
 def test_garbage_without_end_costs_no_more_turns_than_messages_do(folder, turns_s):
@@ -82,13 +90,9 @@ def test_garbage_without_end_costs_no_more_turns_than_messages_do(folder, turns_
         time.sleep(1e-4)
     outbox.send(Hello(worker_name(0), 2))
 
-    mailbox, welcomes = Mailbox(folder, worker_name(0)), 0
-    while welcomes < 3 and (heard := mailbox.receive(5.0)):
-        welcomes += sum(isinstance(message, Welcome) for message in heard)
-    mailbox.close()
+    hear_welcomes(folder, 2)
     outbox.close()
-    assert welcomes == 3
-    assert all(after - before >= 1e-3 for before, after in itertools.pairwise(turns_s))
+    assert_paced(turns_s)
 
 
 def test_a_turns_words_leave_for_trainers_before_workers(folder, monkeypatch):
