@@ -165,7 +165,10 @@ class DaemonConfig(_Section):
         default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.", json_schema_extra=LIVE
     )
     startup_timeout_s: float = Field(
-        default=300.0, gt=0, description="Seconds that the roles get from start to ready.", json_schema_extra=LIVE
+        default=300.0,
+        gt=0,
+        description="Seconds that a role gets from start to ready; one that is late is started again, once.",
+        json_schema_extra=LIVE,
     )
     hang_timeout_s: float = Field(
         default=300.0,

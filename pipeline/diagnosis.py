@@ -158,7 +158,8 @@ def _absent(run: RunView, process: ProcessView) -> str:
             process.last_line or "it said nothing."
         )
     said = f"; its last line: {process.last_line}" if process.last_line else ""
-    return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{said}."
+    stopped = ", and is stopped (SIGSTOP, or a debugger)" if process.standing.is_stopped else ""
+    return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{stopped}{said}."
 
 
 def _failed(process: ProcessView) -> str:

@@ -26,6 +26,9 @@ SlotState = Literal["idle", "waiting", "starting", "ready", "draining", "backoff
 _FORKED = ("trainer", "rollout", "setup")
 """Roles that load torch: they are forked from the template, which has it."""
 
+_LATE_STARTS = 2
+"""Starts in a row that take too long, after which the slot has failed: the first may have been bad luck."""
+
 log = logging.getLogger(__name__)
 
 
@@ -43,6 +46,7 @@ class Slot:
         ended_by: Who killed the child, where that is known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
         working_on: The ticket or lease that the last child was at when it died, -1 for none.
         last_pid: The last child's pid.
+        late_starts: Children in a row that were killed because they were not ready in time.
     """
 
     role: str
@@ -64,6 +68,7 @@ class Slot:
     ended_by: str = ""
     working_on: int = -1
     last_pid: int = 0
+    late_starts: int = 0
 
     @property
     def name(self) -> str:
@@ -219,7 +224,8 @@ class Fleet:
 
     def retry(self, slot: Slot) -> float | None:
         """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
-        delay_s = None if slot.mistrusted else slot.policy.died(self._clock())
+        hopeless = slot.mistrusted or slot.late_starts >= _LATE_STARTS
+        delay_s = None if hopeless else slot.policy.died(self._clock())
         if delay_s is None:
             slot.state = "failed"
         else:
@@ -287,7 +293,7 @@ class Fleet:
         if report.state == "mistrusted":
             slot.mistrusted = True
         if report.state == "ready":
-            slot.state = "ready"
+            slot.state, slot.late_starts = "ready", 0
             startup_s = self._clock() - slot.started_s
             if slot.works:
                 self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)

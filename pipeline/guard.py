@@ -21,6 +21,8 @@ _QUIET_S = 1.0
 _BUFFER_SILENT_S = 10.0
 """The buffer calls nothing that takes long; health does not wait for `daemon.hang_timeout_s` to say that it hangs."""
 
+_NOTHING_SEEN = Progress(0.0, "", 0.0, -1, 0.0, False)
+
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +77,12 @@ class Guard:
         """Let the limits of a configuration hold from now on."""
         daemon = config.daemon
         # Two tickets are in a worker's hands at most: the second may have waited as long as the first took.
-        self._limits = HangLimits(daemon.hang_timeout_s, config.rollout.ticket_timeout_s, daemon.progress_timeout_s)
+        self._limits = HangLimits(
+            hang_timeout_s=daemon.hang_timeout_s,
+            startup_timeout_s=daemon.startup_timeout_s,
+            ticket_grace_s=config.rollout.ticket_timeout_s,
+            progress_timeout_s=daemon.progress_timeout_s,
+        )
         self._pauses.limit(max(1.0, daemon.hang_timeout_s / 2))
         self._run.limit(daemon.progress_timeout_s)
 
@@ -94,7 +101,7 @@ class Guard:
         """
         paused = self._pauses.look(now_s)
         condemned = {one.slot.name for one in self._condemned}
-        standings = [self._standing(slot) for slot in self._slots()]
+        standings = [self._standing(slot) for slot in self._fleet.slots]
         for verdict in hung(standings, now_s, self._limits, watched_since_s=self._pauses.since_s):
             if verdict.name not in condemned:
                 self._condemn(verdict, now_s)
@@ -146,10 +153,13 @@ class Guard:
 
     def _standing(self, slot: Slot) -> Standing:
         pid = slot.child.pid if slot.child else 0
-        progress = self._slab.progress(slot.role, slot.index)
+        progress = self._slab.progress(slot.role, slot.index) if slot.works else _NOTHING_SEEN
         # One that moves is not stopped; to ask the kernel of each, each time, would cost more than all the rest.
         stopped = self._fleet.now_s() - progress.beat_s > _QUIET_S and is_stopped(pid)
-        return Standing(slot.name, slot.role, pid, bool(pid) and slot.state == "ready", progress, stopped)
+        starting_since_s = slot.started_s if pid and slot.state == "starting" else None
+        # The template waits to be asked, and says nothing while it does.
+        is_ready = bool(pid) and slot.state == "ready" and slot.works
+        return Standing(slot.name, slot.role, pid, is_ready, progress, stopped, starting_since_s)
 
     def _view(self) -> RunView:
         now_s, books = self._fleet.now_s(), self._slab.conservation()
@@ -177,10 +187,8 @@ class Guard:
         )
 
     def _preparing(self, slot: Slot) -> ProcessView:
-        """Return what others wait for at a start; it has no place in the metrics, and no watchdog looks at it."""
-        nothing = Progress(0.0, "", 0.0, -1, 0.0, False)
-        standing = Standing(slot.name, slot.role, slot.child.pid if slot.child else 0, False, nothing)
-        return ProcessView(standing, slot.state, slot.started_s, {}, slot.error or slot.last_line)
+        """Return what others wait for at a start; it has no place in the metrics."""
+        return ProcessView(self._standing(slot), slot.state, slot.started_s, {}, slot.error or slot.last_line)
 
     def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
         books = self._slab.conservation()
@@ -203,7 +211,7 @@ class Guard:
     # Acting.
 
     def _condemn(self, verdict: Verdict, now_s: float) -> None:
-        slot = next(slot for slot in self._slots() if slot.name == verdict.name)
+        slot = next(slot for slot in self._fleet.slots if slot.name == verdict.name)
         log.error(
             "hung: role=%s pid=%d stage=%s %s=%d since_s=%.1f reason=%s", verdict.name, verdict.pid, verdict.stage,
             "lease" if slot.role == "trainer" else "ticket", verdict.working_on, now_s - verdict.since_s,
@@ -211,6 +219,7 @@ class Guard:
         )  # fmt: skip
         # What is said of its end; its last line will be one of a stack.
         slot.error = f"hung in {verdict.stage}: {verdict.reason}"
+        slot.late_starts += verdict.reason == "not ready in time"
         self._condemned.append(_Condemned(slot, verdict.pid, now_s, slot.lines, slot.lines))
         self._dump(now_s)
         if verdict.reason == "stopped":
@@ -221,8 +230,10 @@ class Guard:
         """Let every child write the stacks of its threads to the log."""
         if now_s - self._dumped_s >= _DUMP_S:
             self._dumped_s = now_s
-            ready = [slot for slot in self._fleet.alive() if slot.state != "starting"]
-            self._fleet.signal(ready, signal.SIGUSR1)
+            # One that has just been started would die of the signal; one that is condemned does so anyway.
+            condemned = [one.slot for one in self._condemned]
+            heard = [slot for slot in self._fleet.alive() if slot.state != "starting" or slot in condemned]
+            self._fleet.signal(heard, signal.SIGUSR1)
 
     def _execute(self, now_s: float) -> None:
         for one in [*self._condemned]:

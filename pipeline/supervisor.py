@@ -249,7 +249,6 @@ class Supervisor:
         reap_orphans([slot.child.pid for slot in self._fleet.slots if slot.child is not None])
         if not self._end.under_way:
             self._restart_due()
-            self._check_startup(now_s)
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)
@@ -269,15 +268,6 @@ class Supervisor:
 
     def _due_together(self) -> bool:
         return all(slot.state in ("backoff", "waiting", "starting") for slot in self._fleet.of("trainer"))
-
-    def _check_startup(self, now_s: float) -> None:
-        limit_s = self._config.daemon.startup_timeout_s
-        for slot in self._fleet.slots:
-            if slot.state == "starting" and now_s - slot.started_s > limit_s:
-                self._abort(
-                    ExitCode.GAVE_UP, f"{slot.name} was not ready within {limit_s:g} s; its last line: {slot.last_line}"
-                )
-                return
 
     def _child_changed(self, slot: Slot) -> None:
         self._status.changed(slot)
@@ -301,7 +291,8 @@ class Supervisor:
                 for role in self._fleet.of("trainer", "rollout"):
                     self._fleet.start(role)
             else:
-                self._abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.error or slot.last_line}")
+                reason = ExitCode.GAVE_UP if slot.ended_by == "watchdog" else ExitCode.FAILED
+                self._abort(reason, f"the embedded model could not be made: {slot.error or slot.last_line}")
         elif slot.role == "trainer":
             self._rank_ended(slot, code)
         elif slot.role == "template":

@@ -1,4 +1,4 @@
-"""Who hangs: a process that makes no progress, one that holds a ticket beyond its time, a run in which nothing moves.
+"""Who hangs: a process that makes no progress or is late at its start, a ticket beyond its time, a run that stands.
 
 Pure: processes as they stand and the time come in, verdicts come out. What is done about them is `pipeline.guard`'s.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 from pipeline.metrics import Progress
 
-Reason = Literal["no progress", "stopped", "ticket overdue", "the run stands still"]
+Reason = Literal["no progress", "stopped", "not ready in time", "ticket overdue", "the run stands still"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,19 +19,27 @@ class HangLimits:
     """What is waited for, and for how long; 0 turns a rule off.
 
     Attributes:
-        hang_timeout_s: Silence of a process that is ready.
+        hang_timeout_s: Silence of a process that is ready, or that is stopped.
+        startup_timeout_s: From start to ready.
         ticket_grace_s: How long after its deadline a ticket may be worked on.
         progress_timeout_s: How long no row is sealed, trained or dropped, no step taken and no version published.
     """
 
     hang_timeout_s: float
+    startup_timeout_s: float
     ticket_grace_s: float
     progress_timeout_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A process as it stands; `is_stopped` is the kernel's state T, as after SIGSTOP."""
+    """A process as it stands.
+
+    Attributes:
+        is_ready: Whether it said so; before that only its start is judged, and that it is stopped.
+        is_stopped: The kernel's state T, as after SIGSTOP.
+        starting_since_s: When it was started (monotonic), None for one that is past its start or not alive.
+    """
 
     name: str
     role: str
@@ -39,6 +47,12 @@ class Standing:
     is_ready: bool
     progress: Progress
     is_stopped: bool = False
+    starting_since_s: float | None = None
+
+    @property
+    def seen_s(self) -> float:
+        """When it was last seen to live: its last beat or its start."""
+        return max(self.progress.beat_s, self.starting_since_s or 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +70,8 @@ class Verdict:
     def on(cls, process: Standing, reason: Reason, since_s: float) -> Verdict:
         """Return the verdict on a process."""
         progress = process.progress
-        return cls(process.name, process.pid, reason, progress.activity or "other", progress.working_on, since_s)
+        stage = "start" if process.starting_since_s is not None else progress.activity or "other"
+        return cls(process.name, process.pid, reason, stage, progress.working_on, since_s)
 
 
 def hung(
@@ -78,13 +93,17 @@ def hung(
         deadline_s = process.progress.deadline_s
         if process.is_ready and deadline_s and now_s > max(deadline_s, watched_since_s) + limits.ticket_grace_s:
             verdicts.append(Verdict.on(process, "ticket overdue", process.progress.since_s))
+        since_s = process.starting_since_s
+        if since_s is not None and now_s > max(since_s, watched_since_s) + limits.startup_timeout_s:
+            verdicts.append(Verdict.on(process, "not ready in time", since_s))
     if not limits.hang_timeout_s:
         return verdicts
     judged = {verdict.name for verdict in verdicts}
     silent = [
         process
         for process in processes
-        if process.is_ready and now_s - max(process.progress.beat_s, watched_since_s) > limits.hang_timeout_s
+        if (process.is_ready or (process.is_stopped and process.starting_since_s is not None))
+        and now_s - max(process.seen_s, watched_since_s) > limits.hang_timeout_s
     ]
     waiting = [process for process in silent if process.progress.meets and not process.is_stopped]
     culprits = [process for process in silent if process not in waiting]
@@ -94,7 +113,7 @@ def hung(
     for process in culprits:
         if process.name not in judged:
             reason: Reason = "stopped" if process.is_stopped else "no progress"
-            verdicts.append(Verdict.on(process, reason, process.progress.beat_s))
+            verdicts.append(Verdict.on(process, reason, process.seen_s))
     return verdicts
 
 

@@ -49,6 +49,9 @@ ALWAYS_FOR_ONE_ANSWER = """poison = pathlib.Path("poison")
         pathlib.Path("hang").unlink()
     if poison.exists() and poison.read_text() == named["gt_answer"]:
         wait_for_what_never_comes()"""
+AT_THE_START = """if calls == 1 and pathlib.Path("hang").exists():
+        {times}
+        wait_for_what_never_comes()"""
 AFTER_THE_START = """if calls > 4:  # one prompt is tried before the first ticket
         wait_for_what_never_comes()"""
 
@@ -129,6 +132,66 @@ def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on
         assert len(verdicts) == 2 and verdicts[0] == verdicts[1], "the same ticket"
         assert balanced(metrics)
         finish(daemon)
+
+
+def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_works(tmp_path, task):  # noqa: F811
+    """Generating for a first prompt, it looks like one at work; the campaign of kills came to stop such a one."""
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=AT_THE_START.format(times="")))
+    with Daemon(tmp_path, *SETTINGS, "rollout.workers=2", task=task) as daemon:
+        daemon.wait_ready()
+        (tmp_path / "hang").touch()
+        daemon.signal(signal.SIGKILL, "rollout-0")
+        slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+        daemon.wait_until(lambda: slab.progress("rollout", 0).activity == "reward", "the new one tries the reward")
+        pid = slab.pid("rollout", 0)
+        slab.close()
+        (tmp_path / "hang").unlink()
+
+        daemon.signal(signal.SIGSTOP, "rollout-0")
+
+        daemon.wait_logged(f"hung: role=rollout-0 pid={pid} stage=start")
+        daemon.wait_until(lambda: daemon.pids().get("rollout-0") not in (None, pid), "it is started again")
+        daemon.wait_ready()
+        assert not is_alive(pid)
+        assert "reason=stopped" in daemon.errors
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_start_that_takes_too_long_leaves_its_stacks_and_is_tried_once_more(tmp_path, task):  # noqa: F811
+    once = AT_THE_START.format(times='pathlib.Path("hang").unlink()')
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=once))
+    with Daemon(tmp_path, *SETTINGS, "daemon.startup_timeout_s=30", task=task) as daemon:
+        daemon.wait_ready()
+        (tmp_path / "hang").touch()
+        daemon.signal(signal.SIGKILL, "rollout-0")
+
+        daemon.wait_logged("reason=not ready in time")
+
+        daemon.wait_ready()
+        daemon.wait_step(daemon.status()["step"] + 3)
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="watchdog") == 1
+        stacks = [line for line in daemon.errors.splitlines() if "in wait_for_what_never_comes" in line]
+        assert len(stacks) == 1 and stacks[0].startswith("rollout-0 | ")
+        assert balanced(metrics)
+        finish(daemon)
+
+
+def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(tmp_path, task):  # noqa: F811
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=AT_THE_START.format(times="")))
+    with Daemon(tmp_path, *SETTINGS, "daemon.startup_timeout_s=30", task=task) as daemon:
+        daemon.wait_ready()
+        family = daemon.family()
+        (tmp_path / "hang").touch()
+        daemon.signal(signal.SIGKILL, "rollout-0")
+
+        assert daemon.wait(200.0) == 70
+
+        assert daemon.errors.count("reason=not ready in time") == 2
+        assert "rollout-0 failed (killed by signal 9, watchdog): hung in start: not ready in time" in daemon.errors
+        assert not any(map(is_alive, family))
+        assert not daemon.shm_dir.exists()
 
 
 def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):  # noqa: F811

@@ -11,7 +11,7 @@ from pipeline.metrics import Progress
 from pipeline.watchdog import HangLimits, Standing
 
 NOW_S = 10_000.0
-LIMITS = HangLimits(300, 600, 1800)
+LIMITS = HangLimits(300, 120, 600, 1800)
 
 
 def view(
@@ -65,6 +65,8 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
          "after 5 min 00 s it is killed and started again."),
         (run(BUFFER, STARVED, view("rollout-0", "", state="starting", last_line="loading weights"), state="starting"),
          "rollout-0 (pid 4711) has been starting for 1 min 00 s; its last line: loading weights."),
+        (run(BUFFER, view("rollout-0", "generate", state="starting", stopped=True), state="starting"),
+         "rollout-0 (pid 4711) has been starting for 1 min 00 s, and is stopped (SIGSTOP, or a debugger)."),
         (run(BUFFER, STARVED, view("rollout-0", "", state="backoff", age_s=-3, last_line="OSError: gone")),
          "rollout-0 ended and is started again in 3.0 s: OSError: gone"),
         (run(BUFFER, dataclasses.replace(TRAINING, standing=dataclasses.replace(TRAINING.standing, is_ready=False)),

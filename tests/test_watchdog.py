@@ -7,7 +7,7 @@ import pytest
 from pipeline.metrics import Progress
 from pipeline.watchdog import HangLimits, PauseWatch, RunWatch, Standing, hung
 
-LIMITS = HangLimits(hang_timeout_s=300, ticket_grace_s=600, progress_timeout_s=1800)
+LIMITS = HangLimits(hang_timeout_s=300, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=1800)
 NOW_S = 10_000.0
 
 
@@ -22,10 +22,13 @@ def process(
     meets: bool = False,
     ready: bool = True,
     stopped: bool = False,
+    starting_s: float | None = None,
 ) -> Standing:
     deadline_s = 0.0 if overdue_s is None else NOW_S - overdue_s
     progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, deadline_s, meets)
-    return Standing(name, name.partition("-")[0], 4711, ready, progress, stopped)
+    starting_since_s = None if starting_s is None else NOW_S - starting_s
+    ready = ready and starting_s is None
+    return Standing(name, name.partition("-")[0], 4711, ready, progress, stopped, starting_since_s)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,12 @@ def process(
         ([process(silent_s=300.1, ready=False)], []),
         ([process(silent_s=300.1, stopped=True)], [("rollout-0", "stopped")]),
         ([process(stopped=True)], []),
+        # A start has its own time, and one that is stopped in it is stopped.
+        ([process(starting_s=120, silent_s=9000)], []),
+        ([process(starting_s=120.1)], [("rollout-0", "not ready in time")]),
+        ([process("template", starting_s=120.1, silent_s=NOW_S)], [("template", "not ready in time")]),
+        ([process(starting_s=20, silent_s=9000, stopped=True)], []),
+        ([process(starting_s=301, silent_s=300, stopped=True)], [("rollout-0", "not ready in time")]),
         # A ticket's deadline and the grace after it.
         ([process(working_on=17, overdue_s=600)], []),
         ([process(working_on=17, overdue_s=600.1)], [("rollout-0", "ticket overdue")]),
@@ -71,8 +80,17 @@ def test_a_verdict_says_at_what_and_since_when() -> None:
     assert (verdict.pid, verdict.stage, verdict.working_on, NOW_S - verdict.since_s) == (4711, "reward", 17, 400)
 
 
+def test_one_that_is_stopped_in_a_long_start_is_found_before_the_start_is_late() -> None:
+    limits = HangLimits(hang_timeout_s=15, startup_timeout_s=600, ticket_grace_s=600, progress_timeout_s=1800)
+
+    (verdict,) = hung([process(starting_s=40, silent_s=15.1, stopped=True), process(starting_s=40)], NOW_S, limits)
+
+    assert (verdict.reason, verdict.stage, NOW_S - verdict.since_s) == ("stopped", "start", pytest.approx(15.1))
+    assert hung([process(starting_s=14.9, silent_s=9000, stopped=True)], NOW_S, limits) == []
+
+
 def test_zero_turns_silence_off_and_nothing_else() -> None:
-    limits = HangLimits(hang_timeout_s=0, ticket_grace_s=600, progress_timeout_s=0)
+    limits = HangLimits(hang_timeout_s=0, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=0)
 
     assert hung([process(silent_s=1e6)], NOW_S, limits) == []
     assert len(hung([process(overdue_s=601)], NOW_S, limits)) == 1
@@ -88,6 +106,7 @@ def test_silence_while_the_watcher_was_away_is_nobodys_hang() -> None:
 
     assert hung([process(silent_s=5000, overdue_s=5000)], NOW_S, LIMITS, watched_since_s=watch.since_s) == []
     assert not watch.look(NOW_S + 1)
+    assert hung([process(starting_s=5000)], NOW_S, LIMITS, watched_since_s=watch.since_s) == []
     later = [process(silent_s=5000)]
     assert len(hung(later, NOW_S + 301, LIMITS, watched_since_s=watch.since_s)) == 1
 
