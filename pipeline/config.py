@@ -167,7 +167,7 @@ class DaemonConfig(_Section):
     startup_timeout_s: float = Field(
         default=300.0,
         gt=0,
-        description="Seconds that a role gets from start to ready; one that is late is started again, once.",
+        description="Seconds that a role gets from start to ready; one that is late is killed and started once more.",
         json_schema_extra=LIVE,
     )
     hang_timeout_s: float = Field(

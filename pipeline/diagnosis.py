@@ -163,7 +163,7 @@ def _absent(run: RunView, process: ProcessView) -> str:
 
 
 def _failed(process: ProcessView) -> str:
-    return f"{process.standing.name} failed too often and is not started again; its last line: {process.last_line}"
+    return f"{process.standing.name} has failed and is not started again: {process.last_line or 'it said nothing.'}"
 
 
 def _suspect(run: RunView, process: ProcessView) -> str:

@@ -46,7 +46,8 @@ class Slot:
         ended_by: Who killed the child, where that is known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
         working_on: The ticket or lease that the last child was at when it died, -1 for none.
         last_pid: The last child's pid.
-        late_starts: Children in a row that were killed because they were not ready in time.
+        is_late: Whether the child was condemned because it was not ready in time.
+        late_starts: Children in a row that ended so.
     """
 
     role: str
@@ -68,6 +69,7 @@ class Slot:
     ended_by: str = ""
     working_on: int = -1
     last_pid: int = 0
+    is_late: bool = False
     late_starts: int = 0
 
     @property
@@ -196,7 +198,7 @@ class Fleet:
         now_s = self._clock()
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
-        slot.ended_by, slot.working_on, slot.last_line = "", -1, ""
+        slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
 
     def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
         return LocalChild(
@@ -293,7 +295,7 @@ class Fleet:
         if report.state == "mistrusted":
             slot.mistrusted = True
         if report.state == "ready":
-            slot.state, slot.late_starts = "ready", 0
+            slot.state, slot.is_late = "ready", False
             startup_s = self._clock() - slot.started_s
             if slot.works:
                 self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
@@ -311,6 +313,7 @@ class Fleet:
         # Its gauges go with the fold: a last look at what it showed.
         self._on_reaped(slot)
         booted = slot.state != "starting"
+        slot.late_starts = slot.late_starts + 1 if slot.is_late else 0
         slot.last_pid = slot.child.pid if slot.child is not None else 0
         slot.child, slot.last_exit, slot.state = None, code, "ended"
         if slot.role == "template" and not booted and code > 0:

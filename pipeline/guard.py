@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.config import Config
@@ -13,7 +13,7 @@ from pipeline.diagnosis import ProcessView, RunView, ShareWindow, culprit, durat
 from pipeline.fleet import Fleet, Slot
 from pipeline.metrics import Progress
 from pipeline.metrics_slab import MetricsSlab
-from pipeline.watchdog import HangLimits, PauseWatch, RunWatch, Standing, Verdict, hung
+from pipeline.watchdog import HangLimits, PauseWatch, Reason, RunWatch, Standing, Verdict, hung
 
 _DUMP_S = 2.0
 """How long a process gets to write its stacks before it is killed; it is killed as soon as they are there."""
@@ -28,10 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _Condemned:
-    """A process that will be killed once its stacks are in the log."""
+    """A process that will be killed once its stacks are in the log, and those of whoever is condemned beside it."""
 
     slot: Slot
     pid: int
+    reason: Reason
     since_s: float
     lines_before: int
     lines_seen: int
@@ -71,6 +72,7 @@ class Guard:
         self._pauses, self._run = PauseWatch(0.0), RunWatch(0.0)
         self.limit(config)
         self._condemned: list[_Condemned] = []
+        self._stopped: dict[str, tuple[int, float]] = {}
         self._dumped_s = -_DUMP_S
 
     def limit(self, config: Config) -> None:
@@ -83,7 +85,8 @@ class Guard:
             ticket_grace_s=config.rollout.ticket_timeout_s,
             progress_timeout_s=daemon.progress_timeout_s,
         )
-        self._pauses.limit(max(1.0, daemon.hang_timeout_s / 2))
+        shortest_s = min(daemon.hang_timeout_s or daemon.startup_timeout_s, daemon.startup_timeout_s)
+        self._pauses.limit(max(1.0, shortest_s / 2))
         self._run.limit(daemon.progress_timeout_s)
 
     @property
@@ -102,9 +105,8 @@ class Guard:
         paused = self._pauses.look(now_s)
         condemned = {one.slot.name for one in self._condemned}
         standings = [self._standing(slot) for slot in self._fleet.slots]
-        for verdict in hung(standings, now_s, self._limits, watched_since_s=self._pauses.since_s):
-            if verdict.name not in condemned:
-                self._condemn(verdict, now_s)
+        verdicts = hung(standings, now_s, self._limits, watched_since_s=self._pauses.since_s)
+        self._condemn([verdict for verdict in verdicts if verdict.name not in condemned], now_s)
         self._look_at_run(now_s, steps, version, paused=paused)
         self._execute(now_s)
 
@@ -156,10 +158,15 @@ class Guard:
         progress = self._slab.progress(slot.role, slot.index) if slot.works else _NOTHING_SEEN
         # One that moves is not stopped; to ask the kernel of each, each time, would cost more than all the rest.
         stopped = self._fleet.now_s() - progress.beat_s > _QUIET_S and is_stopped(pid)
+        if not stopped:
+            self._stopped.pop(slot.name, None)
+        elif self._stopped.get(slot.name, (0, 0.0))[0] != pid:
+            self._stopped[slot.name] = pid, self._fleet.now_s()
+        stopped_since_s = self._stopped[slot.name][1] if stopped else None
         starting_since_s = slot.started_s if pid and slot.state == "starting" else None
         # The template waits to be asked, and says nothing while it does.
         is_ready = bool(pid) and slot.state == "ready" and slot.works
-        return Standing(slot.name, slot.role, pid, is_ready, progress, stopped, starting_since_s)
+        return Standing(slot.name, slot.role, pid, is_ready, progress, stopped_since_s, starting_since_s)
 
     def _view(self) -> RunView:
         now_s, books = self._fleet.now_s(), self._slab.conservation()
@@ -206,11 +213,19 @@ class Guard:
             self._gave_up(f"no progress for {limit}, and a restart did not help: {reasons}")
             return
         log.error("no progress for %s: %s", limit, reasons)
-        self._condemn(Verdict.on(found.standing, "the run stands still", found.standing.progress.since_s), now_s)
+        self._condemn([Verdict.on(found.standing, "the run stands still", found.standing.progress.since_s)], now_s)
 
     # Acting.
 
-    def _condemn(self, verdict: Verdict, now_s: float) -> None:
+    def _condemn(self, verdicts: Sequence[Verdict], now_s: float) -> None:
+        found = [self._judged(verdict, now_s) for verdict in verdicts]
+        if found:
+            self._condemned += found
+            self._dump(now_s, [one.slot for one in found])
+            # It cannot write before it goes on; what it does in that second, it would have done anyway.
+            self._fleet.signal([one.slot for one in found if one.reason == "stopped"], signal.SIGCONT)
+
+    def _judged(self, verdict: Verdict, now_s: float) -> _Condemned:
         slot = next(slot for slot in self._fleet.slots if slot.name == verdict.name)
         log.error(
             "hung: role=%s pid=%d stage=%s %s=%d since_s=%.1f reason=%s", verdict.name, verdict.pid, verdict.stage,
@@ -218,34 +233,40 @@ class Guard:
             verdict.reason,
         )  # fmt: skip
         # What is said of its end; its last line will be one of a stack.
-        slot.error = f"hung in {verdict.stage}: {verdict.reason}"
-        slot.late_starts += verdict.reason == "not ready in time"
-        self._condemned.append(_Condemned(slot, verdict.pid, now_s, slot.lines, slot.lines))
-        self._dump(now_s)
-        if verdict.reason == "stopped":
-            # It cannot write before it goes on; what it does in that second, it would have done anyway.
-            self._fleet.signal([slot], signal.SIGCONT)
+        if verdict.reason == "not ready in time":
+            slot.is_late = True
+            slot.error = (
+                f"not ready within {self._limits.startup_timeout_s:g} s (daemon.startup_timeout_s); "
+                f"its last line: {slot.last_line or 'it said nothing'}"
+            )
+        else:
+            slot.error = f"hung in {verdict.stage}: {verdict.reason}"
+        slot.ended_by = "watchdog"
+        return _Condemned(slot, verdict.pid, verdict.reason, now_s, slot.lines, slot.lines)
 
-    def _dump(self, now_s: float) -> None:
-        """Let every child write the stacks of its threads to the log."""
+    def _dump(self, now_s: float, condemned: Sequence[Slot] = ()) -> None:
+        """Let every child write the stacks of its threads to the log; those that are condemned do so in any case."""
+        others: list[Slot] = []
         if now_s - self._dumped_s >= _DUMP_S:
             self._dumped_s = now_s
-            # One that has just been started would die of the signal; one that is condemned does so anyway.
-            condemned = [one.slot for one in self._condemned]
-            heard = [slot for slot in self._fleet.alive() if slot.state != "starting" or slot in condemned]
-            self._fleet.signal(heard, signal.SIGUSR1)
+            # One that has just been started may know no such signal yet, and would die of it.
+            others = [slot for slot in self._fleet.alive() if slot.state != "starting" and slot not in condemned]
+        self._fleet.signal([*condemned, *others], signal.SIGUSR1)
 
     def _execute(self, now_s: float) -> None:
         for one in [*self._condemned]:
-            slot = one.slot
-            if slot.child is None or slot.child.pid != one.pid:
+            if one.slot.child is None or one.slot.child.pid != one.pid:
                 self._condemned.remove(one)
-                continue
-            written = slot.lines > one.lines_before and slot.lines == one.lines_seen
-            one.lines_seen = slot.lines
-            if written or now_s - one.since_s > _DUMP_S:
-                slot.ended_by = "watchdog"
-                self._fleet.signal([slot], signal.SIGKILL)
+            elif one.reason == "not ready in time" and one.slot.state == "ready":
+                log.info("ready after all: process=%s pid=%d", one.slot.name, one.pid)
+                one.slot.error = one.slot.ended_by = ""
+                self._condemned.remove(one)
+        written = [one for one in self._condemned if one.lines_before < one.slot.lines == one.lines_seen]
+        for one in self._condemned:
+            one.lines_seen = one.slot.lines
+            # Ranks end together: none is killed, and takes another one with it, before all have written.
+            if len(written) == len(self._condemned) or now_s - one.since_s > _DUMP_S:
+                self._fleet.signal([one.slot], signal.SIGKILL)
 
 
 def _ago(now_s: float, then_s: float) -> float | None:

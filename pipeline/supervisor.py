@@ -336,7 +336,7 @@ class Supervisor:
         if delay_s is not None:
             log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, words)
             return
-        often = "" if slot.mistrusted else " too often"
+        often = "" if slot.mistrusted or slot.is_late else " too often"
         log.error("%s ended (%s)%s, it is not started again: %s", slot.name, how, often, words)
         usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
         if slot.role != "rollout" or not usable:

@@ -37,7 +37,7 @@ class Standing:
 
     Attributes:
         is_ready: Whether it said so; before that only its start is judged, and that it is stopped.
-        is_stopped: The kernel's state T, as after SIGSTOP.
+        stopped_since_s: Since when it is seen in the kernel's state T (monotonic), as after SIGSTOP; None if it is not.
         starting_since_s: When it was started (monotonic), None for one that is past its start or not alive.
     """
 
@@ -46,13 +46,13 @@ class Standing:
     pid: int
     is_ready: bool
     progress: Progress
-    is_stopped: bool = False
+    stopped_since_s: float | None = None
     starting_since_s: float | None = None
 
     @property
-    def seen_s(self) -> float:
-        """When it was last seen to live: its last beat or its start."""
-        return max(self.progress.beat_s, self.starting_since_s or 0.0)
+    def is_stopped(self) -> bool:
+        """Whether it is in the kernel's state T."""
+        return self.stopped_since_s is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,8 @@ def hung(
     """Return a verdict on each process that hangs.
 
     A rank that waits in a collective is silent because another one is: that one hangs, or has no data yet. Only where
-    all ranks wait in it, the one that came first is named.
+    all ranks wait in it, the one that came first is named. Ranks start together: their time runs from the last one's
+    start, and where some of them are stopped, those are to blame.
 
     Args:
         processes: All of them, those that are still starting too.
@@ -93,17 +94,15 @@ def hung(
         deadline_s = process.progress.deadline_s
         if process.is_ready and deadline_s and now_s > max(deadline_s, watched_since_s) + limits.ticket_grace_s:
             verdicts.append(Verdict.on(process, "ticket overdue", process.progress.since_s))
-        since_s = process.starting_since_s
-        if since_s is not None and now_s > max(since_s, watched_since_s) + limits.startup_timeout_s:
-            verdicts.append(Verdict.on(process, "not ready in time", since_s))
+    verdicts += _late(processes, now_s, limits, watched_since_s)
     if not limits.hang_timeout_s:
         return verdicts
     judged = {verdict.name for verdict in verdicts}
     silent = [
         process
         for process in processes
-        if (process.is_ready or (process.is_stopped and process.starting_since_s is not None))
-        and now_s - max(process.seen_s, watched_since_s) > limits.hang_timeout_s
+        if (silent_since_s := _silent_since(process)) is not None
+        and now_s - max(silent_since_s, watched_since_s) > limits.hang_timeout_s
     ]
     waiting = [process for process in silent if process.progress.meets and not process.is_stopped]
     culprits = [process for process in silent if process not in waiting]
@@ -113,7 +112,34 @@ def hung(
     for process in culprits:
         if process.name not in judged:
             reason: Reason = "stopped" if process.is_stopped else "no progress"
-            verdicts.append(Verdict.on(process, reason, process.seen_s))
+            verdicts.append(Verdict.on(process, reason, _silent_since(process) or 0.0))
+    return verdicts
+
+
+def _silent_since(process: Standing) -> float | None:
+    """Return since when a process is silent; nobody expects a word of one that starts, unless it is stopped."""
+    if process.is_ready:
+        return process.progress.beat_s
+    return None if process.starting_since_s is None else process.stopped_since_s
+
+
+def _late(processes: Sequence[Standing], now_s: float, limits: HangLimits, watched_since_s: float) -> list[Verdict]:
+    ranks = [process for process in processes if process.role == "trainer"]
+    last_s = max([rank.starting_since_s or 0.0 for rank in ranks], default=0.0)
+    # One that is not there yet is waited for by those that are.
+    all_there = all(rank.is_ready or rank.starting_since_s is not None for rank in ranks)
+    some_stopped = any(rank.is_stopped for rank in ranks)
+    verdicts = []
+    for process in processes:
+        since_s = process.starting_since_s
+        if since_s is None:
+            continue
+        if process in ranks:
+            if not all_there or (some_stopped and not process.is_stopped):
+                continue
+            since_s = last_s
+        if now_s > max(since_s, watched_since_s) + limits.startup_timeout_s:
+            verdicts.append(Verdict.on(process, "stopped" if process.is_stopped else "not ready in time", since_s))
     return verdicts
 
 

@@ -1,7 +1,9 @@
 """A real daemon whose processes hang without dying: who hangs is named and replaced, and the run goes on."""
 
+import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,8 +52,8 @@ ALWAYS_FOR_ONE_ANSWER = """poison = pathlib.Path("poison")
     if poison.exists() and poison.read_text() == named["gt_answer"]:
         wait_for_what_never_comes()"""
 AT_THE_START = """if calls == 1 and pathlib.Path("hang").exists():
-        {times}
         wait_for_what_never_comes()"""
+START_S = 15.0
 AFTER_THE_START = """if calls > 4:  # one prompt is tried before the first ticket
         wait_for_what_never_comes()"""
 
@@ -134,64 +136,109 @@ def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on
         finish(daemon)
 
 
-def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_works(tmp_path, task):  # noqa: F811
+@pytest.fixture
+def starter(tmp_path):
+    """A folder in which a worker's start hangs at its first reward while there is a file `hang`; settings by file."""
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=AT_THE_START))
+    (tmp_path / "run.toml").touch()
+    return tmp_path
+
+
+def shorten_starts(daemon):
+    """Let a start take little from now on; the first one had to load everything."""
+    (daemon.folder / "run.toml").write_text(f"[daemon]\nstartup_timeout_s = {START_S}\n")
+    assert daemon.ask("reload").returncode == 0
+    (daemon.folder / "hang").touch()
+
+
+def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_works(starter, task):  # noqa: F811
     """Generating for a first prompt, it looks like one at work; the campaign of kills came to stop such a one."""
-    (tmp_path / "hanging.py").write_text(REWARD.format(when=AT_THE_START.format(times="")))
-    with Daemon(tmp_path, *SETTINGS, "rollout.workers=2", task=task) as daemon:
+    with Daemon(starter, *SETTINGS, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
-        (tmp_path / "hang").touch()
+        (starter / "hang").touch()
+        killed = daemon.pids()["rollout-0"]
         daemon.signal(signal.SIGKILL, "rollout-0")
         slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
-        daemon.wait_until(lambda: slab.progress("rollout", 0).activity == "reward", "the new one tries the reward")
+        daemon.wait_until(
+            lambda: slab.pid("rollout", 0) != killed and slab.progress("rollout", 0).activity == "reward",
+            "the new one tries the reward",
+        )
         pid = slab.pid("rollout", 0)
         slab.close()
-        (tmp_path / "hang").unlink()
+        (starter / "hang").unlink()
 
         daemon.signal(signal.SIGSTOP, "rollout-0")
 
-        daemon.wait_logged(f"hung: role=rollout-0 pid={pid} stage=start")
-        daemon.wait_until(lambda: daemon.pids().get("rollout-0") not in (None, pid), "it is started again")
+        daemon.wait_logged(f"hung: role=rollout-0 pid={pid} stage=start ticket=-1")
+        daemon.wait_until(lambda: daemon.pids().get("rollout-0") not in (None, killed, pid), "it is started again")
         daemon.wait_ready()
         assert not is_alive(pid)
-        assert "reason=stopped" in daemon.errors
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert verdict.endswith("reason=stopped")
         assert balanced(daemon.metrics())
         finish(daemon)
 
 
-def test_a_start_that_takes_too_long_leaves_its_stacks_and_is_tried_once_more(tmp_path, task):  # noqa: F811
-    once = AT_THE_START.format(times='pathlib.Path("hang").unlink()')
-    (tmp_path / "hanging.py").write_text(REWARD.format(when=once))
-    with Daemon(tmp_path, *SETTINGS, "daemon.startup_timeout_s=30", task=task) as daemon:
+def test_starts_that_take_too_long_leave_their_stacks_and_are_tried_once_more(starter, task):  # noqa: F811
+    names = ("rollout-0", "rollout-1")
+    with Daemon(starter, *SETTINGS, "rollout.workers=2", task=task, arguments=("--config", "run.toml")) as daemon:
         daemon.wait_ready()
-        (tmp_path / "hang").touch()
-        daemon.signal(signal.SIGKILL, "rollout-0")
+        shorten_starts(daemon)
+        for name in names:
+            daemon.signal(signal.SIGKILL, name)
 
-        daemon.wait_logged("reason=not ready in time")
+        for name in names:
+            daemon.wait_logged(f"hung: role={name} ")
+        (starter / "hang").unlink()
 
         daemon.wait_ready()
         daemon.wait_step(daemon.status()["step"] + 3)
         metrics = daemon.metrics()
-        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="watchdog") == 1
+        verdicts = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert len(verdicts) == 2 and all(line.endswith("reason=not ready in time") for line in verdicts)
         stacks = [line for line in daemon.errors.splitlines() if "in wait_for_what_never_comes" in line]
-        assert len(stacks) == 1 and stacks[0].startswith("rollout-0 | ")
+        assert sorted(line.partition(" | ")[0] for line in stacks) == [*names]
+        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="watchdog") == 2
         assert balanced(metrics)
         finish(daemon)
 
 
-def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(tmp_path, task):  # noqa: F811
-    (tmp_path / "hanging.py").write_text(REWARD.format(when=AT_THE_START.format(times="")))
-    with Daemon(tmp_path, *SETTINGS, "daemon.startup_timeout_s=30", task=task) as daemon:
+def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter, task):  # noqa: F811
+    with Daemon(starter, *SETTINGS, task=task, arguments=("--config", "run.toml")) as daemon:
         daemon.wait_ready()
         family = daemon.family()
-        (tmp_path / "hang").touch()
+        shorten_starts(daemon)
         daemon.signal(signal.SIGKILL, "rollout-0")
 
         assert daemon.wait(200.0) == 70
 
         assert daemon.errors.count("reason=not ready in time") == 2
-        assert "rollout-0 failed (killed by signal 9, watchdog): hung in start: not ready in time" in daemon.errors
+        reason = f"not ready within {START_S:g} s (daemon.startup_timeout_s)"
+        assert f"rollout-0 failed (killed by signal 9, watchdog): {reason}; its last line: " in daemon.errors
         assert not any(map(is_alive, family))
         assert not daemon.shm_dir.exists()
+
+
+def test_a_setup_that_hangs_ends_the_run_with_the_reason(tmp_path):
+    with Daemon(tmp_path, *SMALL, f"daemon.hang_timeout_s={HANG_S}") as daemon:
+        setup = daemon.wait_until(
+            lambda: [pid for pid in daemon.family() if is_setup(pid)], "the embedded model is being made"
+        )
+        os.kill(setup[0], signal.SIGSTOP)
+
+        assert daemon.wait(60.0) == 70
+
+        assert f"hung: role=setup pid={setup[0]} stage=start" in daemon.errors
+        assert "the embedded model could not be made: hung in start: stopped" in daemon.errors
+        assert not daemon.shm_dir.exists()
+
+
+def is_setup(pid):
+    """Whether a process is the one that makes the embedded model."""
+    try:
+        return b": setup" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):  # noqa: F811

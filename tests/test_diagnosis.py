@@ -29,7 +29,7 @@ def view(
     **shares: float,
 ) -> ProcessView:
     progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, 0.0, meets)
-    standing = Standing(name, name.partition("-")[0], 4711, state == "ready", progress, stopped)
+    standing = Standing(name, name.partition("-")[0], 4711, state == "ready", progress, NOW_S if stopped else None)
     return ProcessView(standing, state, NOW_S - age_s, shares, last_line)
 
 

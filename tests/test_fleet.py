@@ -31,6 +31,7 @@ class Idlers(Fleet):
         ended: Called at each end of one.
         started: The pids of each rank, in order.
         brief: Ranks whose next child ends by itself, at once.
+        ignored: A signal that children started from now on do not hear.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,6 +41,7 @@ class Idlers(Fleet):
         self.ended: Callable[[Slot, int], None] = lambda slot, code: None
         self.started: dict[int, list[int]] = {0: [], 1: []}
         self.brief: set[int] = set()
+        self.ignored: signal.Signals | None = None
         self.slab = slab
         super().__init__(
             str(folder),
@@ -57,12 +59,29 @@ class Idlers(Fleet):
             template.state = "failed"
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
-        def start(*_: int) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(["sleep", "60" if slot.index not in self.brief else "0"])
+        def ignore() -> None:
+            if self.ignored is not None:
+                signal.signal(self.ignored, signal.SIG_IGN)
+
+        def start(reports: int, lines: int) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                ["sleep", "60" if slot.index not in self.brief else "0"], preexec_fn=ignore, pass_fds=(reports,)
+            )
             self.started[slot.index].append(process.pid)
             return process
 
         return start
+
+    def say_ready(self, slot: Slot) -> None:
+        """Report in a child's name that it is ready."""
+        assert slot.child is not None
+        (pipe,) = (
+            link
+            for link in Path(f"/proc/{slot.child.pid}/fd").iterdir()
+            if int(link.name) > 2 and os.readlink(link).startswith("pipe:")
+        )
+        with pipe.open("wb") as reports:
+            reports.write(b'{"state":"ready"}\n')
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something, at most ten seconds."""
