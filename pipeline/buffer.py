@@ -133,7 +133,7 @@ class Buffer:
                 self._leases.credit(message)
             case Ack():
                 self._leases.acknowledge(message, now_s)
-            case Release():
+            case Release() if self._is_current(message.trainer, message.incarnation):
                 self._leases.release(message, now_s)
             case Published():
                 self._leases.publish(message, now_s)

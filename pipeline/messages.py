@@ -84,10 +84,14 @@ class Ack(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """A trainer hands a batch back unused; its rows are ready again."""
+    """A trainer hands a batch back unused; its rows are ready again.
+
+    From an `incarnation` that the rank goes by no more it means nothing: its successor has the batch by then.
+    """
 
     trainer: str
     lease: int
+    incarnation: int
 
 
 class Damaged(Message, frozen=True):
@@ -148,7 +152,10 @@ class Welcome(Message, frozen=True):
 
 
 class Ticket(Message, frozen=True):
-    """Leave to roll out `prompts` prompts from `position` on, and the room for what comes of it."""
+    """Leave to roll out `prompts` prompts from `position` on, and the room for what comes of it.
+
+    Of a dead buffer it is void unless its successor was told of it: see `RolloutWorker`, which changes its name then.
+    """
 
     to: int
     ticket: int

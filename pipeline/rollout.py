@@ -285,6 +285,10 @@ class RolloutWorker:
         return Hello(self._name, self._incarnation, held, pid=os.getpid())
 
     def _meet(self, incarnation: int) -> None:
+        if self._buffer_incarnation is not None:
+            # Tickets of the dead one that are still unread are void: it is told of those in hand, and gives the others,
+            # with their room, to whoever comes.
+            self._incarnation = random.getrandbits(62)
         self._buffer_incarnation = incarnation
         self._sender.send(self._hello())
         for message in self._unsettled.values():

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from pipeline.arena import Arena
@@ -185,7 +186,7 @@ class Connection:
     def hand_back(self, batches: int) -> None:
         """Hand back the last batches taken, which no step was made with; their rows are ready again."""
         for _ in range(batches):
-            self._send(Release(trainer_name(self.rank), self._in_hand.pop()))
+            self._send(Release(trainer_name(self.rank), self._in_hand.pop(), self._incarnation))
 
     def receive(self, timeout_s: float) -> None:
         """Take note of what the buffer says, waiting up to `timeout_s` for it."""
@@ -300,7 +301,7 @@ class Connection:
         # First: what is handed back must not come again.
         self._send(Credit(trainer_name(self.rank), self._incarnation, 0))
         for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
-            self._send(Release(trainer_name(self.rank), lease))
+            self._send(Release(trainer_name(self.rank), lease, self._incarnation))
         self._versions.close()
         if self._pinned is not None:
             self._pinned.close()
@@ -346,11 +347,14 @@ class Connection:
     def _meet(self, incarnation: int) -> None:
         if self._buffer_incarnation is not None:
             log.debug("the buffer was restarted, telling it what it may have missed")
+            # What the dead one sent and is still unread, this one may give to others, or other rows under that number.
+            self._incarnation = random.getrandbits(62)
             for lease in self._acks:
                 self._send(Ack(trainer_name(self.rank), lease))
             if self._published is not None:
                 self._send(self._published)
             if self._damaged is not None:
+                self._damaged = msgspec.structs.replace(self._damaged, incarnation=self._incarnation)
                 self._send(self._damaged)
         self._buffer_incarnation = incarnation
         self._send(self._hello())

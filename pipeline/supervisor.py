@@ -271,6 +271,11 @@ class Supervisor:
 
     def _child_changed(self, slot: Slot) -> None:
         self._status.changed(slot)
+        if slot.role == "buffer" and slot.state == "ready":
+            # Word of a worker's death may have lain unread with the one before.
+            for dead in self._fleet.of("rollout"):
+                if dead.last_pid and not dead.alive:
+                    self._to_buffer.send(PeerDied(worker_name(dead.index), dead.working_on, dead.last_pid))
 
     def _child_spoke(self, slot: Slot, line: str) -> None:
         if not self._run_log.keep(f"{slot.role}-{slot.index}", line, slot.child.pid if slot.child else slot.last_pid):

@@ -68,6 +68,9 @@ class Tickets:
         self._wanted: dict[str, int] = {}
         self._waiting: dict[str, str] = {}
         self._early: dict[int, tuple[Sealed, float]] = {}
+        # A dead run may have had more workers than this one; nobody says hello in their names.
+        for record in [record for record in ledger.reserved_extents() if record.owner >= workers]:
+            ledger.excuse(record)
 
     def limit(self, max_attempts: int, timeout_s: float) -> None:
         """Set how often a ticket is handed out, and the time a rollout may take, for those handed out from now on."""

@@ -292,10 +292,35 @@ def test_a_lease_handed_back_is_ready_again():
     bench = Bench()
     lease = one_step(bench)
 
-    bench.buffer.handle(Release("trainer-0", lease.lease), 0.0)
+    bench.buffer.handle(Release("trainer-0", lease.lease, 1), 0.0)
 
     assert (bench.ledger.ready, bench.ledger.leased) == (8, 0)
     assert bench.balanced
+
+
+def test_a_lease_that_is_handed_back_by_one_whose_successor_has_it_stays_with_that():
+    bench = Bench()
+    lease = one_step(bench)
+
+    bench.say(*trainer(incarnation=2), Release("trainer-0", lease.lease, 1))
+
+    (again,) = bench.heard("trainer-0", Lease)
+    assert (again.lease, again.parts) == (lease.lease, lease.parts)
+    assert (bench.ledger.ready, bench.ledger.leased) == (0, 8)
+
+
+def test_tickets_of_a_worker_that_this_run_does_not_have_go_to_others():
+    bench = Bench()
+    bench.say(Published(0, 9, 0), *worker(1), *trainer())
+    tickets = bench.heard("worker-1", Ticket)
+    assert tickets
+
+    bench.options["workers"] = 1
+    bench.restart()
+    bench.say(*worker(0))
+
+    assert [ticket.ticket for ticket in bench.heard("worker-0", Ticket)] == [ticket.ticket for ticket in tickets]
+    assert {record.attempt for record in bench.ledger.reserved_extents()} == {1}, "no attempt of theirs counts"
 
 
 def test_an_acknowledgement_is_counted_once():

@@ -68,6 +68,11 @@ class TownMachine(RuleBasedStateMachine):
         self.town.deliver()
         self.town.trainer_dies(at=rank % self.town.world_size)
 
+    @rule(overtaken=st.booleans())
+    def trainer_comes_again(self, overtaken):
+        self.town.deliver()
+        self.town.trainer_comes_again(overtaken=overtaken)
+
     @rule(versions=st.integers(1, 3))
     def trainer_rolls_back(self, versions):
         self.town.trainer_rolls_back(versions)

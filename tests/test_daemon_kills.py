@@ -13,6 +13,7 @@ import pytest
 
 from pipeline import extent_file
 from pipeline.checkpoint_notes import read_latest
+from pipeline.metrics_slab import MetricsSlab
 from pipeline.spool import Books
 from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
 
@@ -81,6 +82,33 @@ def test_a_killed_buffer_reads_its_ledger_and_loses_nothing(tmp_path, task):  # 
         assert total(metrics, "rlhfd_items_dropped_total") == 0
         assert daemon.pids()["rollout-0"] == pids["rollout-0"], "the worker lives on"
         assert daemon.pids()["trainer-0"] == pids["trainer-0"], "the trainer lives on"
+        finish(daemon)
+
+
+def test_word_of_a_death_that_a_killed_buffer_had_not_read_is_said_again(tmp_path, task):  # noqa: F811
+    """A worker that is not started again leaves tickets, which nobody else may roll out until the buffer knows."""
+    limits = ("rollout.workers=2", "buffer.max_staleness=0", "daemon.restart_limit=2", "daemon.restart_delay_s=0.05")
+    with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        first = daemon.pids()["rollout-1"]
+        daemon.signal(signal.SIGKILL, "rollout-1")
+        daemon.wait_until(lambda: daemon.pids().get("rollout-1") not in (None, first), "it is started again")
+        daemon.wait_ready()
+        daemon.wait_step(daemon.status()["step"] + 2)
+        slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+        daemon.wait_until(lambda: slab.progress("rollout", 1).working_on >= 0, "it works on a ticket")
+        slab.close()
+        pids = daemon.pids()
+
+        os.kill(pids["buffer-0"], signal.SIGSTOP)
+        os.kill(pids["rollout-1"], signal.SIGKILL)
+        daemon.wait_logged("rollout-1 ended (killed by signal 9) too often, it is not started again")
+        os.kill(pids["buffer-0"], signal.SIGKILL)
+
+        daemon.wait_until(lambda: daemon.pids().get("buffer-0") not in (None, pids["buffer-0"]), "another buffer")
+        daemon.wait_step(daemon.status()["step"] + 5)
+        assert balanced(daemon.metrics())
         finish(daemon)
 
 

@@ -209,6 +209,22 @@ def test_a_restarted_buffer_hears_again_what_was_not_settled(bench):
     assert bench.sent.of(Hello)[0].held == [1]
 
 
+def test_a_dead_buffers_ticket_that_was_not_read_yet_is_void(bench):
+    """The next buffer was not told of it, and gives its room to somebody else."""
+    bench.ticket(0)
+    bench.sent.clear()
+    bench.worker.handle(Welcome(2))
+
+    bench.ticket(1)
+
+    (hello,) = bench.sent.of(Hello)
+    assert hello.held == [0] and hello.incarnation != bench.incarnation
+    assert bench.sent.of(WantTickets)[0].incarnation == hello.incarnation
+    bench.worker.step()
+    assert [sealed.ticket for sealed in bench.sent.of(Sealed)] == [0]
+    assert bench.worker.idle
+
+
 def test_a_ticket_is_worked_on_once_however_often_it_comes(bench):
     bench.ticket()
     bench.ticket()

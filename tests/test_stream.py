@@ -11,7 +11,7 @@ from pipeline.errors import DeadlineError
 from pipeline.launchers.serial import Post
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import DROP_REASONS, LedgerLayout
-from pipeline.messages import Hello, Published, Sealed, Ticket, WantTickets
+from pipeline.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets
 from pipeline.stream import Connection
 from tests.experiences import made_up
 from tests.test_buffer import Counts
@@ -238,6 +238,28 @@ def test_a_restarted_buffer_learns_of_an_acknowledgement_it_missed(house):
 
     assert house.ledger.totals.trained == 8
     assert house.ledger.leases().get(0) is None
+
+
+def test_a_dead_buffers_lease_that_was_not_read_yet_comes_again_from_the_next(house):
+    connection = house.connect()
+    house.turn()
+    connection.receive(0.0)
+    house.turn()
+    unread = [message for message in house.post.take("trainer-0") if isinstance(message, Lease)]
+    assert unread
+    house.start_buffer()
+    connection.receive(0.0)
+
+    for message in unread:
+        house.post.send("trainer-0", message)
+    connection.receive(0.0)
+    assert connection.poll() is None, "it goes by another name now"
+
+    batch = house.batch(connection)
+    assert (batch.lease, connection.deliveries_repeated) == (unread[0].lease, len(unread))
+    connection.acknowledge()
+    house.turn()
+    assert house.ledger.totals.trained == 8
 
 
 def test_damage_in_the_arena_is_found_before_a_row_is_used(house):

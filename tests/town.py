@@ -7,7 +7,10 @@ which acknowledges. What each rank checks of a batch before it trains on it is w
 import dataclasses
 import random
 
+import msgspec
+
 from pipeline.admission import Limits
+from pipeline.ledger_records import ExtentState
 from pipeline.messages import (
     Credit,
     Damaged,
@@ -15,6 +18,7 @@ from pipeline.messages import (
     Lease,
     PeerDied,
     Published,
+    Release,
     Sealed,
     Settled,
     Ticket,
@@ -90,7 +94,10 @@ class Town:
     def deliver(self):
         """Let everyone read their mail."""
         sent, self.bench.sent = self.bench.sent, []
-        for peer, message in sent:
+        self._read(sent)
+
+    def _read(self, mail):
+        for peer, message in mail:
             role, _, index = peer.partition("-")
             if role == "worker":
                 self._worker_reads(self.workers[int(index)], message)
@@ -130,6 +137,9 @@ class Town:
         if not worker.tickets:
             return
         ticket = worker.tickets.pop(min(worker.tickets))
+        record = self.ledger.extents[ticket.ticket]
+        room = (record.state, record.owner, record.offset)
+        assert room == (ExtentState.RESERVED, index, ticket.offset), "a worker writes into its own room only"
         if ticket.policy_version != worker.weights[0] or self.weights[0] <= worker.weights[0]:
             worker.weights = self.weights
         rows = 2 * (ticket.prompts - (shorter and ticket.prompts > 1))
@@ -179,6 +189,8 @@ class Town:
         assert sum(len(part.rows) for part in lease.parts) == self.limits.sample_batch_size
         for part in lease.parts:
             record = self.ledger.extents[part.ticket]
+            leased = [(row, record.items[row].lease) for row in part.rows]
+            assert all(number == lease.lease for _, number in leased), "what it trains on is what it acknowledges"
             assert (record.policy_version, record.fingerprint) in self.valid, "of weights that exist"
             assert lease.for_version - part.policy_version <= self.limits.max_staleness, "within the bound"
 
@@ -196,6 +208,20 @@ class Town:
             working_on = rank.queue[0].lease if rank.queue and index == at else -1
             self.bench.say(PeerDied(f"trainer-{index}", working_on))
         self.trainer_starts()
+
+    def trainer_comes_again(self, *, overtaken):
+        """All ranks close, and connect anew; what they hand back may be read after their new hello."""
+        handed_back = [
+            Release(f"trainer-{index}", lease.lease, rank.incarnation)
+            for index, rank in enumerate(self.ranks)
+            for lease in rank.queue
+        ]
+        self.bench.say(*(Credit(f"trainer-{index}", rank.incarnation, 0) for index, rank in enumerate(self.ranks)))
+        if not overtaken:
+            self.bench.say(*handed_back)
+        self.trainer_starts()
+        if overtaken:
+            self.bench.say(*handed_back)
 
     def trainer_rolls_back(self, versions):
         """The trainer dies and goes on from an older checkpoint."""
@@ -224,21 +250,30 @@ class Town:
     # The buffer.
 
     def buffer_dies(self):
-        """The mail that lay in the old one's socket is gone; its peers tell the new one what it may have missed."""
-        self.bench.sent.clear()
+        """Its peers tell the new one what it may have missed.
+
+        What it had said last to each of them is lost with it, or was read before, or lies unread until after that.
+        """
+        mail, self.bench.sent = self.bench.sent, []
+        fate = {peer: self.rng.choice(("lost", "read", "unread")) for peer, _ in mail}
+        self._read([(peer, message) for peer, message in mail if fate[peer] == "read"])
         self.bench.restart()
         self.bench.sent.clear()
         for index, worker in enumerate(self.workers):
+            worker.incarnation = self.incarnation()
             name, held = f"worker-{index}", [*worker.tickets, *worker.unsettled]
             self.bench.say(Hello(name, worker.incarnation, held, fresh=False))
             self.bench.say(*worker.unsettled.values())
             self.bench.say(WantTickets(name, worker.incarnation, 2))
         for index, rank in enumerate(self.ranks):
+            rank.incarnation = self.incarnation()
             if index == 0:
                 self.bench.say(self.said)
             if rank.damaged is not None:
+                rank.damaged = msgspec.structs.replace(rank.damaged, incarnation=rank.incarnation)
                 self.bench.say(rank.damaged)
             self._introduce(index)
+        self._read([(peer, message) for peer, message in mail if fate[peer] == "unread"])
 
     # All of it.
 
@@ -263,6 +298,8 @@ class Town:
             self.worker_dies(index)
         elif chance < 0.85:
             self.trainer_dies(at=rank)
+        elif chance < 0.86:
+            self.trainer_comes_again(overtaken=rng.random() < 0.5)
         elif chance < 0.87:
             self.damage(rank)
         elif chance < 0.88:

@@ -83,7 +83,7 @@ def _honest(rng, bench):
         Sealed(f"worker-{record.owner}", record.ticket, record.rows, 64, 1, version, 9)
         for record in itertools.islice(reserved, 4)
     ]
-    said += [rng.choice((Ack, Release))("trainer-0", lease) for lease in leases]
+    said += [rng.choice((Ack("trainer-0", lease), Release("trainer-0", lease, 1))) for lease in leases]
     return rng.choice(said)
 
 
