@@ -42,7 +42,7 @@ class Loop:
         slab = MetricsSlab.create(folder / f"slab-{workers}-{held}", [SlotName("supervisor", 0), SlotName("buffer", 0)])
         slab.begin("buffer")
         self._metrics = BufferMetrics(slab.writer("buffer"))
-        limits = Limits(_ROWS, _ROWS << 12, 1, _ROWS, 1024, 0, 1, _NBYTES // _ROWS)
+        limits = Limits(_ROWS, _ROWS << 12, 1, _ROWS, 1024, extents + 2 * workers, 1, _NBYTES // _ROWS)
         allocator = ExtentAllocator((extents + 4 * workers + 64) * (2 * _NBYTES + 1024))
         self._said: list[tuple[str, Message]] = []
         self._shown_s = 0.0

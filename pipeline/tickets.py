@@ -66,6 +66,11 @@ class Tickets:
         self._prompts_in_source = prompts_in_source
         self._barren_prompts = 0
         self._wanted: dict[str, int] = {}
+        # Who may hold fewer tickets than it can, and who of them was not told yet why it gets none: to ask all of them
+        # at each message would cost more than its books.
+        self._short: set[str] = set()
+        self._untold: set[str] = set()
+        self._reason = ""
         self._waiting: dict[str, str] = {}
         self._early: dict[int, tuple[Sealed, float]] = {}
         # A dead run may have had more workers than this one; nobody says hello in their names.
@@ -79,11 +84,18 @@ class Tickets:
     def want(self, message: WantTickets) -> None:
         """Note how many tickets a worker can hold."""
         self._wanted[message.worker] = message.tickets
+        self._lacks(message.worker)
 
     def forget(self, peer: str) -> None:
         """Hand nothing more to a worker that is gone."""
         self._wanted.pop(peer, None)
         self._waiting.pop(peer, None)
+        self._short.discard(peer)
+        self._untold.discard(peer)
+
+    def _lacks(self, worker: str) -> None:
+        self._short.add(worker)
+        self._untold.add(worker)
 
     def orphan(self, worker: int, *, held: list[int], blamed: int | None = None) -> None:
         """Take tickets from a dead worker; the one that it was at, the oldest if nobody knows, has had its attempt."""
@@ -113,36 +125,52 @@ class Tickets:
         Raises:
             GaveUpError: If there is no room, and nothing can go.
         """
+        if not self._short:
+            return
+        unowned: list[ExtentRecord] = []
+        if self._ledger.index.owned.get(-1):
+            unowned = [reserved for reserved in self._ledger.reserved_extents() if reserved.owner < 0]
+        if paused:
+            reason = "paused"
+        elif unowned or not (reason := admission.prompts_to_issue(self._ledger, self._limits)[1]):
+            reason = self._serve(unowned, now_s)
+        if reason:
+            self._tell(reason)
+
+    def _serve(self, unowned: list[ExtentRecord], now_s: float) -> str:
+        """Hand out tickets as long as there are any; return why there are no more, "" if nobody wants one."""
         owned = self._ledger.index.owned
         hungry = [
             (held, worker)
-            for worker, wanted in self._wanted.items()
-            if (held := owned.get(self.workers[worker], 0)) < wanted
+            for worker in self._short
+            if (held := owned.get(self.workers[worker], 0)) < self._wanted[worker]
         ]
-        if not hungry:
-            return
+        self._short = {worker for _, worker in hungry}
         # Who holds least is served first, so that no worker idles while another one queues.
         heapq.heapify(hungry)
-        unowned: list[ExtentRecord] = []
-        if owned.get(-1):
-            unowned = [reserved for reserved in self._ledger.reserved_extents() if reserved.owner < 0]
-        reason = "paused" if paused else ""
-        while hungry and not paused:
+        while hungry:
             held, worker = hungry[0]
-            record, owner = unowned.pop(0) if unowned else None, self.workers[worker]
+            record, owner, reason = unowned.pop(0) if unowned else None, self.workers[worker], ""
             if record is None:
                 record, reason = self._reserve(owner)
             else:
                 self._ledger.assign(record, owner)
             if record is None:
-                break
+                return reason
             self._hand_out(record, worker, now_s)
             if held + 1 < self._wanted[worker]:
                 heapq.heapreplace(hungry, (held + 1, worker))
             else:
                 heapq.heappop(hungry)
-        for held, worker in hungry:
-            if not held and self._waiting.get(worker) != reason:
+                self._short.discard(worker)
+        return ""
+
+    def _tell(self, reason: str) -> None:
+        """Tell workers without a ticket why; those that know it already are not asked."""
+        workers = self._untold if reason == self._reason else self._short
+        self._reason, self._untold = reason, set()
+        for worker in workers:
+            if not self._ledger.index.owned.get(self.workers[worker]) and self._waiting.get(worker) != reason:
                 self._waiting[worker] = reason
                 self._send(worker, Wait(self._peers[worker], reason))
 
@@ -262,6 +290,8 @@ class Tickets:
     def _settle(self, worker: str, ticket: int) -> None:
         if worker in self._peers:
             self._send(worker, Settled(self._peers[worker], ticket))
+        if worker in self._wanted:
+            self._lacks(worker)
 
     def _count_barren(self, prompts: int) -> None:
         self._barren_prompts += prompts
