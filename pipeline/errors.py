@@ -68,7 +68,7 @@ class FieldError(RlhfdError, ValueError):
 
 
 class PromptError(RlhfdError):
-    """A prompt that cannot be rolled out, for one of its images cannot be read: set that prompt aside."""
+    """A prompt that cannot be rolled out: no room for a response, an image or template that fails: set it aside."""
 
 
 class RewardError(RlhfdError):

@@ -57,10 +57,12 @@ class Rolled:
     """What came of a ticket: experience of the prompts that could be rolled out (None if none could).
 
     `stopped` is ``(B,)`` bool: whether the response ended by itself. `answers` has the right one of each prompt.
+    `refused` tells why the last prompt that could not be rolled out was set aside.
     """
 
     experience: Experience | None
     prompts_failed: int
+    refused: PromptError | None = None
     stopped: torch.Tensor | None = None
     answers: Sequence[Any] = ()
 
@@ -80,8 +82,10 @@ class Roller:
         generate_kwargs: Mapping[str, Any],
         device: torch.device,
         vision: VisionPrompts | None = None,
+        log_texts: bool = False,
     ) -> None:
         self._vision = vision
+        self._log_texts = log_texts
         self._maker = maker
         self._source = source
         self._tokenizer = tokenizer
@@ -94,27 +98,27 @@ class Roller:
     def roll(self, position: int, prompts: int) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
 
-        A prompt that leaves no room for a response, or has an image that cannot be read, is set aside and logged.
+        A prompt that leaves no room for a response, that the chat template refuses, or one of whose images cannot be
+        read, is set aside and logged.
 
         Raises:
             RewardError: If a reward is no finite number, or the reward function raised.
-            ConfigError: If a prompt has images and the model takes text alone.
+            ConfigError: If a prompt has images and the model takes text alone, or is chat messages and there is no
+                template for them.
         """
+        refused: PromptError | None = None
         kept: list[tuple[Prompt, RenderedPrompt]] = []
         for place in range(position, position + prompts):
             prompt = self._source.at(place)
             try:
-                rendered = self._render(prompt)
+                kept.append((prompt, self._render(prompt)))
             except PromptError as error:
-                log.warning("prompt set aside: position=%d line=%d reason=%s", place, prompt.index + 1, error)
-                continue
-            if len(rendered.ids) >= self._max_length:
-                log.warning("prompt set aside: position=%d line=%d tokens=%d max_length=%d",
-                            place, prompt.index + 1, len(rendered.ids), self._max_length)  # fmt: skip
-            else:
-                kept.append((prompt, rendered))
+                # Another one: what is kept must not hold this one's frames, and by them the arena.
+                refused = PromptError(str(error), bare=error.bare)
+                log.warning("prompt set aside: position=%d line=%d reason=%s",
+                            place, prompt.index + 1, error.told(texts=self._log_texts))  # fmt: skip
         if not kept:
-            return Rolled(None, prompts)
+            return Rolled(None, prompts, refused)
         input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
         experience = self._maker.make_experience(
             input_ids,
@@ -126,15 +130,21 @@ class Roller:
             **(_vision_keywords(kept) if self._vision else {}),
         )
         answers = [prompt.answer for prompt, _ in kept]
-        return Rolled(experience, prompts - len(kept), self._stopped(experience), answers)
+        return Rolled(experience, prompts - len(kept), refused, self._stopped(experience), answers)
 
     def _render(self, prompt: Prompt) -> RenderedPrompt:
         template: Any = self._template
         if self._vision is not None:
-            return self._vision.render(prompt, template)
-        if prompt.images:
+            rendered = self._vision.render(prompt, template)
+        elif prompt.images:
             raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
-        return RenderedPrompt(render(prompt, self._tokenizer, template))
+        else:
+            rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
+        if len(rendered.ids) >= self._max_length:
+            raise PromptError(
+                f"{len(rendered.ids)} tokens leave no room for a response: rollout.max_length is {self._max_length}"
+            )
+        return rendered
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
         """A response that leaves room stopped by itself; one that fills it did if it ends with eos."""
@@ -378,22 +388,25 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
         row_bytes: Room that is reserved for a row; pixels may be larger.
 
     Raises:
-        ConfigError: If none of the first prompts leaves room for a response, or none of those with images has them, or
-            rows of the first usable prompt do not fit into `row_bytes`.
+        ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one do not fit into
+            `row_bytes`.
         RewardError: If none of the first usable prompts gets a reward.
         RlhfdError: Whatever else the rollout of a usable prompt raises.
     """
     refused: list[RewardError] = []
+    set_aside: PromptError | None = None
     for position in range(_TRIED_PROMPTS):
         try:
-            experience = roller.roll(position, 1).experience
+            rolled = roller.roll(position, 1)
         except RewardError as error:
             # A function may fail for one prompt; one that fails for the first few fails for all.
             refused.append(error)
             if len(refused) == _TRIED_REWARDS:
                 break
             continue
+        experience = rolled.experience
         if experience is None:
+            set_aside = rolled.refused
             continue
         try:
             room = extent_bytes_bound(len(experience.sequences), row_bytes)
@@ -403,6 +416,6 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
         return
     if refused:
         raise refused[0]
-    raise ConfigError(
-        f"rollout.max_length: none of the first {_TRIED_PROMPTS} prompts leaves room for a response and has its images"
-    )
+    assert set_aside is not None
+    told = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
+    raise ConfigError(f"{told} {set_aside}", bare=f"{told} {set_aside.bare}")

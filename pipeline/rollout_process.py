@@ -150,6 +150,7 @@ def new_worker(
         },
         device=device,
         vision=vision,
+        log_texts=config.daemon.log_texts,
     )
     try:
         refuse_broken_reward(roller, config.row_bytes)

@@ -1,5 +1,6 @@
 """A rollout worker's decisions, with a maker that is quick and a buffer that is this test."""
 
+import contextlib
 import json
 
 import pytest
@@ -22,13 +23,13 @@ MAX_LENGTH = 11
 
 
 class Letters:
-    """A tokenizer: a letter a token."""
+    """A tokenizer: a letter a token, a tilde none."""
 
     pad_token_id = 0
     eos_token_id = 1
 
     def __call__(self, text):
-        return {"input_ids": [ord(letter) - 60 for letter in text]}
+        return {"input_ids": [ord(letter) - 60 for letter in text if letter != "~"]}
 
 
 class Maker:
@@ -158,6 +159,46 @@ def test_a_ticket_of_nothing_but_such_prompts_fails_for_good(tmp_path):
     (failed,) = bench.sent.of(Failed)
     assert not failed.retry
     assert bench.value("rlhfd_experiences_total", outcome="failed") == 2
+    bench.close()
+
+
+class Chatty(Letters):
+    """Letters with a chat template that refuses a system's message, and quotes it."""
+
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, **_):
+        if messages[0]["role"] == "system":
+            raise ValueError(f"no system role: {messages[0]['content']}")
+        return self(messages[0]["content"])
+
+
+@pytest.mark.parametrize("log_texts", [False, True])
+def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_path, caplog, log_texts):
+    user, system = {"role": "user", "content": "AB"}, {"role": "system", "content": "SECRET"}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in ([user], [system], [user])))
+    maker = Maker()
+    with contextlib.closing(PromptSource(path, 0)) as source:
+        roller = Roller(
+            maker, source, Chatty(), seed=7, max_length=MAX_LENGTH, template="auto", generate_kwargs={},
+            device=torch.device("cpu"), log_texts=log_texts,
+        )  # fmt: skip
+        rolled = roller.roll(0, 3)
+
+    assert (rolled.prompts_failed, len(maker.calls[0][0])) == (1, 2)
+    (line,) = caplog.messages
+    assert "line=2 reason=prompt 1 does not suit the tokenizer's chat template, which raised ValueError" in line
+    assert ("SECRET" in line) is log_texts
+
+
+def test_a_prompt_of_no_tokens_costs_that_prompt_alone(tmp_path):
+    bench = Bench(tmp_path, prompts=("AB", "BA", "~"))
+    bench.ticket(prompts=3)
+    bench.worker.step()
+
+    (sealed,) = bench.sent.of(Sealed)
+    assert (sealed.rows, sealed.prompts_failed) == (2, 1)
     bench.close()
 
 
