@@ -24,10 +24,25 @@ from pipeline.errors import (
     PromptError,
     RewardError,
     ShapeError,
+    TokenError,
 )
 from pipeline.experience import Experience
 from pipeline.generation import ResponseGenerator
-from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
+from pipeline.insert_gate import Fault, find_fault
+from pipeline.messages import (
+    Drain,
+    Failed,
+    FaultReason,
+    Faulty,
+    Hello,
+    Message,
+    Sealed,
+    Settled,
+    Ticket,
+    Wait,
+    WantTickets,
+    Welcome,
+)
 from pipeline.prompts import Prompt, PromptSource, render
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_samples import RolloutSamples
@@ -38,7 +53,7 @@ from pipeline.weights_header import WeightsVersion
 
 TICKETS_AHEAD = 2
 _TRIED_PROMPTS = 64
-_TRIED_REWARDS = 3
+_TRIED_ROLLOUTS = 3
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +72,14 @@ class Rolled:
     """What came of a ticket: experience of the prompts that could be rolled out (None if none could).
 
     `stopped` is ``(B,)`` bool: whether the response ended by itself. `answers` has the right one of each prompt.
-    `refused` tells why the last prompt that could not be rolled out was set aside.
+    `refused` tells why the last prompt that could not be rolled out was set aside, `fault` why the experience must not
+    be sealed.
     """
 
     experience: Experience | None
     prompts_failed: int
     refused: PromptError | None = None
+    fault: Fault | None = None
     stopped: torch.Tensor | None = None
     answers: Sequence[Any] = ()
 
@@ -78,6 +95,7 @@ class Roller:
         *,
         seed: int,
         max_length: int,
+        vocabulary: int,
         template: str,
         generate_kwargs: Mapping[str, Any],
         device: torch.device,
@@ -91,6 +109,7 @@ class Roller:
         self._tokenizer = tokenizer
         self._seed = seed
         self._max_length = max_length
+        self._vocabulary = vocabulary
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
         self._device = device
@@ -129,8 +148,11 @@ class Roller:
             **self._generate_kwargs,
             **(_vision_keywords(kept) if self._vision else {}),
         )
+        fault = find_fault(experience, vocabulary=self._vocabulary, pad_token_id=self._tokenizer.pad_token_id)
+        if fault is not None:
+            return Rolled(experience, prompts - len(kept), refused, fault)
         answers = [prompt.answer for prompt, _ in kept]
-        return Rolled(experience, prompts - len(kept), refused, self._stopped(experience), answers)
+        return Rolled(experience, prompts - len(kept), refused, None, self._stopped(experience), answers)
 
     def _render(self, prompt: Prompt) -> RenderedPrompt:
         template: Any = self._template
@@ -312,8 +334,12 @@ class RolloutWorker:
                 return self._failed(ticket, "all its prompts were set aside", retry=False)
             if self._clock() > ticket.deadline_s:
                 return self._failed(ticket, "deadline passed", retry=True)
+            if rolled.fault is not None:
+                return self._faulty(ticket, rolled.fault, rolled.experience)
             return self._seal(ticket, rolled)
-        except (RewardError, FieldError, ShapeError, ArenaFullError) as error:
+        except (FieldError, ShapeError) as error:
+            return self._faulty(ticket, Fault(_reason_of(error), error.told(texts=self._log_texts)), None)
+        except (RewardError, ArenaFullError) as error:
             # The rollout itself is unusable: the same prompts would give the same again.
             # As text: a kept record must not hold the error's frames, and by them the arena.
             reason = error.told(texts=self._log_texts)
@@ -324,9 +350,7 @@ class RolloutWorker:
         experience = rolled.experience
         assert experience is not None
         with self._metrics.activity("seal"):
-            encoded = codec.encode(
-                experience, self._arena.extent(ticket.offset, ticket.nbytes), checksum=self._checksum
-            )
+            encoded = self._encode(ticket, experience)
         assert rolled.stopped is not None
         self._metrics.rolled(
             experience,
@@ -344,6 +368,26 @@ class RolloutWorker:
             self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
             self.held.version, self.held.fingerprint, rolled.prompts_failed,
         )  # fmt: skip
+
+    def _faulty(self, ticket: Ticket, fault: Fault, experience: Experience | None) -> Faulty:
+        """Say what is wrong with a rollout; what there is of it goes into the extent, for the quarantine."""
+        log.error("rollout refused: ticket=%d position=%d reason=%s detail=%s",
+                  ticket.ticket, ticket.position, fault.reason, fault.detail)  # fmt: skip
+        self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=False)
+        rows, encoded = 0, codec.Encoded(0, 0)
+        # Fields whose lengths disagree have no place in an extent.
+        if experience is not None and fault.reason != "lengths":
+            try:
+                encoded, rows = self._encode(ticket, experience), len(experience.sequences)
+            except (FieldError, ShapeError, ArenaFullError) as error:
+                log.warning("rollout refused without a copy: ticket=%d reason=%s", ticket.ticket, str(error))
+        return Faulty(
+            self._name, ticket.ticket, fault.reason, fault.detail, rows, encoded.nbytes, encoded.checksum,
+            self.held.version, self.held.fingerprint,
+        )  # fmt: skip
+
+    def _encode(self, ticket: Ticket, experience: Experience) -> codec.Encoded:
+        return codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes), checksum=self._checksum)
 
     def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:
         self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=retry)
@@ -376,12 +420,19 @@ class RolloutWorker:
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
 
 
+def _reason_of(error: FieldError | ShapeError) -> FaultReason:
+    """Return what a rollout counts as that its maker refused: there is nothing of it that could be kept."""
+    if isinstance(error, TokenError):
+        return "vocabulary"
+    return "lengths" if isinstance(error, ShapeError) else "malformed"
+
+
 def _of_actor(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}
 
 
 def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
-    """Roll prompts out before the first ticket, so that a broken reward function ends the start and not the night.
+    """Roll prompts out before the first ticket, so that a broken reward or model ends the start and not the night.
 
     Args:
         roller: The worker's.
@@ -391,17 +442,20 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
         ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one do not fit into
             `row_bytes`.
         RewardError: If none of the first usable prompts gets a reward.
+        FieldError: If none of their rollouts passes the insert gate.
         RlhfdError: Whatever else the rollout of a usable prompt raises.
     """
-    refused: list[RewardError] = []
+    refused: list[RewardError | FieldError] = []
     set_aside: PromptError | None = None
     for position in range(_TRIED_PROMPTS):
         try:
             rolled = roller.roll(position, 1)
-        except RewardError as error:
-            # A function may fail for one prompt; one that fails for the first few fails for all.
+            if rolled.fault is not None:
+                raise FieldError(f"a rollout before the first ticket is refused: {rolled.fault.detail}")
+        except (RewardError, FieldError) as error:
+            # One prompt may fail; where the first few do all will.
             refused.append(error)
-            if len(refused) == _TRIED_REWARDS:
+            if len(refused) == _TRIED_ROLLOUTS:
                 break
             continue
         experience = rolled.experience
