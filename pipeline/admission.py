@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import Chosen, ExtentRecord, ItemState
 from pipeline.ledger_tables import Run, between
-from pipeline.messages import Sealed
+from pipeline.messages import Faulty, Sealed
 
 
 class Prompted(Protocol):
@@ -206,14 +206,19 @@ def undone(ledger: Ledger, position: int, group_size: int) -> list[Run]:
     return between(held, position, ledger.totals.position) if position >= 0 else []
 
 
+def is_possible(said: Sealed | Faulty, record: ExtentRecord) -> bool:
+    """Tell whether what a worker says of a ticket's experience can be true."""
+    fits = 0 < said.rows <= record.rows and 0 < said.nbytes <= record.nbytes
+    return fits and 0 <= said.checksum < 1 << 64 and 0 <= said.policy_version < 1 << 62
+
+
 def refusal(sealed: Sealed, record: ExtentRecord, ledger: Ledger) -> Refusal:
     """Return why a ticket's experience must not come in, or not yet; nothing if it may.
 
     ``early``: by weights newer than the newest that are known here; word of them may be under way. ``rolled_back``: by
     weights that are void. ``fingerprint``: by weights that nobody published. ``invalid``: of an impossible size.
     """
-    fits = 0 < sealed.rows <= record.rows and 0 < sealed.nbytes <= record.nbytes
-    if not (fits and 0 <= sealed.checksum < 1 << 64 and 0 <= sealed.policy_version < 1 << 62):
+    if not is_possible(sealed, record):
         return "invalid"
     if ledger.versions.knows(sealed.policy_version, sealed.fingerprint):
         return ""

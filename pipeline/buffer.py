@@ -19,6 +19,7 @@ from pipeline.messages import (
     Damaged,
     Drain,
     Failed,
+    Faulty,
     Hello,
     Message,
     PeerDied,
@@ -129,6 +130,8 @@ class Buffer:
                 self._tickets.seal(message, now_s)
             case Failed():
                 self._tickets.fail(message)
+            case Faulty():
+                self._tickets.refuse(message)
             case Credit() if self._is_current(message.trainer, message.incarnation):
                 self._leases.credit(message)
             case Ack():
@@ -152,7 +155,9 @@ class Buffer:
     def _is_possible(self, message: Message) -> bool:
         totals, world_size = self.ledger.totals, self.limits.world_size
         match message:
-            case Hello(peer=name) | PeerDied(peer=name) | Sealed(worker=name) | Failed(worker=name):
+            case (
+                Hello(peer=name) | PeerDied(peer=name) | Sealed(worker=name) | Failed(worker=name) | Faulty(worker=name)
+            ):
                 return name in self._names and 0 <= getattr(message, "ticket", 0) < max(1, totals.tickets)
             case WantTickets():
                 return message.worker in self._tickets.workers

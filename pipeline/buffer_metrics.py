@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import get_args
 
 from pipeline.buffer import Buffer
+from pipeline.messages import FaultReason
 from pipeline.metrics import Conservation
 from pipeline.metrics_slab import SlotWriter
 from pipeline.observer import AsideReason, Kept, LeaseEnd, TicketEnd
@@ -18,7 +20,14 @@ class BufferMetrics:
         self._pushes = writer.counter("rlhfd_buffer_pushes_total", result="accepted")
         self._aside = {
             reason: writer.counter("rlhfd_quarantined_total", reason=reason)
-            for reason in ("checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid")
+            for reason in (
+                "checksum",
+                "killed_trainer",
+                "fingerprint",
+                "rolled_back",
+                "invalid",
+                *get_args(FaultReason),
+            )
         }
         self._files = {
             result: writer.counter("rlhfd_quarantine_files_total", result=result)
@@ -30,7 +39,10 @@ class BufferMetrics:
         }
         self._refused = {
             reason: writer.counter("rlhfd_buffer_pushes_total", result=result)
-            for reason, result in (("fingerprint", "invalid"), ("invalid", "invalid"), ("rolled_back", "stale"))
+            for reason, result in (
+                ("rolled_back", "stale"),
+                *((reason, "invalid") for reason in ("fingerprint", "invalid", *get_args(FaultReason))),
+            )
         }
         self._repeats = writer.counter("rlhfd_items_duplicate_total", point="push")
         self._tickets = {

@@ -67,8 +67,12 @@ class FieldError(RlhfdError, ValueError):
     """A field that is missing, mixed or holds a value it must not hold; the message names field and row."""
 
 
+class TokenError(FieldError):
+    """A token id that the model does not have."""
+
+
 class PromptError(RlhfdError):
-    """A prompt that cannot be rolled out, for one of its images cannot be read: set that prompt aside."""
+    """A prompt that cannot be rolled out: no room for a response, an image or template that fails: set it aside."""
 
 
 class RewardError(RlhfdError):

@@ -26,7 +26,7 @@ from pipeline.advantages import (
     k3_kl,
     kl_rewards,
 )
-from pipeline.errors import FieldError, RewardError, ShapeError
+from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import Experience, ExperienceVL
 from pipeline.generation import ResponseGenerator, Sampling
 from pipeline.generation.actors import ActorGenerator
@@ -97,6 +97,8 @@ class NaiveExperienceMaker(ExperienceMaker):
             by more, which is why the default takes them anew, with the function that the trainer uses.
         drop_errored: Leave rows out whose score is no finite number, with GRPO their whole group, in place of refusing
             all: an errored reward is not reward 0. Refused all the same where no row is left.
+        refuse_not_finite: Refuse log-probs and values that are no finite numbers. With False whoever takes the
+            experience has to look, as the insert gate does (`pipeline.insert_gate`).
         seed: Seed of the calls of `make_experience` that are given none; None for one from the operating system.
         stage: Entered around each stage of the work: "generate", "reward", "logprob", "ref_logprob", "value".
         on_progress: Called once a token or once a mini-batch: calls that cease tell of a hang.
@@ -149,6 +151,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         generator: ResponseGenerator | None = None,
         reuse_sampling_log_probs: bool = False,
         drop_errored: bool = False,
+        refuse_not_finite: bool = True,
         seed: int | None = None,
         stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
         on_progress: Callable[[], None] = lambda: None,
@@ -178,6 +181,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.generator = generator
         self.reuse_sampling_log_probs = reuse_sampling_log_probs
         self.drop_errored = drop_errored
+        self.refuse_not_finite = refuse_not_finite
         self._stage = stage
         self._on_progress = on_progress
         self._seeds = torch.Generator()
@@ -233,8 +237,9 @@ class NaiveExperienceMaker(ExperienceMaker):
 
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
-            FieldError: If prompts are no tensor or not padded on the left, a model returns what is no finite number, or
-                pixels, grids, counts and image tokens do not account for each other.
+            FieldError: If prompts are no tensor or not padded on the left, a model returns what is no finite number,
+                pixels, grids, counts and image tokens do not account for each other, or (`TokenError`) a token is none
+                of the actor's.
             RewardError: If a score is no finite number; with `drop_errored`, if no row has one.
         """
         check_prompts(input_ids, attention_mask)
@@ -256,6 +261,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 sampled_log_probs = None if sampled_log_probs is None else sampled_log_probs[kept]
             if self.reuse_sampling_log_probs and sampled_log_probs is not None:
                 log_probs = sampled_log_probs
+                self._check_finite("generator", "log-prob", log_probs)
             else:
                 with self._stage("logprob"):
                     log_probs = self._log_probs("actor", self.actor, rows, sampling.temperature)
@@ -331,6 +337,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         responses = self._engine(extra).generate(
             input_ids, attention_mask, sampling, group_size=group_size, batch_rows=self.inference_batch_size, **seen
         )
+        if is_transformers_model(self.actor):
+            _check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)
         rows = Rows.of(
             attention_mask.repeat_interleave(group_size, dim=0),
             responses,
@@ -358,7 +366,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             result[order[part], :columns] = log_probs.cpu()
             self._on_progress()
         result.masked_fill_(~rows.action_mask, 0.0)
-        _check_finite(name, "log-prob", result)
+        self._check_finite(name, "log-prob", result)
         return result
 
     def _score(self, rows: Rows, answers: Sequence[Any]) -> Tensor:
@@ -410,7 +418,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 before = rows.prompt_lengths[part].unsqueeze(1) - 1 + torch.arange(rows.num_actions)
                 parts.append(values.gather(1, before.clamp(max=ids.shape[1] - 1)))
         result = torch.cat(parts).masked_fill(~rows.action_mask, 0.0)
-        _check_finite("critic", "value", result)
+        self._check_finite("critic", "value", result)
         return result
 
     def _critic_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
@@ -439,6 +447,15 @@ class NaiveExperienceMaker(ExperienceMaker):
             "info": {"score": scores, "group_mixed": group_mixed(scores, self.num_generation)},
         }
 
+    def _check_finite(self, name: str, quantity: str, values: Tensor) -> None:
+        if not self.refuse_not_finite:
+            return
+        finite = torch.isfinite(values).all(dim=1)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            value = values[row][~torch.isfinite(values[row])][0].item()
+            raise FieldError(f"row {row}: {name} gave a {quantity} of {value}")
+
     def _forward_slices(self, batch_size: int) -> Iterator[slice]:
         sizes = [size for size in (self.inference_batch_size, self.logits_forward_batch_size) if size is not None]
         return _slices(batch_size, min(sizes, default=None))
@@ -456,12 +473,13 @@ def _repeat_answers(gt_answer: Any, prompts: int, group_size: int) -> list[Any]:
     return [answer for answer in answers for _ in range(group_size)]
 
 
-def _check_finite(name: str, quantity: str, values: Tensor) -> None:
-    finite = torch.isfinite(values).all(dim=1)
-    if not bool(finite.all()):
-        row = int((~finite).nonzero()[0])
-        value = values[row][~torch.isfinite(values[row])][0].item()
-        raise FieldError(f"row {row}: {name} gave a {quantity} of {value}")
+def _check_tokens(sequences: Tensor, vocabulary: int) -> None:
+    """Refuse tokens that the models do not have: one would die of them, on a card with the whole process."""
+    wrong = (sequences < 0) | (sequences >= vocabulary)
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        token = int(sequences[row, column])
+        raise TokenError(f"row {row}: token {token} in column {column}; the vocabulary has {vocabulary:,}")
 
 
 def _device_of(model: Any) -> torch.device:

@@ -20,6 +20,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of every message; `array_like` keeps field names off the wire."""
 
 
+FaultReason = Literal["lengths", "mask", "vocabulary", "not_finite", "malformed"]
+"""What keeps experience out (`pipeline.insert_gate`); ``malformed``: whatever else is wrong with its fields."""
+
+
 # To the buffer.
 
 
@@ -66,6 +70,23 @@ class Failed(Message, frozen=True):
     ticket: int
     reason: str
     retry: bool
+
+
+class Faulty(Message, frozen=True):
+    """What came of a ticket did not pass the insert gate; sent again until `Settled`.
+
+    It is in the extent all the same, for the quarantine; with `rows` 0 it could not be written.
+    """
+
+    worker: str
+    ticket: int
+    reason: FaultReason
+    detail: str
+    rows: int
+    nbytes: int
+    checksum: int
+    policy_version: int
+    fingerprint: int
 
 
 class Credit(Message, frozen=True):
@@ -169,7 +190,7 @@ class Ticket(Message, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """The buffer has taken note of a `Sealed` or `Failed` ticket; the worker may forget it."""
+    """The buffer has taken note of a `Sealed`, `Faulty` or `Failed` ticket; the worker may forget it."""
 
     to: int
     ticket: int
@@ -291,6 +312,7 @@ AnyMessage = (
     | WantTickets
     | Sealed
     | Failed
+    | Faulty
     | Credit
     | Ack
     | Release

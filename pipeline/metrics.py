@@ -226,8 +226,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_quarantined_total", BUFFER,
             "Items set aside by reason: damaged in the arena (checksum), a trainer died at them twice "
             "(killed_trainer); refused on their way in, of unknown weights (fingerprint), of weights rolled back "
-            "(rolled_back), of impossible size (invalid).",
-            reason="checksum killed_trainer fingerprint rolled_back invalid"),
+            "(rolled_back), of impossible size (invalid), with fields whose lengths disagree (lengths), a mask that is "
+            "not that of the sampled tokens (mask), a token that the model does not have (vocabulary), a number that "
+            "is NaN or infinite (not_finite), fields that are wrong in another way (malformed).",
+            reason="checksum killed_trainer fingerprint rolled_back invalid "
+                   "lengths mask vocabulary not_finite malformed"),
     counter("rlhfd_quarantine_files_total", BUFFER,
             "Copies of quarantined items on disk by result (kept, full, error).", result="kept full error"),
     counter("rlhfd_journal_writes_total", BUFFER, "Writes of the buffer's journal by result (ok, error).",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from pipeline.messages import FaultReason
+
 TicketEnd = Literal["sealed", "reissued", "failed"]
 LeaseEnd = Literal["acked", "nacked", "holder_died"]
 Kept = Literal["kept", "full", "error"]
-AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid"]
+AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid"] | FaultReason
 
 
 class Observer(Protocol):

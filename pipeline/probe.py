@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.config import Config
-from pipeline.errors import FieldError, MistrustedError, PromptError
+from pipeline.errors import MistrustedError, PromptError
 from pipeline.prompts import PromptSource, render
 from pipeline.weights_header import Probe, WeightsVersion
 
@@ -35,7 +35,7 @@ def probe_tokens(config: Config, tokenizer: Any) -> list[int]:
     prompt = PromptSource(config.prompts.path, config.daemon.seed).at(0)
     try:
         tokens = render(prompt, tokenizer, config.prompts.template)[:_TOKENS]
-    except (FieldError, PromptError):
+    except PromptError:
         return []
     return tokens if len(tokens) > 1 else []
 

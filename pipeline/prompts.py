@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, cast
 
-from pipeline.errors import ConfigError, FieldError
+from pipeline.errors import ConfigError, PromptError
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 Message: TypeAlias = dict[str, JsonValue]
@@ -205,8 +205,8 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") ->
         The token ids, at least one.
 
     Raises:
-        ConfigError: If the template does not serve this prompt, or the tokenizer has no chat template.
-        FieldError: If nothing is left of the prompt after tokenizing.
+        ConfigError: If the prompt is chat messages and `template` is "none", or the tokenizer has no chat template.
+        PromptError: If the chat template refuses this prompt, or nothing is left of it after tokenizing.
     """
     if isinstance(prompt.prompt, str) and template != "chat":
         token_ids = list(tokenizer(prompt.prompt)["input_ids"])
@@ -215,7 +215,7 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") ->
     else:
         token_ids = _render_chat(prompt, tokenizer)
     if not token_ids:
-        raise FieldError(f"prompt {prompt.index} has no tokens after tokenizing")
+        raise PromptError(f"prompt {prompt.index} has no tokens after tokenizing")
     return token_ids
 
 
@@ -236,10 +236,11 @@ def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
         messages = [{"role": "user", "content": [*images, {"type": "text", "text": text_or_messages}]}]
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    # A template is somebody else's code, and may quote the prompt in what it raises.
+    # A template is somebody else's code, and may quote the prompt in what it raises. Many refuse a role, or an order of
+    # them, that one line in a million has: that costs the line and not the run.
     except Exception as error:
         bare = f"prompt {prompt.index} does not suit the tokenizer's chat template, which raised {type(error).__name__}"
-        raise ConfigError(f"{bare}: {error}", bare=bare) from error
+        raise PromptError(f"{bare}: {error}", bare=bare) from error
     return list(encoded["input_ids"])
 
 

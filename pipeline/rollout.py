@@ -24,10 +24,25 @@ from pipeline.errors import (
     PromptError,
     RewardError,
     ShapeError,
+    TokenError,
 )
 from pipeline.experience import Experience
 from pipeline.generation import ResponseGenerator
-from pipeline.messages import Drain, Failed, Hello, Message, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
+from pipeline.insert_gate import Fault, find_fault
+from pipeline.messages import (
+    Drain,
+    Failed,
+    FaultReason,
+    Faulty,
+    Hello,
+    Message,
+    Sealed,
+    Settled,
+    Ticket,
+    Wait,
+    WantTickets,
+    Welcome,
+)
 from pipeline.prompts import Prompt, PromptSource, render
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_samples import RolloutSamples
@@ -38,7 +53,7 @@ from pipeline.weights_header import WeightsVersion
 
 TICKETS_AHEAD = 2
 _TRIED_PROMPTS = 64
-_TRIED_REWARDS = 3
+_TRIED_ROLLOUTS = 3
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +72,14 @@ class Rolled:
     """What came of a ticket: experience of the prompts that could be rolled out (None if none could).
 
     `stopped` is ``(B,)`` bool: whether the response ended by itself. `answers` has the right one of each prompt.
+    `refused` tells why the last prompt that could not be rolled out was set aside, `fault` why the experience must not
+    be sealed.
     """
 
     experience: Experience | None
     prompts_failed: int
+    refused: PromptError | None = None
+    fault: Fault | None = None
     stopped: torch.Tensor | None = None
     answers: Sequence[Any] = ()
 
@@ -76,17 +95,21 @@ class Roller:
         *,
         seed: int,
         max_length: int,
+        vocabulary: int,
         template: str,
         generate_kwargs: Mapping[str, Any],
         device: torch.device,
         vision: VisionPrompts | None = None,
+        log_texts: bool = False,
     ) -> None:
         self._vision = vision
+        self._log_texts = log_texts
         self._maker = maker
         self._source = source
         self._tokenizer = tokenizer
         self._seed = seed
         self._max_length = max_length
+        self._vocabulary = vocabulary
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
         self._device = device
@@ -94,27 +117,27 @@ class Roller:
     def roll(self, position: int, prompts: int) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
 
-        A prompt that leaves no room for a response, or has an image that cannot be read, is set aside and logged.
+        A prompt that leaves no room for a response, that the chat template refuses, or one of whose images cannot be
+        read, is set aside and logged.
 
         Raises:
             RewardError: If a reward is no finite number, or the reward function raised.
-            ConfigError: If a prompt has images and the model takes text alone.
+            ConfigError: If a prompt has images and the model takes text alone, or is chat messages and there is no
+                template for them.
         """
+        refused: PromptError | None = None
         kept: list[tuple[Prompt, RenderedPrompt]] = []
         for place in range(position, position + prompts):
             prompt = self._source.at(place)
             try:
-                rendered = self._render(prompt)
+                kept.append((prompt, self._render(prompt)))
             except PromptError as error:
-                log.warning("prompt set aside: position=%d line=%d reason=%s", place, prompt.index + 1, error)
-                continue
-            if len(rendered.ids) >= self._max_length:
-                log.warning("prompt set aside: position=%d line=%d tokens=%d max_length=%d",
-                            place, prompt.index + 1, len(rendered.ids), self._max_length)  # fmt: skip
-            else:
-                kept.append((prompt, rendered))
+                # Another one: what is kept must not hold this one's frames, and by them the arena.
+                refused = PromptError(str(error), bare=error.bare)
+                log.warning("prompt set aside: position=%d line=%d reason=%s",
+                            place, prompt.index + 1, error.told(texts=self._log_texts))  # fmt: skip
         if not kept:
-            return Rolled(None, prompts)
+            return Rolled(None, prompts, refused)
         input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
         experience = self._maker.make_experience(
             input_ids,
@@ -125,16 +148,25 @@ class Roller:
             **self._generate_kwargs,
             **(_vision_keywords(kept) if self._vision else {}),
         )
+        fault = find_fault(experience, vocabulary=self._vocabulary, pad_token_id=self._tokenizer.pad_token_id)
+        if fault is not None:
+            return Rolled(experience, prompts - len(kept), refused, fault)
         answers = [prompt.answer for prompt, _ in kept]
-        return Rolled(experience, prompts - len(kept), self._stopped(experience), answers)
+        return Rolled(experience, prompts - len(kept), refused, None, self._stopped(experience), answers)
 
     def _render(self, prompt: Prompt) -> RenderedPrompt:
         template: Any = self._template
         if self._vision is not None:
-            return self._vision.render(prompt, template)
-        if prompt.images:
+            rendered = self._vision.render(prompt, template)
+        elif prompt.images:
             raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
-        return RenderedPrompt(render(prompt, self._tokenizer, template))
+        else:
+            rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
+        if len(rendered.ids) >= self._max_length:
+            raise PromptError(
+                f"{len(rendered.ids)} tokens leave no room for a response: rollout.max_length is {self._max_length}"
+            )
+        return rendered
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
         """A response that leaves room stopped by itself; one that fills it did if it ends with eos."""
@@ -306,8 +338,12 @@ class RolloutWorker:
                 return self._failed(ticket, "all its prompts were set aside", retry=False)
             if self._clock() > ticket.deadline_s:
                 return self._failed(ticket, "deadline passed", retry=True)
+            if rolled.fault is not None:
+                return self._faulty(ticket, rolled.fault, rolled.experience)
             return self._seal(ticket, rolled)
-        except (RewardError, FieldError, ShapeError, ArenaFullError) as error:
+        except (FieldError, ShapeError) as error:
+            return self._faulty(ticket, Fault(_reason_of(error), error.told(texts=self._log_texts)), None)
+        except (RewardError, ArenaFullError) as error:
             # The rollout itself is unusable: the same prompts would give the same again.
             # As text: a kept record must not hold the error's frames, and by them the arena.
             reason = error.told(texts=self._log_texts)
@@ -318,9 +354,7 @@ class RolloutWorker:
         experience = rolled.experience
         assert experience is not None
         with self._metrics.activity("seal"):
-            encoded = codec.encode(
-                experience, self._arena.extent(ticket.offset, ticket.nbytes), checksum=self._checksum
-            )
+            encoded = self._encode(ticket, experience)
         assert rolled.stopped is not None
         self._metrics.rolled(
             experience,
@@ -338,6 +372,26 @@ class RolloutWorker:
             self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
             self.held.version, self.held.fingerprint, rolled.prompts_failed,
         )  # fmt: skip
+
+    def _faulty(self, ticket: Ticket, fault: Fault, experience: Experience | None) -> Faulty:
+        """Say what is wrong with a rollout; what there is of it goes into the extent, for the quarantine."""
+        log.error("rollout refused: ticket=%d position=%d reason=%s detail=%s",
+                  ticket.ticket, ticket.position, fault.reason, fault.detail)  # fmt: skip
+        self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=False)
+        rows, encoded = 0, codec.Encoded(0, 0)
+        # Fields whose lengths disagree have no place in an extent.
+        if experience is not None and fault.reason != "lengths":
+            try:
+                encoded, rows = self._encode(ticket, experience), len(experience.sequences)
+            except (FieldError, ShapeError, ArenaFullError) as error:
+                log.warning("rollout refused without a copy: ticket=%d reason=%s", ticket.ticket, str(error))
+        return Faulty(
+            self._name, ticket.ticket, fault.reason, fault.detail, rows, encoded.nbytes, encoded.checksum,
+            self.held.version, self.held.fingerprint,
+        )  # fmt: skip
+
+    def _encode(self, ticket: Ticket, experience: Experience) -> codec.Encoded:
+        return codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes), checksum=self._checksum)
 
     def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:
         self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=retry)
@@ -370,34 +424,47 @@ class RolloutWorker:
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
 
 
+def _reason_of(error: FieldError | ShapeError) -> FaultReason:
+    """Return what a rollout counts as that its maker refused: there is nothing of it that could be kept."""
+    if isinstance(error, TokenError):
+        return "vocabulary"
+    return "lengths" if isinstance(error, ShapeError) else "malformed"
+
+
 def _of_actor(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}
 
 
 def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
-    """Roll prompts out before the first ticket, so that a broken reward function ends the start and not the night.
+    """Roll prompts out before the first ticket, so that a broken reward or model ends the start and not the night.
 
     Args:
         roller: The worker's.
         row_bytes: Room that is reserved for a row; pixels may be larger.
 
     Raises:
-        ConfigError: If none of the first prompts leaves room for a response, or none of those with images has them, or
-            rows of the first usable prompt do not fit into `row_bytes`.
+        ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one do not fit into
+            `row_bytes`.
         RewardError: If none of the first usable prompts gets a reward.
+        FieldError: If none of their rollouts passes the insert gate.
         RlhfdError: Whatever else the rollout of a usable prompt raises.
     """
-    refused: list[RewardError] = []
+    refused: list[RewardError | FieldError] = []
+    set_aside: PromptError | None = None
     for position in range(_TRIED_PROMPTS):
         try:
-            experience = roller.roll(position, 1).experience
-        except RewardError as error:
-            # A function may fail for one prompt; one that fails for the first few fails for all.
+            rolled = roller.roll(position, 1)
+            if rolled.fault is not None:
+                raise FieldError(f"a rollout before the first ticket is refused: {rolled.fault.detail}")
+        except (RewardError, FieldError) as error:
+            # One prompt may fail; where the first few do all will.
             refused.append(error)
-            if len(refused) == _TRIED_REWARDS:
+            if len(refused) == _TRIED_ROLLOUTS:
                 break
             continue
+        experience = rolled.experience
         if experience is None:
+            set_aside = rolled.refused
             continue
         try:
             room = extent_bytes_bound(len(experience.sequences), row_bytes)
@@ -407,6 +474,6 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
         return
     if refused:
         raise refused[0]
-    raise ConfigError(
-        f"rollout.max_length: none of the first {_TRIED_PROMPTS} prompts leaves room for a response and has its images"
-    )
+    assert set_aside is not None
+    told = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
+    raise ConfigError(f"{told} {set_aside}", bare=f"{told} {set_aside.bare}")

@@ -130,6 +130,8 @@ def new_worker(
         # In float32 the sampler's own log-probs are the trainer's to 1e-5; below that they are taken anew.
         reuse_sampling_log_probs=config.model.dtype == "float32",
         drop_errored=True,
+        # The insert gate looks at all of it, and what it refuses is kept for a look.
+        refuse_not_finite=False,
         generator=engine,
         stage=metrics.activity,
         on_progress=context.metrics.beat,
@@ -141,6 +143,7 @@ def new_worker(
         tokenizer,
         seed=config.daemon.seed,
         max_length=rollout.max_length,
+        vocabulary=actor.config.get_text_config().vocab_size,
         template=config.prompts.template,
         generate_kwargs={
             "temperature": rollout.temperature,
@@ -150,6 +153,7 @@ def new_worker(
         },
         device=device,
         vision=vision,
+        log_texts=config.daemon.log_texts,
     )
     try:
         refuse_broken_reward(roller, config.row_bytes)

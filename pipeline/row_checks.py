@@ -175,13 +175,17 @@ def check_finite(columns: dict[str, Any]) -> None:
         if not (column if isinstance(column, Tensor) else column[0]).is_floating_point():
             continue
         whole = column if isinstance(column, Tensor) else torch.cat([row.reshape(-1) for row in column])
-        if not math.isfinite(_sum(whole)):
+        if not math.isfinite(sum_of(whole)):
             for row, value in enumerate(column):
                 _check_row_finite(name, row, value, None if mask is None else mask[row])
 
 
-def _sum(tensor: Tensor) -> float:
-    """Read a field once: a sum is finite only if all its terms are. It may overflow, and then all must be looked at."""
+def sum_of(tensor: Tensor) -> float:
+    """Read a field once: a sum is finite only if all its terms are. It may overflow, and then all must be looked at.
+
+    Args:
+        tensor: Floating point, on any device.
+    """
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
         # In this thread: among busy processes torch waits for its other threads far longer than the sum takes.

@@ -14,7 +14,7 @@ from pipeline.errors import ArenaFullError, GaveUpError
 from pipeline.leases import Quarantine, Send
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import ExtentRecord, ExtentState
-from pipeline.messages import Failed, Sealed, Settled, Ticket, Wait, WantTickets
+from pipeline.messages import Failed, Faulty, Sealed, Settled, Ticket, Wait, WantTickets
 from pipeline.observer import AsideReason, Observer
 from pipeline.transport import worker_name
 
@@ -234,17 +234,29 @@ class Tickets:
         self._observer.sealed(sealed.rows, self._ledger.totals.policy_version - sealed.policy_version)
         self._barren_prompts = 0
 
-    def _refuse(self, record: ExtentRecord, sealed: Sealed, reason: AsideReason) -> None:
+    def refuse(self, faulty: Faulty) -> None:
+        """Keep a copy of what did not pass the insert gate, and give its prompts another attempt, or set them aside.
+
+        Raises:
+            GaveUpError: If a whole epoch gave no experience.
+        """
+        record = self._held_by(faulty.worker, faulty.ticket)
+        if record is not None:
+            self._refuse(record, faulty, faulty.reason, f"made by {faulty.worker}: {faulty.detail}")
+        self._settle(faulty.worker, faulty.ticket)
+
+    def _refuse(self, record: ExtentRecord, said: Sealed | Faulty, reason: AsideReason, detail: str = "") -> None:
         log.error("experience refused: ticket=%d worker=%s rows=%d version=%d reason=%s",
-                  record.ticket, sealed.worker, sealed.rows, sealed.policy_version, reason)  # fmt: skip
+                  record.ticket, said.worker, said.rows, said.policy_version, reason)  # fmt: skip
         self._observer.set_aside(reason, record.rows)
-        if reason == "fingerprint":
-            # Whole, but of weights that nobody knows: worth a look. One of impossible size could not be read.
+        if reason != "rolled_back" and admission.is_possible(said, record):
+            # Whole, but of weights that nobody knows, or wrong in itself: worth a look. One of impossible size could
+            # not be read.
             told = dataclasses.replace(
-                record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
-                policy_version=sealed.policy_version, fingerprint=sealed.fingerprint,
+                record, rows=said.rows, nbytes=said.nbytes, checksum=said.checksum,
+                policy_version=said.policy_version, fingerprint=said.fingerprint,
             )  # fmt: skip
-            self._quarantine([(told, list(range(sealed.rows)))], reason, f"sealed by {sealed.worker}")
+            self._quarantine([(told, list(range(said.rows)))], reason, detail or f"sealed by {said.worker}")
         if reason == "rolled_back":
             self._observer.ticket_ended("reissued")
             self._ledger.excuse(record)

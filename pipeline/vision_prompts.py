@@ -75,7 +75,8 @@ class VisionPrompts:
             Ids in which each image has its tokens, and the pixels.
 
         Raises:
-            PromptError: If an image cannot be read, or the prompt names another number of images than it has.
+            PromptError: If an image cannot be read, the prompt names another number of images than it has, or as
+                `pipeline.prompts.render`.
             ConfigError: As `pipeline.prompts.render`.
         """
         ids = render(prompt, self._tokenizer, template)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The buffer against peers that only know the protocol, with deaths of all of them."""
 
 import dataclasses
+import typing
 
 import pytest
 
@@ -16,6 +17,8 @@ from pipeline.messages import (
     Damaged,
     Drain,
     Failed,
+    FaultReason,
+    Faulty,
     Hello,
     Lease,
     PeerDied,
@@ -437,6 +440,60 @@ def test_experience_of_weights_that_nobody_published_is_refused():
     ((record, rows, reason, detail),) = kept
     assert (record.offset, record.nbytes, record.checksum, record.fingerprint) == (ticket.offset, 200, 1, 8)
     assert (rows, reason, detail) == ([0, 1, 2, 3], "fingerprint", "sealed by worker-0")
+
+
+@pytest.mark.parametrize("reason", typing.get_args(FaultReason))
+def test_what_did_not_pass_the_gate_is_kept_and_counted_by_reason_and_its_prompts_are_rolled_again(reason):
+    kept = []
+    bench = Bench(quarantine=lambda chosen, reason, detail: kept.append((*chosen[0], reason, detail)))
+    bench.say(Published(0, 9, 0), *worker(tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+    faulty = Faulty("worker-0", ticket.ticket, reason, "row 1: nan", 4, 200, 1, 0, 9)
+
+    bench.say(faulty)
+
+    (again,) = bench.heard("worker-0", Ticket)
+    assert (again.ticket, again.position, again.attempt) == (ticket.ticket, ticket.position, 2)
+    assert [settled.ticket for settled in bench.heard("worker-0", Settled)] == [ticket.ticket]
+    ((record, rows, why, detail),) = kept
+    assert (record.offset, record.nbytes, record.checksum, rows) == (ticket.offset, 200, 1, [0, 1, 2, 3])
+    assert (why, detail) == (reason, "made by worker-0: row 1: nan")
+    assert (bench.counts.aside, bench.counts.ended) == ({reason: 4}, {"reissued": 1})
+    assert bench.ledger.totals.sealed == 0
+
+
+def test_what_did_not_pass_the_gate_is_given_up_after_its_attempts_and_said_again_changes_nothing():
+    bench = Bench(max_attempts=2)
+    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
+    for _ in range(2):
+        (ticket,) = bench.heard("worker-0", Ticket)
+        faulty = Faulty("worker-0", ticket.ticket, "not_finite", "", 4, 200, 1, 0, 9)
+        bench.say(faulty)
+    bench.heard("worker-0", Settled)
+
+    bench.restart()
+    bench.say(faulty)
+
+    assert bench.counts.ended == {"reissued": 1, "failed": 1}
+    assert bench.counts.aside == {"not_finite": 8}
+    assert bench.counts.duplicates == 1
+    (next_ticket,) = bench.heard("worker-0", Ticket)
+    assert next_ticket.position == 2, "the prompts behind it"
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 0, "nbytes": 0}, {"rows": 5}, {"nbytes": 1 << 40}, {"checksum": -1}])
+def test_what_could_not_be_written_or_is_of_impossible_size_is_counted_without_a_copy(wrong):
+    kept = []
+    bench = Bench(quarantine=lambda *case: kept.append(case))
+    bench.say(Published(0, 9, 0), *worker(tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+    fields = {"rows": 4, "nbytes": 200, "checksum": 1, "policy_version": 0, "fingerprint": 9, **wrong}
+
+    bench.say(Faulty("worker-0", ticket.ticket, "lengths", "row 1", **fields))
+
+    assert bench.counts.aside == {"lengths": 4}
+    assert kept == []
+    assert len(bench.heard("worker-0", Ticket)) == 1
 
 
 def test_a_seal_that_is_here_before_word_of_its_weights_waits_for_it():

@@ -43,7 +43,7 @@ class TownMachine(RuleBasedStateMachine):
         if lost:
             self.town.buffer_dies()
 
-    @rule(index=INDEX, fault=st.sampled_from(["rows", "fingerprint"]))
+    @rule(index=INDEX, fault=st.sampled_from(["rows", "fingerprint", "not finite"]))
     def roll_wrong(self, index, fault):
         self.town.deliver()
         self.town.roll(index % WORKERS, fault=fault)

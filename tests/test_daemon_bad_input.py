@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Sequence
@@ -205,7 +206,7 @@ def test_prompt_that_fills_max_length_is_set_aside_and_counted(tmp_path: Path, t
         daemon.wait_until(all_accounted_for, "each response of each prompt is counted", 20.0)
         failed = total(daemon.metrics(), "rlhfd_experiences_total", outcome="failed")
         assert failed % 4 == 0
-        assert re.search(rf"prompt set aside: position=\d+ line=3 tokens={MAX_LENGTH} ", daemon.errors)
+        assert re.search(rf"prompt set aside: position=\d+ line=3 reason={MAX_LENGTH} tokens leave", daemon.errors)
         assert not re.search(r"prompt set aside: position=\d+ line=[124] ", daemon.errors)
         assert total(daemon.metrics(), "rlhfd_items_unaccounted") == 0
         daemon.signal(signal.SIGTERM)
@@ -219,8 +220,55 @@ def test_file_of_which_no_prompt_leaves_room_ends_the_start(tmp_path: Path, task
     shown = refused(Daemon(tmp_path, *SMALL, f"prompts.path={path}", "trainer.kind=external", task=task))
 
     assert shown[-1].endswith(
-        "rollout.max_length: none of the first 64 prompts leaves room for a response and has its images"
+        "prompts.path: none of the first 64 prompts can be rolled out, the last one: "
+        f"{MAX_LENGTH} tokens leave no room for a response: rollout.max_length is {MAX_LENGTH}"
     )
+
+
+# Prompts that the chat template refuses: what it raises may quote them, and stays out of the log.
+
+USER, SYSTEM = {"role": "user", "content": "7302>"}, {"role": "system", "content": "31415926"}
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ raise_exception('no system role: ' ~ message.content) }}"
+    "{% endif %}{{ message.content }}{% endfor %}"
+)
+
+
+def chat_settings(folder: Path, task: Path, *conversations: list[dict[str, str]]) -> tuple[str, ...]:
+    """Return settings of a run on these chat messages, with the task's model and a template that knows no system."""
+    model = shutil.copytree(task / "model", folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": messages, "answer": "0237"}) + "\n" for messages in conversations))
+    return (*SMALL, f"model.actor={model}", f"prompts.path={path}")
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_set_aside_and_the_run_goes_on(tmp_path: Path, task: Path) -> None:
+    settings = chat_settings(tmp_path, task, [USER], [USER], [SYSTEM, USER], [USER])
+
+    with Daemon(tmp_path, *settings) as daemon:
+        daemon.wait_step(3)
+        daemon.wait_until(
+            lambda: total(daemon.metrics(), "rlhfd_experiences_total", outcome="failed") > 0, "it is counted"
+        )
+        daemon.wait_step(daemon.status()["step"] + 2)
+        assert total(daemon.metrics(), "rlhfd_items_unaccounted") == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+
+    reason = "prompt 2 does not suit the tokenizer's chat template, which raised TemplateError"
+    assert re.search(rf"prompt set aside: position=\d+ line=3 reason=\W?{reason}", daemon.errors)
+    assert SYSTEM["content"] not in daemon.errors
+
+
+def test_a_file_of_which_the_chat_template_refuses_every_prompt_ends_the_start(tmp_path: Path, task: Path) -> None:
+    settings = chat_settings(tmp_path, task, [SYSTEM, USER])
+
+    shown = refused(Daemon(tmp_path, *settings, "trainer.kind=external"))
+
+    assert "prompts.path: none of the first 64 prompts can be rolled out, the last one: prompt 0 does not" in shown[-1]
+    assert SYSTEM["content"] not in "".join(shown)
 
 
 # The runtime directory.

@@ -79,7 +79,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     source, sent = PromptSource(tmp_path / "prompts.jsonl", 0), Sent()
     roller = Roller(
         maker(actor, engine), source, Letters(), seed=7, max_length=12, template="none", generate_kwargs={},
-        device=torch.device("cpu"),
+        device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
     )  # fmt: skip
     tensors = flatten(actor=actor.state_dict())
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
@@ -99,7 +99,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
     fresh = Roller(
         maker(published, LeanGenerator(published)), source, Letters(), seed=7, max_length=12, template="none",
-        generate_kwargs={}, device=torch.device("cpu"),
+        generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
     ).roll(0, 2)  # fmt: skip
     assert fresh.experience is not None
     assert torch.equal(experience.action_mask.sum(dim=1), fresh.experience.action_mask.sum(dim=1))

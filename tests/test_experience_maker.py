@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline import codec
 from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.config import TrainerConfig
-from pipeline.errors import FieldError, RewardError, ShapeError
+from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import Experience
 from pipeline.experience_maker import ExperienceMaker, NaiveExperienceMaker
 from pipeline.generation import Responses, Sampling
@@ -523,6 +523,30 @@ def test_numbers_that_are_not_finite_are_refused_by_model_and_row() -> None:
         )
     with pytest.raises(RewardError, match="FakeReward returned nan for row 1"):
         maker(scores=[1.0, math.nan]).make_experience(PROMPTS, MASK, max_length=7)
+
+
+def test_log_probs_of_the_sampler_are_looked_at_too_unless_that_is_left_to_the_taker() -> None:
+    broken = tiny.llama()
+    broken.lm_head.weight.data[7] = torch.nan
+    models: dict[str, Any] = {"actor": broken, "initial_model": tiny.llama(), "reuse_sampling_log_probs": True}
+
+    with pytest.raises(FieldError, match="row 0: generator gave a log-prob of nan"):
+        maker(**models).make_experience(PROMPTS, MASK, max_length=7)
+    experience = maker(**models, refuse_not_finite=False).make_experience(PROMPTS, MASK, max_length=7)
+
+    assert experience.action_log_probs is not None and bool(experience.action_log_probs.isnan().any())
+
+
+@pytest.mark.parametrize("token", [tiny.VOCABULARY_SIZE, -1])
+def test_a_token_that_the_actor_does_not_have_is_refused_before_a_model_dies_of_it(token: int) -> None:
+    class Engine:
+        def generate(self, input_ids: Tensor, *_: Any, **__: Any) -> Responses:
+            sequences = torch.nn.functional.pad(input_ids, (0, 7 - input_ids.shape[1]), value=2)
+            sequences[1, 5] = token
+            return Responses(sequences, torch.full((len(input_ids),), 7 - input_ids.shape[1]))
+
+    with pytest.raises(TokenError, match=f"row 1: token {token} in column 5; the vocabulary has 23"):
+        maker(actor=tiny.llama(), generator=Engine()).make_experience(PROMPTS, MASK, max_length=7)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeline.errors import ConfigError, RewardError
+from pipeline.errors import ConfigError, PromptError, RewardError
 from pipeline.prompts import Prompt, render
 from tests.daemon import SMALL, Daemon, task, total
 
@@ -95,7 +95,7 @@ def test_a_chat_template_that_raises_is_named_without_what_it_said():
         def apply_chat_template(self, messages, **_):
             raise ValueError(f"no role for {messages[0]['content']}")
 
-    with pytest.raises(ConfigError, match=f"ValueError: no role for {_MARKER}") as raised:
+    with pytest.raises(PromptError, match=f"ValueError: no role for {_MARKER}") as raised:
         render(Prompt(0, 0, 2, [{"role": "x", "content": _MARKER}], None), Tokenizer())
 
     assert raised.value.bare == "prompt 2 does not suit the tokenizer's chat template, which raised ValueError"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import ConfigError, FieldError
+from pipeline.errors import ConfigError, PromptError
 from pipeline.prompts import Message, Prompt, PromptSource, check, permuted, render
 
 
@@ -286,7 +286,7 @@ def test_a_template_that_does_not_serve_the_prompt_is_refused() -> None:
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
-    with pytest.raises(FieldError, match=r"^prompt 2 has no tokens after tokenizing$"):
+    with pytest.raises(PromptError, match=r"^prompt 2 has no tokens after tokenizing$"):
         render(prompt_of("lost"), CharacterTokenizer())
 
 

@@ -1,34 +1,37 @@
 """A rollout worker's decisions, with a maker that is quick and a buffer that is this test."""
 
+import contextlib
 import json
+import math
 
 import pytest
 import torch
 
 from pipeline import codec
 from pipeline.arena import Arena
-from pipeline.errors import RewardError
-from pipeline.messages import Drain, Failed, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
+from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
+from pipeline.messages import Drain, Failed, Faulty, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.metrics import SlotName
 from pipeline.metrics_reader import MetricsReader
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.prompts import PromptSource
-from pipeline.rollout import Roller, RolloutWorker, seed_of
+from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward, seed_of
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.weights import WeightsPublisher
 from tests.experiences import made_up
 
 MAX_LENGTH = 11
+VOCABULARY = 99
 
 
 class Letters:
-    """A tokenizer: a letter a token."""
+    """A tokenizer: a letter a token, a tilde none."""
 
     pad_token_id = 0
     eos_token_id = 1
 
     def __call__(self, text):
-        return {"input_ids": [ord(letter) - 60 for letter in text]}
+        return {"input_ids": [ord(letter) - 60 for letter in text if letter != "~"]}
 
 
 class Maker:
@@ -37,12 +40,15 @@ class Maker:
     def __init__(self):
         self.calls = []
         self.error = None
+        self.change = lambda experience: None
 
     def make_experience(self, input_ids, attention_mask, gt_answer=None, *, seed, **others):
         self.calls.append((input_ids, attention_mask, gt_answer, seed))
         if self.error is not None:
             raise self.error
-        return made_up(rows=len(input_ids), prompt=5, actions=6, seed=seed % 1000)
+        experience = made_up(rows=len(input_ids), prompt=5, actions=6, seed=seed % 1000)
+        self.change(experience)
+        return experience
 
 
 class Sent(list):
@@ -72,8 +78,9 @@ class Bench:
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
         roller = Roller(
             self.maker, self.source, Letters(), seed=7, max_length=MAX_LENGTH, template="none", generate_kwargs={},
-            device=torch.device("cpu"),
+            device=torch.device("cpu"), vocabulary=VOCABULARY,
         )  # fmt: skip
+        self.roller = roller
         self.worker = RolloutWorker(
             roller, self.arena, folder / "weights", self.model, self.sent,
             RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function"),
@@ -158,6 +165,104 @@ def test_a_ticket_of_nothing_but_such_prompts_fails_for_good(tmp_path):
     (failed,) = bench.sent.of(Failed)
     assert not failed.retry
     assert bench.value("rlhfd_experiences_total", outcome="failed") == 2
+    bench.close()
+
+
+class Chatty(Letters):
+    """Letters with a chat template that refuses a system's message, and quotes it."""
+
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, **_):
+        if messages[0]["role"] == "system":
+            raise ValueError(f"no system role: {messages[0]['content']}")
+        return self(messages[0]["content"])
+
+
+def test_a_rollout_that_is_not_finite_is_never_sealed_and_lies_in_its_extent_for_the_quarantine(bench):
+    bench.maker.change = lambda experience: experience.action_log_probs.__setitem__((0, 0), math.nan)
+    bench.ticket()
+    bench.worker.step()
+
+    assert bench.sent.of(Sealed) == []
+    (faulty,) = bench.sent.of(Faulty)
+    assert (faulty.reason, faulty.ticket, faulty.policy_version) == ("not_finite", 0, 0)
+    assert faulty.detail.startswith("row 0: action_log_probs is nan in column 0 of 6")
+    reader = codec.ExtentReader(bench.arena.extent(0, faulty.nbytes), checksum=faulty.checksum)
+    assert math.isnan(codec.gather([(reader, range(faulty.rows))]).action_log_probs[0, 0])
+    assert bench.value("rlhfd_experiences_total", outcome="failed") == 2
+    assert bench.value("rlhfd_experiences_total", outcome="accepted") == 0
+
+    bench.maker.change = lambda experience: None
+    bench.worker.handle(Settled(bench.incarnation, 0))
+    bench.ticket()
+    bench.worker.step()
+    assert len(bench.sent.of(Sealed)) == 1, "the next attempt at the same ticket"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ShapeError("row 1: a response of 0 tokens"), "lengths"),
+        (TokenError("row 1: token 99"), "vocabulary"),
+        (FieldError("row 1: 3 image tokens more"), "malformed"),
+    ],
+)
+def test_what_its_maker_refuses_is_told_by_reason_without_a_copy(bench, error, reason):
+    bench.maker.error = error
+    bench.ticket()
+    bench.worker.step()
+
+    (faulty,) = bench.sent.of(Faulty)
+    assert (faulty.reason, faulty.detail, faulty.rows, faulty.nbytes) == (reason, str(error), 0, 0)
+
+
+def test_rows_that_have_no_place_in_an_extent_are_told_without_a_copy(bench):
+    bench.maker.change = lambda experience: setattr(experience, "reward", experience.reward[:1].repeat(7))
+    bench.ticket()
+    bench.worker.step()
+
+    (faulty,) = bench.sent.of(Faulty)
+    assert (faulty.reason, faulty.rows, faulty.nbytes) == ("lengths", 0, 0)
+
+
+def test_a_start_ends_where_the_first_rollouts_do_not_pass_the_gate(bench):
+    bench.maker.change = lambda experience: experience.advantages.fill_(math.inf)
+
+    with pytest.raises(FieldError, match="a rollout before the first ticket is refused: row 0: advantages is inf"):
+        refuse_broken_reward(bench.roller, 4096)
+
+    changes = iter([bench.maker.change, bench.maker.change])
+    bench.maker.change = lambda experience: next(changes, lambda experience: None)(experience)
+    refuse_broken_reward(bench.roller, 4096)
+
+
+@pytest.mark.parametrize("log_texts", [False, True])
+def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_path, caplog, log_texts):
+    user, system = {"role": "user", "content": "AB"}, {"role": "system", "content": "SECRET"}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in ([user], [system], [user])))
+    maker = Maker()
+    with contextlib.closing(PromptSource(path, 0)) as source:
+        roller = Roller(
+            maker, source, Chatty(), seed=7, max_length=MAX_LENGTH, template="auto", generate_kwargs={},
+            device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
+        )  # fmt: skip
+        rolled = roller.roll(0, 3)
+
+    assert (rolled.prompts_failed, len(maker.calls[0][0])) == (1, 2)
+    (line,) = caplog.messages
+    assert "line=2 reason=prompt 1 does not suit the tokenizer's chat template, which raised ValueError" in line
+    assert ("SECRET" in line) is log_texts
+
+
+def test_a_prompt_of_no_tokens_costs_that_prompt_alone(tmp_path):
+    bench = Bench(tmp_path, prompts=("AB", "BA", "~"))
+    bench.ticket(prompts=3)
+    bench.worker.step()
+
+    (sealed,) = bench.sent.of(Sealed)
+    assert (sealed.rows, sealed.prompts_failed) == (2, 1)
     bench.close()
 
 

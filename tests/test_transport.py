@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline import messages
 from pipeline.errors import DecodeError
-from pipeline.messages import Ack, Drain, ExtentRows, Hello, Lease, Sealed
+from pipeline.messages import Ack, Drain, ExtentRows, Faulty, Hello, Lease, Sealed
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.transport import Mailbox, Outbox, Traffic
 from tests.slabs import SLOTS, begun, value
@@ -19,6 +19,7 @@ from tests.slabs import SLOTS, begun, value
 EXAMPLES = [
     Hello("worker-0", 2**62, [1, 2]),
     Sealed("worker-0", 1, 2, 3, 2**64 - 1, 5, 2**63 - 1, 0),
+    Faulty("worker-0", 1, "not_finite", "row 0: kl is nan", 2, 3, 2**64 - 1, 5, 2**63 - 1),
     Lease(1, 2, 3, [ExtentRows(0, 64, 7, 1, 4, [0, 1, 5])], 2),
     Drain(),
 ]

@@ -14,6 +14,7 @@ from pipeline.ledger_records import ExtentState
 from pipeline.messages import (
     Credit,
     Damaged,
+    Faulty,
     Hello,
     Lease,
     PeerDied,
@@ -36,7 +37,7 @@ class Worker:
     incarnation: int
     weights: tuple[int, int]
     tickets: dict[int, Ticket] = dataclasses.field(default_factory=dict)
-    unsettled: dict[int, Sealed] = dataclasses.field(default_factory=dict)
+    unsettled: dict[int, Sealed | Faulty] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -149,6 +150,8 @@ class Town:
             sealed = Sealed(sealed.worker, sealed.ticket, rows + 99, 50, 1, version, fingerprint)
         elif fault == "fingerprint":
             sealed = Sealed(sealed.worker, sealed.ticket, rows, 50, 1, version, 7)
+        elif fault == "not finite":
+            sealed = Faulty(sealed.worker, sealed.ticket, "not_finite", "", rows, 50, 1, version, fingerprint)
         worker.unsettled[ticket.ticket] = sealed
         if not lost:
             self.bench.say(sealed)
@@ -305,7 +308,7 @@ class Town:
         elif chance < 0.88:
             self.trainer_rolls_back(rng.randrange(1, 4))
         elif chance < 0.90:
-            self.roll(index, fault=rng.choice(["rows", "fingerprint"]))
+            self.roll(index, fault=rng.choice(["rows", "fingerprint", "not finite"]))
         elif chance < 0.94:
             self.deliver()
         else:
