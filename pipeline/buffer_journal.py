@@ -43,6 +43,7 @@ class BufferJournal:
         count: Callable[[bool], None],
         *,
         executor: concurrent.futures.Executor | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Write nothing yet.
 
@@ -51,12 +52,15 @@ class BufferJournal:
             arena: Its payload need not be mapped.
             count: Told of each write whether it is whole.
             executor: Runs one write at a time; its own thread if left out.
+            on_progress: Called again and again while `close` waits for a write.
         """
         self.path = journal_path(config)
         self._interval_s = config.buffer.journal_interval_s
         self._latest = checkpoints_dir(config) / "latest.json"
         self._arena = arena
         self._count = count
+        self._on_progress = on_progress
+        self._is_awaited = False
         self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, "journal")
         self._writing: concurrent.futures.Future[int] | None = None
         self._due_s = self._look_s = float("-inf")
@@ -77,10 +81,13 @@ class BufferJournal:
         self._due_s = now_s + self._interval_s
         chosen, cut = buffer.freeze()
         metadata = metadata_of(buffer.ledger, cut)
-        self._writing = self._executor.submit(extent_file.save, self.path, self._arena, chosen, metadata)
+        self._writing = self._executor.submit(
+            extent_file.save, self.path, self._arena, chosen, metadata, self._progressed
+        )
 
     def close(self, buffer: Buffer) -> None:
         """Wait for the write under way."""
+        self._is_awaited = True
         if self._writing is not None:
             concurrent.futures.wait([self._writing])
             self._end(buffer)
@@ -89,6 +96,11 @@ class BufferJournal:
     def remove(self) -> None:
         """Remove it: the run has ended in order."""
         self.path.unlink(missing_ok=True)
+
+    def _progressed(self) -> None:
+        # Beside the loop it says nothing: the loop's own silence is to be seen.
+        if self._is_awaited:
+            self._on_progress()
 
     def _is_due(self, now_s: float) -> bool:
         if now_s >= self._look_s:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from pipeline.messages import UNREADABLE
 _STATE = "trainer_state.safetensors"
 _NOTE = "trainer_state.json"
 _READ_BYTES = 1 << 24
+_FLUSH_BYTES = 1 << 28
+_LOOK_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +98,8 @@ def save_checkpoint(
         state: What training goes on from beside the weights.
         critic: With PPO, saved in ``critic/`` inside.
         keep: Checkpoints of a run that stay, this one included; 0 for all.
-        on_progress: Called at each part that is done; the models are one each, the state another.
+        on_progress: Called again and again while bytes are written, read or brought to disk, from a thread too; not
+            where none of them moves.
 
     Returns:
         ``root/step-000150``. A folder of that name from before is replaced once the new one is whole.
@@ -109,14 +114,12 @@ def save_checkpoint(
         _remove_unfinished(root)
         run = _run_of(root) or secrets.token_hex(4)
         written_by = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-        actor.save_pretrained(temporary)
-        on_progress()
-        tokenizer.save_pretrained(temporary)
-        if critic is not None:
-            critic.save_pretrained(temporary / "critic")
-            on_progress()
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / _STATE)
-        on_progress()
+        with _told_of_growth(temporary, on_progress):
+            actor.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            if critic is not None:
+                critic.save_pretrained(temporary / "critic")
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / _STATE)
         note = msgspec.structs.replace(note, run=run, written_by=written_by, files=_files(temporary, on_progress))
         (temporary / _NOTE).write_bytes(msgspec.json.format(msgspec.json.encode(note)) + b"\n")
         _flush(temporary, on_progress)
@@ -224,11 +227,55 @@ def _checksum(path: Path, on_progress: Callable[[], None] = lambda: None) -> str
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def _told_of_growth(folder: Path, on_progress: Callable[[], None]) -> Iterator[None]:
+    """Call `on_progress` whenever the files in a folder have grown: one of them may take minutes, in a single call."""
+    done = threading.Event()
+
+    def watch() -> None:
+        written = 0
+        while not done.wait(_LOOK_S):
+            before, written = written, _written_bytes(folder)
+            if written > before:
+                on_progress()
+
+    watcher = threading.Thread(target=watch, name="checkpoint", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _written_bytes(folder: Path) -> int:
+    """Return what the files take on disk: safetensors gives them their whole length before the first byte."""
+    blocks = 0
+    for path in folder.rglob("*"):
+        # It is written under another name first.
+        with contextlib.suppress(FileNotFoundError):
+            blocks += path.stat().st_blocks
+    return 512 * blocks
+
+
 def _flush(folder: Path, on_progress: Callable[[], None]) -> None:
     for path in [*folder.rglob("*"), folder]:
+        if path.is_file():
+            _flush_pieces(path, on_progress)
         # A folder is opened and flushed like a file.
         flush_folder(path)
         on_progress()
+
+
+def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
+    """Bring a large file to disk a piece at a time: nothing can be told of one call that takes minutes."""
+    nbytes = path.stat().st_size
+    if nbytes <= _FLUSH_BYTES:
+        return
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        for start in range(0, nbytes, _FLUSH_BYTES):
+            mapped.flush(start, min(_FLUSH_BYTES, nbytes - start))
+            on_progress()
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

@@ -196,7 +196,8 @@ class DaemonConfig(_Section):
     restart_limit: int = Field(
         default=5,
         ge=1,
-        description="Starts of a process within restart_window_s after which it is left dead.",
+        description="Starts of a process within restart_window_s after which it is left dead; and deaths in a row, "
+        "however far apart, of one that never ran for five minutes once it was ready.",
         json_schema_extra=LIVE,
     )
     restart_window_s: float = Field(

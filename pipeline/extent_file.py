@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from pipeline.messages import UNREADABLE
 SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")
 _PIECE_BYTES = 4 << 20
+_FLUSH_BYTES = 1 << 28
 _MOST_HEADER_BYTES = 100 << 20
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
@@ -56,7 +58,13 @@ class ExtentFile(msgspec.Struct, frozen=True):
     starts: list[int]
 
 
-def save(path: Path, arena: Arena, chosen: Chosen, metadata: dict[str, str]) -> int:
+def save(
+    path: Path,
+    arena: Arena,
+    chosen: Chosen,
+    metadata: dict[str, str],
+    on_progress: Callable[[], None] = lambda: None,
+) -> int:
     """Write extents, whole, with the rows of them that are meant.
 
     Args:
@@ -64,6 +72,7 @@ def save(path: Path, arena: Arena, chosen: Chosen, metadata: dict[str, str]) -> 
         arena: Where the bytes are; its payload need not be mapped.
         chosen: Extents, and which of their rows.
         metadata: Goes along.
+        on_progress: Called again and again while bytes are written and brought to disk.
 
     Returns:
         Size of the file in bytes.
@@ -86,11 +95,16 @@ def save(path: Path, arena: Arena, chosen: Chosen, metadata: dict[str, str]) -> 
         try:
             # The digests are known once the bytes are written; the room for them is left before.
             header_bytes = _header_room(extents, metadata)
-            start = _LENGTH.size + header_bytes
+            start = flushed = _LENGTH.size + header_bytes
             for place, (record, _) in enumerate(chosen):
-                digest = copy(source, arena.payload_offset + record.offset, target, start, record.nbytes)
+                digest = copy(source, arena.payload_offset + record.offset, target, start, record.nbytes, on_progress)
                 extents[place] = msgspec.structs.replace(extents[place], digest=digest)
                 start += record.nbytes
+                # All of it in the end would be one call that takes minutes, of which nothing can be told.
+                if start - flushed >= _FLUSH_BYTES:
+                    os.fdatasync(target)
+                    flushed = start
+                    on_progress()
             header = _header(extents, metadata).ljust(header_bytes)
             os.pwrite(target, _LENGTH.pack(header_bytes) + header, 0)
             os.fsync(target)
@@ -144,8 +158,15 @@ def read_extent(file: ExtentFile, place: int) -> bytes:
     return data
 
 
-def copy(source: int, source_start: int, target: int, target_start: int, nbytes: int) -> int:
-    """Copy bytes between open files and return their xxh3-64 digest.
+def copy(
+    source: int,
+    source_start: int,
+    target: int,
+    target_start: int,
+    nbytes: int,
+    on_progress: Callable[[], None] = lambda: None,
+) -> int:
+    """Copy bytes between open files, calling `on_progress` at each piece, and return their xxh3-64 digest.
 
     Raises:
         DecodeError: If the source ends before.
@@ -160,6 +181,7 @@ def copy(source: int, source_start: int, target: int, target_start: int, nbytes:
         while written < len(piece):
             written += os.pwrite(target, memoryview(piece)[written:], target_start + done + written)
         done += len(piece)
+        on_progress()
     return digest.intdigest()
 
 

@@ -48,6 +48,8 @@ class Slot:
         last_pid: The last child's pid.
         is_late: Whether the child was condemned because it was not ready in time.
         late_starts: Children in a row that ended so.
+        ready_s: Since when the child has been ready, None before.
+        lived_s: How long the last child made progress once it was ready: what it hung for in the end is no life.
     """
 
     role: str
@@ -71,6 +73,8 @@ class Slot:
     last_pid: int = 0
     is_late: bool = False
     late_starts: int = 0
+    ready_s: float | None = None
+    lived_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -199,6 +203,7 @@ class Fleet:
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
+        slot.ready_s = None
 
     def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
         return LocalChild(
@@ -227,7 +232,7 @@ class Fleet:
     def retry(self, slot: Slot) -> float | None:
         """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
         hopeless = slot.mistrusted or slot.late_starts >= _LATE_STARTS
-        delay_s = None if hopeless else slot.policy.died(self._clock())
+        delay_s = None if hopeless else slot.policy.died(self._clock(), slot.lived_s)
         if delay_s is None:
             slot.state = "failed"
         else:
@@ -295,8 +300,8 @@ class Fleet:
         if report.state == "mistrusted":
             slot.mistrusted = True
         if report.state == "ready":
-            slot.state, slot.is_late = "ready", False
-            startup_s = self._clock() - slot.started_s
+            slot.state, slot.is_late, slot.ready_s = "ready", False, self._clock()
+            startup_s = slot.ready_s - slot.started_s
             if slot.works:
                 self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
             log.info(
@@ -315,6 +320,7 @@ class Fleet:
         booted = slot.state != "starting"
         slot.late_starts = slot.late_starts + 1 if slot.is_late else 0
         slot.last_pid = slot.child.pid if slot.child is not None else 0
+        slot.lived_s = self._lived_s(slot)
         slot.child, slot.last_exit, slot.state = None, code, "ended"
         if slot.role == "template" and not booted and code > 0:
             # What it cannot load, the roles cannot either; theirs to say what it is.
@@ -329,6 +335,12 @@ class Fleet:
             reason = exit_reason(code, booted=booted, ended_by=slot.ended_by)
             self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
         self._on_end(slot, code)
+
+    def _lived_s(self, slot: Slot) -> float:
+        if slot.ready_s is None:
+            return 0.0
+        moved_s = self._slab.progress(slot.role, slot.index).beat_s if slot.works else self._clock()
+        return max(0.0, moved_s - slot.ready_s)
 
 
 def exit_reason(code: int, *, booted: bool, ended_by: str = "") -> str:

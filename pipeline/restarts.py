@@ -16,9 +16,9 @@ class RestartLimits:
     Attributes:
         first_delay_s: Wait before the first restart; doubles with each one that follows.
         longest_delay_s: Cap of the wait.
-        healthy_s: A process that lived this long starts the doubling anew.
-        starts: Starts within `window_s` after which the slot has failed.
-        window_s: Length of that window.
+        healthy_s: A process that made progress for this long, from ready on, starts the doubling anew.
+        starts: Starts within `window_s` after which the slot has failed, and deaths in a row without a healthy life.
+        window_s: Length of that window; a start of a large model may take so long that it never holds so many.
     """
 
     first_delay_s: float = 0.5
@@ -46,6 +46,7 @@ class RestartPolicy:
         self._rng = rng
         self._starts: collections.deque[float] = collections.deque()
         self._delay_s = limits.first_delay_s
+        self._unhealthy = 0
 
     def limit(self, limits: RestartLimits) -> None:
         """Let other bounds hold from now on; a wait that has grown beyond the new cap is cut to it."""
@@ -57,14 +58,20 @@ class RestartPolicy:
         """Note a start."""
         self._starts.append(now_s)
 
-    def died(self, now_s: float) -> float | None:
-        """Note a death; return how long to wait before the next start, or None if the slot has failed."""
+    def died(self, now_s: float, lived_s: float) -> float | None:
+        """Note a death; return how long to wait before the next start, or None if the slot has failed.
+
+        Args:
+            now_s: Monotonic time.
+            lived_s: From ready to its last progress; 0 for one that was never ready.
+        """
         limits = self._limits
-        if self._starts and now_s - self._starts[-1] >= limits.healthy_s:
-            self._delay_s = limits.first_delay_s
+        self._unhealthy += 1
+        if lived_s >= limits.healthy_s:
+            self._delay_s, self._unhealthy = limits.first_delay_s, 0
         while self._starts and now_s - self._starts[0] > limits.window_s:
             self._starts.popleft()
-        if len(self._starts) >= limits.starts:
+        if max(len(self._starts), self._unhealthy) >= limits.starts:
             return None
         delay_s = self._delay_s * self._rng.uniform(0.8, 1.2)
         self._delay_s = min(2 * self._delay_s, limits.longest_delay_s)

@@ -71,15 +71,17 @@ def journal_path(config: Config) -> Path:
 class Spool:
     """The spool of one run; the buffer owns it."""
 
-    def __init__(self, config: Config, arena: Arena) -> None:
+    def __init__(self, config: Config, arena: Arena, on_progress: Callable[[], None] = lambda: None) -> None:
         """Name the files; nothing is touched.
 
         Args:
             config: Of the run.
             arena: Its payload need not be mapped.
+            on_progress: Called again and again while the spool is written.
         """
         self._config = config
         self._arena = arena
+        self._on_progress = on_progress
         self.path = config.daemon.state_dir / "spool" / f"{identity_of(config)}{extent_file.SUFFIX}"
         self.journal_path = journal_path(config)
 
@@ -91,7 +93,7 @@ class Spool:
         Raises:
             OSError: If the disk does not take it.
         """
-        nbytes = extent_file.save(self.path, self._arena, chosen, metadata_of(ledger, cut))
+        nbytes = extent_file.save(self.path, self._arena, chosen, metadata_of(ledger, cut), self._on_progress)
         log.info("undelivered experiences spooled: rows=%d bytes=%d path=%s",
                  sum(len(rows) for _, rows in chosen), nbytes, self.path)  # fmt: skip
 

@@ -478,3 +478,21 @@ def test_no_row_is_trained_twice_and_no_prompt_lost_whenever_the_machine_crashes
         for event in [*events, "crash"]:
             getattr(machine, event)()
         machine.start.close()
+
+
+def test_a_journal_is_progress_only_while_its_end_is_waited_for(starts, monkeypatch):  # noqa: F811
+    first = starts("first")
+    serving(first)
+    told = []
+    first.journal = BufferJournal(
+        first.config, first.arena, first.counted.append, executor=first.later, on_progress=lambda: told.append("piece")
+    )
+    write(first)
+    assert (first.counted, told) == ([True], []), "beside the loop, whose own silence is to be seen"
+    first.journal.step(first.buffer, 2 * NEVER_S)
+    monkeypatch.setattr(concurrent.futures, "wait", lambda futures: first.later.run())
+    first.later.shutdown = lambda: None
+
+    first.journal.close(first.buffer)
+
+    assert (first.counted, len(told)) == ([True, True], 4), "four extents"

@@ -4,11 +4,13 @@ import contextlib
 import json
 import resource
 import shutil
+import threading
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline import checkpoints
 from pipeline.checkpoint_notes import Latest, read_latest
 from pipeline.checkpoints import CheckpointNote, earlier_of_run, load_state, read_note, save_checkpoint, verify
 from pipeline.errors import CheckpointError, ConfigError
@@ -180,3 +182,51 @@ def test_a_run_goes_on_saving_though_its_note_was_damaged_meanwhile(tmp_path):
     save(tmp_path, 2)
 
     assert read_latest(tmp_path).step == 2
+
+
+class SlowActor:
+    """Writes one file for as long as each piece of it is noticed; of its whole length from the start."""
+
+    def __init__(self, told, *, stalls=False):
+        self.told = told
+        self.noticed = 0
+        self._stalls = stalls
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(1 << 20)
+            for piece in range(3):
+                self.told.clear()
+                if not (self._stalls and piece):
+                    file.write(bytes(1 << 16))
+                    file.flush()
+                self.noticed += self.told.wait(2.0 if self._stalls else 20.0)
+
+
+@pytest.mark.parametrize(("stalls", "noticed"), [(False, 3), (True, 1)])
+def test_a_single_file_that_takes_long_is_progress_as_long_as_it_grows(tmp_path, monkeypatch, stalls, noticed):
+    monkeypatch.setattr(checkpoints, "_LOOK_S", 0.02)
+    told = threading.Event()
+    actor = SlowActor(told, stalls=stalls)
+
+    save_checkpoint(tmp_path, note(1), actor=actor, tokenizer=Tokenizer(), state=state(), on_progress=told.set)
+
+    assert actor.noticed == noticed
+
+
+def test_a_large_file_is_brought_to_disk_piece_by_piece(tmp_path, monkeypatch):
+    def told(flush_bytes):
+        monkeypatch.setattr(checkpoints, "_FLUSH_BYTES", flush_bytes)
+        beats = []
+        checkpoints._flush(folder, lambda: beats.append(1))
+        return len(beats)
+
+    folder = save(tmp_path, 1)
+    pieces = [
+        -(-path.stat().st_size // 4096) for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096
+    ]
+    assert sum(pieces) > 4, "some are larger"
+
+    assert told(4096) == told(1 << 28) + sum(pieces)
+    verify(folder, read_note(folder))

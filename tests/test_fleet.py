@@ -170,3 +170,24 @@ def test_a_rank_joins_the_one_that_waits_for_it(tmp_path: Path, first: int) -> N
             await fleet.until(lambda: not fleet.alive())
 
     asyncio.run(join())
+
+
+@pytest.mark.parametrize(("beat_s", "expected_s"), [(0.0, 0.0), (7.0, 7.0)])
+def test_what_a_child_hung_for_in_the_end_is_no_life(tmp_path: Path, beat_s: float, expected_s: float) -> None:
+    async def die() -> None:
+        fleet = Idlers(tmp_path)
+        rank = fleet.ranks[0]
+        fleet.start(rank)
+        fleet.say_ready(rank)
+        await fleet.until(lambda: rank.ready_s is not None)
+        assert rank.ready_s is not None
+        # It was ready for half an hour, and moved for that long of it.
+        rank.ready_s -= 1800.0
+        fleet.slab.writer("trainer", 0).enter("wait_data", int((rank.ready_s + beat_s) * 1e9), 0)
+        fleet.signal([rank], signal.SIGKILL)
+        await fleet.until(lambda: not fleet.alive())
+
+        assert rank.lived_s == pytest.approx(expected_s, abs=1e-6)
+        assert fleet.retry(rank) is not None
+
+    asyncio.run(die())

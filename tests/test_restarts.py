@@ -15,9 +15,9 @@ def policy():
     return RestartPolicy(LIMITS, random.Random(0))
 
 
-def crash(policy, at_s):
+def crash(policy, at_s, *, lived_s=0.0, start_s=1.0):
     policy.started(at_s)
-    return policy.died(at_s + 1)
+    return policy.died(at_s + start_s + lived_s, lived_s)
 
 
 def test_the_wait_doubles_up_to_its_cap(policy):
@@ -35,19 +35,42 @@ def test_the_fifth_start_within_the_window_is_the_last(policy):
 
 
 def test_old_starts_are_forgiven(policy):
-    waits = [crash(policy, at_s) for at_s in range(0, 2000, 200)]
+    waits = [crash(policy, at_s, lived_s=LIMITS.healthy_s) for at_s in range(0, 2000, 200)]
 
     assert None not in waits
+
+
+@pytest.mark.parametrize("start_s", [60.0, 150.0, 290.0, 3600.0])
+def test_deaths_soon_after_ready_are_counted_however_long_the_starts_take(policy, start_s):
+    now_s, waits = 0.0, []
+    while None not in waits and len(waits) < 100:
+        waits.append(crash(policy, now_s, start_s=start_s, lived_s=5.0))
+        now_s += start_s + 5.0 + (waits[-1] or 0.0)
+
+    assert len(waits) == LIMITS.starts
+
+
+def test_one_healthy_life_begins_the_count_anew(policy):
+    waits = [crash(policy, 1000.0 * turn, lived_s=LIMITS.healthy_s if turn == 3 else 5.0) for turn in range(9)]
+
+    assert None not in waits[:8]
+    assert waits[8] is None, "the fifth in a row"
 
 
 def test_a_healthy_life_resets_the_wait(policy):
     for at_s in (0, 10, 20):
         crash(policy, at_s)
-    policy.started(30)
 
-    wait_s = policy.died(30 + LIMITS.healthy_s)
+    wait_s = crash(policy, 30, lived_s=LIMITS.healthy_s)
 
     assert wait_s <= 1.2
+
+
+def test_a_long_start_is_no_healthy_life(policy):
+    for at_s in (0, 10):
+        crash(policy, at_s)
+
+    assert crash(policy, 20, start_s=2 * LIMITS.healthy_s) > 3.0
 
 
 def test_the_bounds_are_those_of_the_configuration():

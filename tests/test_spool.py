@@ -388,3 +388,14 @@ def test_a_spool_that_cannot_be_written_is_no_secret(starts, caplog):
 
     assert first.dropped == {"cleared": 4}
     assert "spool cannot be written: rows=4" in caplog.text
+
+
+def test_each_piece_of_a_spool_that_is_written_or_brought_to_disk_is_progress(starts, monkeypatch):
+    monkeypatch.setattr(extent_file, "_FLUSH_BYTES", 1)
+    first = starts("first")
+    told = []
+    first.spool = Spool(first.config, first.arena, lambda: told.append("a piece"))
+
+    stopped(first)
+
+    assert len(told) == 2 * 4, "four extents"
