@@ -35,12 +35,14 @@ class Ending:
         config: May be replaced by one whose time limits differ.
         exit_code: What the whole ends with.
         over: Whether no process is left.
+        is_unsaved: Whether a start that failed has left training, of the run before it, that may be in no checkpoint.
     """
 
     def __init__(self, config: Config, fleet: Fleet, slab: MetricsSlab, to_buffer: Outbox, *, taken_over: bool) -> None:
         self.config = config
         self.exit_code = ExitCode.OK
         self.over = False
+        self.is_unsaved = False
         self._fleet = fleet
         self._slab = slab
         self._to_buffer = to_buffer
@@ -81,6 +83,7 @@ class Ending:
         hopeless = ["rollout", "setup"]
         if not able:
             self._owing = []
+            self.is_unsaved = self._taken_over
             hopeless.append("trainer")
         self._fleet.signal(self._fleet.alive(*hopeless), signal.SIGKILL)
 

@@ -38,6 +38,7 @@ from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer
 from pipeline.weights_header import Probe, WeightsVersion
 
 _CONNECT_TIMEOUT_S = 30.0
+_HELLO_AGAIN_S = 1.0
 _ACKS_KEPT = 256
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,20 @@ class Connection:
             self._trained_through = newest.trained_through
             self._announce(newest)
         self._send(self._hello())
+
+    def meet_buffer(self, timeout_s: float) -> bool:
+        """Wait for the buffer's welcome, asking for it again and again; return whether it came in time.
+
+        Mail goes to a rank, not to a connection: a welcome on its way while another connection of this rank closes is
+        lost with that one's socket. The buffer answers a name once, so each hello has a name of its own.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self._buffer_incarnation is None and (left_s := deadline_s - time.monotonic()) > 0:
+            self.receive(min(left_s, _HELLO_AGAIN_S))
+            if self._buffer_incarnation is None:
+                self._incarnation = random.getrandbits(62)
+                self._send(self._hello())
+        return self._buffer_incarnation is not None
 
     # Batches.
 
@@ -401,12 +416,9 @@ def connect(
         raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {record.world_size}")
     folder = Path(record.shm_dir)
     connection = open_connection(folder, rank=rank, world_size=world_size, prefetch=prefetch)
-    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-    while connection._buffer_incarnation is None:
-        if time.monotonic() > deadline:
-            connection.close()
-            raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
-        connection.receive(0.1)
+    if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
+        connection.close()
+        raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
     return connection
 
 

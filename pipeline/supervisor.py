@@ -76,10 +76,26 @@ def run(loaded: LoadedConfig) -> ExitCode:
             if http is not None:
                 http.close()
             raise
-        try:
-            return asyncio.run(Supervisor(config, loaded, workspace, http, run_log, notifier).serve())
-        finally:
-            workspace.remove()
+        return _serve(Supervisor(config, loaded, workspace, http, run_log, notifier), config, workspace)
+
+
+def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> ExitCode:
+    """Run an instance; its shared memory goes only once what lay there is on disk, or if nothing was begun in it."""
+    try:
+        code = asyncio.run(supervisor.serve())
+    except BaseException:
+        if supervisor.has_begun:
+            log.error("an error that nobody foresaw, all of the run stays for the next start: folder=%s",
+                      workspace.folder)  # fmt: skip
+        else:
+            workspace.undo()
+        InstanceRecord.remove(Path(config.daemon.runtime_dir))
+        raise
+    if supervisor.has_saved:
+        workspace.remove()
+    else:
+        workspace.undo()
+    return code
 
 
 def with_workers(config: Config, gpus: list[str]) -> Config:
@@ -97,7 +113,11 @@ def prompts_at_most(path: Path) -> int:
 
 
 class Supervisor:
-    """One instance from its first child to its last."""
+    """One instance from its first child to its last.
+
+    Attributes:
+        has_begun: Whether it has started processes, or tried to.
+    """
 
     def __init__(
         self,
@@ -116,9 +136,15 @@ class Supervisor:
         self._notifier = notifier
         self._finished_ranks: set[int] = set()
         self._hangup = Hangup()
+        self.has_begun = False
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether what was taken over need not be kept; asked once `serve` has returned."""
+        return not self._end.is_unsaved
 
     async def serve(self) -> ExitCode:
-        """Start everything, watch until all has ended, leave nothing behind."""
+        """Start everything, watch until all has ended; the folder in shared memory is the caller's to remove."""
         self._loop = asyncio.get_running_loop()
         adopt_orphans()
         self._prepare()
@@ -133,6 +159,7 @@ class Supervisor:
         try:
             # What came meanwhile is answered once the loop turns; a child would inherit that they are held.
             release_signals()
+            self.has_begun = True
             self._do(self._start_first)
             while not self._end.over:
                 self._do(self._tick)

@@ -81,7 +81,8 @@ class Workspace:
     def prepare(cls, folder: Path, config: Config) -> Workspace:
         """Make the folder, or take over what a killed supervisor of the same run left in it.
 
-        The caller holds the instance lock. Whatever was left by another run is removed.
+        The caller holds the instance lock. Whatever was left by another run is removed. If this fails, a folder that it
+        made is removed, one that it took over stays.
 
         Raises:
             ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches.
@@ -95,11 +96,14 @@ class Workspace:
         try:
             if workspace is None:
                 workspace = cls._fresh(folder, config, layout)
-            workspace.stage_config(config).replace(workspace.config_path)
+            workspace._write_config(config)
         except BaseException as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             refusal = no_room(folder, PAGE_BYTES, "a file") if full else None
-            shutil.rmtree(folder, ignore_errors=True)
+            if workspace is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                workspace.undo()
             if refusal is not None:
                 raise refusal from error
             raise
@@ -117,8 +121,25 @@ class Workspace:
         return staged
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder and all that is in it; what the run held is on disk by now."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def undo(self) -> None:
+        """Leave things as `prepare` found them: a folder that it made is removed, one that it took over stays."""
+        if not self.taken_over:
+            self.remove()
+            return
+        log.warning(
+            "what a killed supervisor left stays for the next start, "
+            "`rlhfd start --fresh` removes it: run=%s folder=%s", self.run.run_id, self.folder,
+        )  # fmt: skip
+
+    def _write_config(self, config: Config) -> None:
+        # Into the pages that a file taken over has: others may have left none. Nobody reads it yet.
+        descriptor = os.open(self.config_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(config.model_dump_json().encode())
+            file.truncate()
 
     @classmethod
     def _left_behind(cls, folder: Path, identity: str, layout: LedgerLayout) -> Workspace | None:

@@ -11,6 +11,7 @@ from pipeline.config import BufferConfig, Config, DaemonConfig
 from pipeline.messages import Hello, Wait, WantTickets, Welcome
 from pipeline.metrics_slab import MetricsSlab, SlotName
 from pipeline.role import RoleContext
+from pipeline.stream import open_connection
 from pipeline.transport import BUFFER, Mailbox, Outbox, trainer_name, worker_name
 from pipeline.workspace import Workspace
 
@@ -93,6 +94,13 @@ def test_garbage_without_end_costs_no_more_turns_than_messages_do(folder, turns_
     hear_welcomes(folder, 2)
     outbox.close()
     assert_paced(turns_s)
+
+
+def test_each_connection_right_after_a_close_is_welcomed(folder):
+    # One in forty was not, when nobody asked twice.
+    for _ in range(100):
+        with open_connection(folder, rank=0, world_size=1) as connection:
+            assert connection.meet_buffer(10.0)
 
 
 def test_a_turns_words_leave_for_trainers_before_workers(folder, monkeypatch):

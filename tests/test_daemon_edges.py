@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.errors import ExitCode
 from pipeline.prompts import PromptSource
-from tests.daemon import PROGRAM, SMALL, Daemon, task, total
+from tests.daemon import PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until
 
 __all__ = ["task"]
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -119,6 +119,39 @@ def test_a_run_goes_on_when_others_fill_shared_memory_even_with_new_processes(tm
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0, daemon.errors
     assert "went on where a dead trainer was" in daemon.errors
+
+
+@pytest.mark.needs("unshare", "nsenter", "mount")
+def test_a_killed_run_is_taken_over_where_others_have_filled_shared_memory(tmp_path: Path, task: Path) -> None:
+    settings = (*SMALL_ARENA, "trainer.max_steps=0", "trainer.save_every=0")
+    with Daemon(tmp_path, *settings, task=task, program=machine(tmp_path, shm=64 << 20)) as daemon:
+        wait_steps(daemon, 3)
+        with Path(f"/proc/{daemon.pid}/ns/mnt").open() as namespace:
+            program = tmp_path / "same-machine"
+            inside = f"/proc/{os.getpid()}/fd/{namespace.fileno()}"
+            program.write_text(f'#!/bin/sh\nexec nsenter --mount={inside} --wd="$PWD" {PROGRAM} "$@"\n')
+            program.chmod(0o700)
+            fill(Path(f"/proc/{daemon.pid}/root/dev/shm/somebody-elses"))
+            family, before = daemon.family(), steps(daemon)
+            daemon.signal(signal.SIGKILL)
+            daemon.wait()
+            wait_until(lambda: not any(map(is_alive, family)), 5.0, "no process of it is left")
+
+            # Another number of workers needs other metrics, for which there is no room.
+            more = (*settings, "rollout.workers=2")
+            with Daemon(tmp_path, *more, task=task, program=program, name="refused") as refused:
+                assert refused.wait() == BAD_CONFIG, refused.errors
+            assert re.search(rf"a metrics slab{BOTH_SIZES}", refused.errors)
+            assert "stays for the next start" in refused.errors
+
+            changed = (*settings, "daemon.log_level=debug")
+            with Daemon(tmp_path, *changed, task=task, program=program, name="again") as again:
+                again.wait_logged("arena taken over from a supervisor that was killed")
+                again.wait_until(lambda: steps(again) >= before + 3, "it goes on")
+                assert total(again.metrics(), "rlhfd_items_unaccounted") == 0
+                again.signal(signal.SIGTERM)
+                assert again.wait() == 0, again.errors
+            assert "went on where a dead trainer was" in again.errors
 
 
 def fill(path: Path) -> None:

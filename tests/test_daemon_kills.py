@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import stat
+import sys
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from pipeline import extent_file
 from pipeline.checkpoint_notes import read_latest
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.spool import Books
-from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+from tests.daemon import PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 # Steps slow enough to be hit, a run long enough to be hit twice.
@@ -244,6 +245,81 @@ def test_a_start_that_fails_costs_nothing_of_what_the_run_before_it_left(tmp_pat
     # The trainer may have got to some of it before the worker's end.
     more = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"] - step
     assert spooled_rows(daemon) == [rows - 32 * more]
+
+
+FAILING_TICK = """
+import sys
+from pathlib import Path
+
+from pipeline.cli import main
+from pipeline.supervisor import Supervisor
+
+_tick = Supervisor._tick
+
+
+def tick(self):
+    if Path("fail").exists():
+        raise ValueError("nobody foresaw this")
+    _tick(self)
+
+
+Supervisor._tick = tick
+sys.exit(main())
+"""
+
+
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o700)
+    return path
+
+
+def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_supervisor_left(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+        step, run_id = daemon.status()["step"], daemon.status()["run_id"]
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+
+    def fails(name, *sets, message, **options):
+        with Daemon(tmp_path, *settings, *sets, task=task, name=name, **options) as daemon:
+            assert daemon.wait() not in (0, None), daemon.errors
+        assert message in daemon.errors
+        assert (daemon.shm_dir / "arena").exists() and (daemon.shm_dir / "weights").exists(), daemon.errors
+
+    # Room for the lock's page, and none for the record's.
+    mount = f'mount -t tmpfs -o size=4k,mode=700 none {daemon.runtime_dir} && exec {PROGRAM} "$@"'
+    full = executable(tmp_path / "full", f"#!/bin/sh\nexec unshare --mount sh -c '{mount}' sh \"$@\"\n")
+    fails("full-disk", program=full, message="No space left on device")
+    broken = 'rollout.reward_functions=["nowhere:score"]'
+    fails("serial", broken, arguments=("--serial",), message="cannot import nowhere")
+    # Refused by buffer and trainer, so that nobody writes a checkpoint.
+    latest = daemon.state_dir / "checkpoints" / "latest.json"
+    latest.parent.mkdir(exist_ok=True)
+    latest.write_bytes(b"no JSON")
+    fails("broken", message=str(latest))
+    latest.unlink()
+    (tmp_path / "fail").touch()
+    failing = executable(tmp_path / "failing", f"#!{sys.executable} -P\n{FAILING_TICK}")
+    fails("tick", program=failing, message="nobody foresaw")
+
+    with Daemon(tmp_path, *settings, task=task, name="last") as last:
+        status = last.wait_ready()
+        assert status["run_id"] == run_id and status["step"] >= step
+        last.wait_step(status["step"] + 3)
+        assert balanced(last.metrics())
+        finish(last)
+
+
+def test_a_start_that_fails_before_anything_is_begun_leaves_nothing(tmp_path, task):  # noqa: F811
+    (tmp_path / "run" / "instance.json").mkdir(parents=True)
+    (tmp_path / "run").chmod(0o700)
+
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        assert daemon.wait() == 1, daemon.errors
+
+    assert not daemon.shm_dir.exists()
 
 
 def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path, task):  # noqa: F811

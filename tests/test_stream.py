@@ -11,7 +11,7 @@ from pipeline.errors import DeadlineError
 from pipeline.launchers.serial import Post
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import DROP_REASONS, LedgerLayout
-from pipeline.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets
+from pipeline.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
 from pipeline.stream import Connection
 from tests.experiences import made_up
 from tests.test_buffer import Counts
@@ -112,6 +112,39 @@ def house(tmp_path, request):
     house = House(tmp_path, copy_ahead=request.param)
     yield house
     house.close()
+
+
+class Deaf:
+    """Mail of which the first turn's is lost, as with the socket of a connection that closes."""
+
+    def __init__(self, house):
+        self.house = house
+        self.lost = []
+
+    def receive(self, timeout_s):
+        self.house.turn()
+        messages = self.house.post.take("trainer-0")
+        if not self.lost:
+            self.lost = messages
+            return []
+        return messages
+
+
+def test_a_welcome_that_is_lost_is_asked_for_again_and_costs_no_batch(house):
+    connection = house.connect()
+    connection._receiver = deaf = Deaf(house)
+
+    assert connection.meet_buffer(10.0)
+
+    assert any(isinstance(message, Welcome) for message in deaf.lost)
+    assert house.batch(connection).lease == 0
+
+
+def test_without_a_buffer_there_is_no_welcome(house):
+    connection = house.connect()
+    house.post.take("trainer-0")
+
+    assert not connection.meet_buffer(0.01)
 
 
 def test_a_batch_holds_the_rows_that_were_sealed_in_ticket_order(house):

@@ -80,6 +80,30 @@ def test_a_failed_start_leaves_nothing(folder):
     assert not folder.exists()
 
 
+def test_a_start_that_fails_leaves_what_a_killed_supervisor_left(folder, caplog):
+    first = Workspace.prepare(folder, config())
+    inode = first.arena_path.stat().st_ino
+    first.config_path.unlink()
+    first.config_path.mkdir()
+
+    with pytest.raises(IsADirectoryError):
+        Workspace.prepare(folder, config())
+
+    assert "stays for the next start" in caplog.text
+    first.config_path.rmdir()
+    again = Workspace.prepare(folder, config())
+    assert again.taken_over and again.arena_path.stat().st_ino == inode
+
+
+def test_a_configuration_takes_the_place_of_a_longer_one(folder):
+    Workspace.prepare(folder, Config.model_validate({"daemon": {"name": "a" * 20}, "buffer": {"arena_bytes": 4 << 20}}))
+
+    again = Workspace.prepare(folder, config())
+
+    assert again.taken_over
+    assert Config.model_validate_json(again.config_path.read_bytes()) == config()
+
+
 def test_an_arena_too_small_for_a_batch_is_refused_with_both_sizes(folder):
     with pytest.raises(ConfigError, match=r"65,536 B cannot hold a batch a rank and a ticket: 384 rows of 24 tokens"):
         Workspace.prepare(folder, config(arena_bytes=65536))

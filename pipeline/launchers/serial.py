@@ -102,17 +102,24 @@ def run(loaded: LoadedConfig) -> ExitCode:
     hold_signals()
     with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "serial"):
         workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
+        has_begun = False
         try:
             unwind_on_signals()
             if sort_digits.is_used(loaded.config):
                 sort_digits.prepare(sort_digits.directory_of(config.daemon.state_dir))
-            return _Serial(config, workspace).run()
-        except RlhfdError:
-            _spool_undelivered(config, workspace)
-            raise
-        finally:
+            has_begun = True
+            code = _Serial(config, workspace).run()
+        except BaseException as error:
             ignore_signals()
-            workspace.remove()
+            if isinstance(error, RlhfdError):
+                _spool_undelivered(config, workspace)
+            # After an error that nobody foresaw all of the run stays for the next start, as after a kill.
+            if not has_begun or isinstance(error, (RlhfdError, SystemExit)):
+                workspace.undo()
+            raise
+        ignore_signals()
+        workspace.remove()
+        return code
 
 
 def _spool_undelivered(config: Config, workspace: Workspace) -> None:
