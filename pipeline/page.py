@@ -1,8 +1,9 @@
 """The HTTP server of an instance: metrics for Prometheus, health and readiness for whoever watches, a page for people.
 
 It runs inside the supervisor's event loop, and a request costs that loop no more than its handler: no client, however
-slow, holds up another one. Connections are bounded: the oldest goes when one too many comes, and one that has not sent
-a whole request in time. What is no HTTP is answered with 400 and not logged, for it would be a line for each.
+slow, holds up another one. Connections are bounded: the oldest goes when one too many comes, and one that has not
+shaken hands or sent a whole request in time. What is no HTTP is answered with 400 and not logged, for it would be a
+line for each.
 
 The page is files of `pipeline/web` and two answers in JSON that it asks for again and again. Its policy lets it load
 nothing from elsewhere, run no script that is not such a file, and take no text for markup.
@@ -36,16 +37,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.config import MetricsConfig
+from pipeline.door import Door
 from pipeline.errors import ConfigError
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+MOST_CONNECTIONS: Final = 256
 _GRACE_S: Final = 0.5
 _STOP_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
 _KEEP_ALIVE_S: Final = 75
 _REQUEST_TIMEOUT_S: Final = 10.0
-_MOST_CONNECTIONS: Final = 256
 _MOST_HEADER_BYTES: Final = 16 << 10
 _MOST_TOKEN_BYTES: Final = 4096
 _OPEN_PATHS: Final = ("/healthz", "/readyz")
@@ -157,6 +159,7 @@ class HttpServer:
         self._access = access
         self._guard: _Guard | None = None
         self._server: _Server | None = None
+        self._door: Door | None = None
         self._task: asyncio.Task[None] | None = None
         self.host: str
         self.port: int
@@ -231,28 +234,33 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=2,
         )
         config.load()
-        config.ssl = self._access.tls
-        self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        self._server = server = _Server(config)
+        self._task = asyncio.create_task(server.serve(sockets=[]))
         self._task.add_done_callback(_report)
+        self._door = Door(
+            self._listener,
+            lambda: _Connection(config, server.server_state, {}),
+            tls=self._access.tls,
+            most_connections=MOST_CONNECTIONS,
+            handshake_timeout_s=_REQUEST_TIMEOUT_S,
+        )
 
     async def stop(self) -> None:
         """End within about a second, and leave no connection behind."""
-        if self._server is None or self._task is None:
+        if self._server is None or self._task is None or self._door is None:
             self.close()
             return
+        self._door.close()
         self._server.should_exit = True
         await asyncio.wait({self._task}, timeout=_GRACE_S)
         # Whoever has not taken its answer by now does not get it.
-        self._server.abort_connections()
+        self._door.cut_all()
         await asyncio.wait({self._task}, timeout=_STOP_TIMEOUT_S)
         self._task.cancel()
-        self.close()
 
     def close(self) -> None:
         """Give the address back, where `start` was never reached."""
@@ -266,21 +274,13 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def abort_connections(self) -> None:
-        for connection in [*self.server_state.connections]:
-            connection.transport.abort()
-
 
 class _Connection(H11Protocol):
-    """One connection, cut when it is the oldest of too many or sends no whole request in time."""
+    """One connection, cut when it sends no whole request in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._made_s = self.loop.time()
         self._due = self.loop.call_later(_REQUEST_TIMEOUT_S, self._cut_silent)
-        if len(self.connections) > _MOST_CONNECTIONS:
-            ours = (connection for connection in self.connections if isinstance(connection, _Connection))
-            min(ours, key=lambda connection: connection._made_s).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._due.cancel()

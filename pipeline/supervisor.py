@@ -34,7 +34,8 @@ from pipeline.lifeline import adopt_orphans, reap_orphans
 from pipeline.messages import PeerDied
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
-from pipeline.page import Access, HttpServer
+from pipeline.outlet import never_blocking
+from pipeline.page import MOST_CONNECTIONS, Access, HttpServer
 from pipeline.page_data import PageData
 from pipeline.pause import Pause
 from pipeline.placement import Place
@@ -64,9 +65,12 @@ def run(loaded: LoadedConfig) -> ExitCode:
     notifier = Notifier.take(os.environ)
     config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
-    allow_descriptors(1 + config.rollout.workers + config.trainer.world_size, config.rollout.reward_processes)
+    children = 1 + config.rollout.workers + config.trainer.world_size
+    clients = MOST_CONNECTIONS if config.metrics.enabled else 0
+    allow_descriptors(children, config.rollout.reward_processes, clients)
     hold_signals()
-    with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "supervisor") as run_log:
+    # First of all: whoever does not read what the loop prints must not stop the loop.
+    with never_blocking(), InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "supervisor") as run_log:
         # Bound before anything is made: a port in use is the commonest reason why a start fails.
         web = config.metrics
         http = HttpServer.bind(web.host, web.port, Access.of(web)) if web.enabled else None

@@ -88,6 +88,7 @@ class Daemon:
         program: What is started.
         name: Tells apart the output of several daemons in one folder; they share runtime and state directory.
         runtime_dir: In place of the one in `folder`.
+        printed_to: A descriptor that gets all it prints, in place of files; `output` and `errors` are empty then.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Daemon:
         program: Path = PROGRAM,
         name: str = "daemon",
         runtime_dir: Path | None = None,
+        printed_to: int | None = None,
     ) -> None:
         self.folder = folder
         self.runtime_dir = runtime_dir or folder / "run"
@@ -110,6 +112,7 @@ class Daemon:
         self.command = [str(program), "start", *(word for item in settings for word in ("--set", item)), *arguments]
         self._environment = {**clean_environment(), **(environment or {})}
         self._output, self._errors = folder / f"{name}.out", folder / f"{name}.err"
+        self._printed_to = printed_to
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Daemon:
@@ -120,8 +123,8 @@ class Daemon:
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
+                stdout=output if self._printed_to is None else self._printed_to,
+                stderr=errors if self._printed_to is None else self._printed_to,
             )
         return self
 

@@ -98,7 +98,7 @@ def test_every_page_is_allocated_when_a_file_is_made(tmp_path: Path, name: str) 
 # File descriptors.
 
 
-def limits_after(soft: int, hard: int, children: int, scorers: int) -> str:
+def limits_after(soft: int, hard: int, children: int, scorers: int, clients: int) -> str:
     """Return the limit of open files of a fresh process after `allow_descriptors`, or why it was refused."""
     code = f"""
 import resource
@@ -106,7 +106,7 @@ from pipeline.errors import ConfigError
 from pipeline.launchers.local import allow_descriptors
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 try:
-    allow_descriptors({children}, {scorers})
+    allow_descriptors({children}, {scorers}, {clients})
     print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 except ConfigError as error:
     print(error)
@@ -116,14 +116,16 @@ except ConfigError as error:
 
 def test_a_low_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
     # 128 and 8 for each of 3 processes.
-    assert limits_after(64, 152, children=3, scorers=1) == "152 152"
+    assert limits_after(64, 152, children=3, scorers=1, clients=0) == "152 152"
 
 
-@pytest.mark.parametrize(("children", "scorers", "needed"), [(3, 1, 152), (3, 100, 528)])
+@pytest.mark.parametrize(
+    ("children", "scorers", "clients", "needed"), [(3, 1, 0, 152), (3, 1, 256, 408), (3, 100, 256, 528)]
+)
 def test_a_limit_of_open_files_that_stays_too_low_is_refused_with_both_numbers(
-    children: int, scorers: int, needed: int
+    children: int, scorers: int, clients: int, needed: int
 ) -> None:
-    words = limits_after(64, needed - 1, children, scorers)
+    words = limits_after(64, needed - 1, children, scorers, clients)
 
     assert words == f"the limit of open files is {needed - 1}, {needed} are needed: raise it (ulimit -n, LimitNOFILE=)"
 

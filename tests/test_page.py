@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -404,14 +405,119 @@ def test_a_crowd_of_idle_and_dripping_clients_does_not_hold_up_a_scrape(caplog: 
             assert (await get(server, "/metrics")).content == b"up 1\n"
             assert time.monotonic() - started_s < 1.0
 
-            # One too many puts out the oldest.
-            with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(crowd[0][0].read(), 5) == b""
             for _, writer in crowd:
                 writer.transport.abort()
 
     in_loop(check)
     assert [record for record in caplog.records if record.name != "httpx"] == []
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def is_open(client: socket.socket) -> bool:
+    """Whether the server has not cut it."""
+    with contextlib.suppress(ConnectionError):
+        try:
+            return client.recv(1) != b""
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextlib.asynccontextmanager
+async def served_to_either(certificate: MetricsConfig, scheme: str) -> AsyncIterator[tuple[HttpServer, ssl.SSLContext]]:
+    """Serve by HTTP or HTTPS; give the server, and a context that trusts it."""
+    access = Access.of(certificate) if scheme == "https" else Access()
+    async with served(access=access) as server:
+        yield server, ssl.create_default_context(cafile=certificate.tls_cert)
+
+
+@pytest.mark.needs("openssl")
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_no_more_connections_are_held_than_the_bound_whoever_comes_at_once(
+    scheme: str, certificate: MetricsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipeline.page.MOST_CONNECTIONS", 20)
+
+    async def check(stack: contextlib.ExitStack) -> None:
+        async with served_to_either(certificate, scheme) as (server, trusted):
+            await asyncio.sleep(0)
+            before, held = descriptors(), 0
+            crowd: list[socket.socket] = []
+            for _ in range(3):
+                # The kernel takes as many as the listener's backlog has room for; the loop finds them all at once.
+                for _ in range(100):
+                    crowd.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port))))
+                    crowd[-1].setblocking(False)
+                while sum(map(is_open, crowd)) > 20:
+                    await asyncio.sleep(0)
+                    held = descriptors() - before - len(crowd)
+                    assert held <= 20
+
+            assert held == 20
+            # The oldest are out, and a scrape gets in all the same.
+            assert [is_open(client) for client in crowd] == [False] * 280 + [True] * 20
+            async with httpx.AsyncClient(trust_env=False, verify=trusted) as client:
+                assert (await client.get(f"{scheme}://127.0.0.1:{server.port}/metrics")).content == b"up 1\n"
+
+    with contextlib.ExitStack() as stack:
+        in_loop(lambda: check(stack))
+    assert [record for record in caplog.records if record.name != "httpx"] == []
+
+
+@pytest.mark.needs("openssl")
+def test_who_does_not_shake_hands_is_cut(certificate: MetricsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.page._REQUEST_TIMEOUT_S", 0.1)
+
+    async def check() -> None:
+        async with served_to_either(certificate, "https") as (server, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+
+    in_loop(check)
+
+
+@pytest.mark.needs("openssl")
+def test_the_end_leaves_nobody_who_shakes_hands(certificate: MetricsConfig) -> None:
+    async def check() -> None:
+        before = descriptors()
+        async with served_to_either(certificate, "https") as (server, _):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            while descriptors() < before + 3:  # the listener, and both ends
+                await asyncio.sleep(0)
+        client.close()
+
+        assert descriptors() == before
+
+    in_loop(check)
+
+
+def test_without_a_descriptor_nobody_is_let_in_until_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipeline.door._PAUSE_S", 0.1)
+
+    async def check() -> None:
+        async with served() as server:
+            client = socket.create_connection(("127.0.0.1", server.port))
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            try:
+                while "no connection can be accepted" not in caplog.text:
+                    await asyncio.sleep(0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(client, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await asyncio.get_running_loop().sock_recv(client, 100)
+            client.close()
+
+    in_loop(check)
 
 
 def test_a_client_that_sends_no_whole_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,17 +27,18 @@ _MOST_DESCRIPTORS = 65536
 _report_decoder = msgspec.json.Decoder(Report)
 
 
-def allow_descriptors(children: int, scorers: int) -> None:
+def allow_descriptors(children: int, scorers: int, clients: int = 0) -> None:
     """Raise this process's limit of open files, which children inherit, as far as it may be.
 
     Args:
         children: Processes of the instance: the supervisor holds pipes of each, the buffer sockets.
         scorers: Reward processes of one worker, which holds a socket of each.
+        clients: Connections that the supervisor's HTTP server holds at most.
 
     Raises:
         ConfigError: If it stays below what they need, naming both numbers.
     """
-    needed = _DESCRIPTORS + max(_DESCRIPTORS_A_CHILD * children, _DESCRIPTORS_A_SCORER * scorers)
+    needed = _DESCRIPTORS + max(_DESCRIPTORS_A_CHILD * children + clients, _DESCRIPTORS_A_SCORER * scorers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
