@@ -32,7 +32,7 @@ def allow_descriptors(children: int, scorers: int) -> None:
 
     Args:
         children: Processes of the instance: the supervisor holds pipes of each, the buffer sockets.
-        scorers: Reward processes of one worker, which holds a socket of each.
+        scorers: Reward processes of one worker, which holds sockets of each.
 
     Raises:
         ConfigError: If it stays below what they need, naming both numbers.
