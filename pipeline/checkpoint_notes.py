@@ -66,7 +66,8 @@ def read_latest(root: Path) -> Latest | None:
 
 def write_latest(root: Path, latest: Latest) -> None:
     """Note which checkpoint is the last; it lies on the disk when this returns."""
-    temporary = root / f".latest.{os.getpid()}"
+    # One name: what a kill leaves half written is written anew.
+    temporary = root / ".latest.new"
     with temporary.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(latest)) + b"\n")
         file.flush()

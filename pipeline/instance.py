@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ CONTROL_SOCKET = "control.sock"
 
 _LOCK = "lock"
 _RECORD = "instance.json"
+_UNFINISHED_RECORD = ".instance.json.new"
 # `find` holds the lock shared for microseconds; a start that meets it tries again.
 _LOCK_TIMEOUT_S = 0.5
 _POLL_S = 0.02
@@ -137,8 +137,11 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     version: str = msgspec.field(default_factory=installed_version)
 
     def write(self, runtime_dir: Path) -> None:
-        """Put the record into the runtime directory, at once and whole."""
-        descriptor, temporary = tempfile.mkstemp(dir=runtime_dir, prefix=f".{_RECORD}.")
+        """Put the record into the runtime directory, at once and whole; the caller holds its lock."""
+        # One name: what a kill leaves half written goes with the next one.
+        temporary = runtime_dir / _UNFINISHED_RECORD
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(self) + b"\n")
         os.replace(temporary, runtime_dir / _RECORD)
@@ -161,8 +164,9 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     @staticmethod
     def remove(runtime_dir: Path) -> None:
-        """Remove the record, if there is one."""
-        (runtime_dir / _RECORD).unlink(missing_ok=True)
+        """Remove the record, if there is one, and what of one could not be written."""
+        for name in (_UNFINISHED_RECORD, _RECORD):
+            (runtime_dir / name).unlink(missing_ok=True)
 
 
 def hold_signals() -> None:

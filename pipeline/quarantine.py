@@ -22,7 +22,7 @@ class Quarantine:
     """Files under one folder, bounded in bytes: the oldest stay, for the first fault is the one that tells most."""
 
     def __init__(self, folder: Path, arena: Arena, *, most_bytes: int, count: Callable[[Kept], None]) -> None:
-        """Use a folder, made when something is kept.
+        """Use a folder, made when something is kept; what a kill left half written in it is removed.
 
         Args:
             folder: Where.
@@ -34,6 +34,8 @@ class Quarantine:
         self._arena = arena
         self._most_bytes = most_bytes
         self._count = count
+        for left in folder.glob("*.new"):
+            left.unlink(missing_ok=True)
 
     def keep(self, chosen: Chosen, reason: str, detail: str) -> None:
         """Write extents into one file; a disk that is full costs the copy and nothing else."""

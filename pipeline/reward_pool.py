@@ -1,10 +1,11 @@
 """Reward functions in processes that can be killed: one that hangs or crashes costs its row, no other.
 
     worker                                      scorer (`pipeline.reward_process`), one a row at a time
-      RowToScore                      ------>   calls the functions
-                                      <------   Loaded once, then a RowScore a row
+      RowToScore                      ------>   calls the functions; over a socket of this scorer's own
+                                      <------   Loaded once, with that socket's other end, then a RowScore a row
                                       <------   Died: the scorer is gone, from the process that forked it
 
+What is half said to a scorer goes with its socket: the next one never reads the rest of a row that was not its own.
 A scorer gives up on a row by itself after `timeout_s`: it writes where it hangs to the log and ends. The worker waits a
 little longer, then kills a scorer that cannot even do that. Its place is taken within milliseconds by a fork of a
 process that has torch and the tokenizer loaded already and has never called anybody's function.
@@ -43,6 +44,7 @@ Problem = Literal["", "timeout", "exception", "invalid"]
 
 STARTUP_TIMEOUT_S = 120.0
 _GRACE_S = 2.0
+_KILLS = 2
 _TIMEOUTS_IN_A_ROW = 3
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
@@ -58,12 +60,8 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowToScore(msgspec.Struct, frozen=True, array_like=True):
-    """One row for a scorer: int64 ids, one byte of mask a token, the answer as JSON.
+    """One row for a scorer: int64 ids, one byte of mask a token, the answer as JSON."""
 
-    Each hand-over has a number of its own: a scorer that died may leave its row unread for its successor.
-    """
-
-    number: int
     ids: bytes
     mask: bytes
     start: int
@@ -82,9 +80,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What came of the row with this number, by function too; a problem in words, and in words fit for a log."""
+    """What came of the row, by function too; a problem in words, and in words fit for a log."""
 
-    number: int = -1
     score: float = 0.0
     problem: Problem = ""
     text: str = ""
@@ -214,7 +211,7 @@ class RewardPool:
             ``(B,)`` float32, NaN where the functions gave no finite number in time.
 
         Raises:
-            RlhfdError: If the processes have ended, or a new one can no longer load the functions.
+            RlhfdError: If the processes have ended or do not answer, or a new one can no longer load the functions.
         """
         columns = zip(
             input_ids.cpu().numpy(),
@@ -225,7 +222,7 @@ class RewardPool:
             strict=True,
         )
         rows = [
-            RowToScore(-1, ids.tobytes(), mask.tobytes(), start, end, json.dumps(answer))
+            RowToScore(ids.tobytes(), mask.tobytes(), start, end, json.dumps(answer))
             for ids, mask, start, end, answer in columns
         ]
         if vision is not None and any(scorer.sees_images for scorer in self._scorers):
@@ -245,7 +242,7 @@ class RewardPool:
     def close(self) -> None:
         """End the processes."""
         for scorer in self._scorers:
-            scorer.link.close()
+            scorer.close()
         # Its scorers die with it, the hanging ones too.
         self._process.kill()
         self._process.wait()
@@ -309,19 +306,25 @@ class _Scorer:
         self.row: int | None = None
         self.deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
         self._began_s = 0.0
-        self._number = 0
+        self._kills = 0
+        self._rows: socket.socket | None = None
         self._read = bytearray()
 
     def begin(self, row: int, rows: list[RowToScore], timeout_s: float) -> None:
         """Hand a row over."""
+        assert self._rows is not None, "no scorer has said that it is there"
         self.row = row
-        self._number += 1
         self._began_s = time.monotonic()
         self.deadline_s = self._began_s + timeout_s + _GRACE_S
-        # One that was stopped takes nothing; `press_on` sees to it.
-        self.link.settimeout(_GRACE_S)
+        # One that was stopped or has died takes nothing, or a part; `press_on` sees to it.
         with contextlib.suppress(OSError):
-            self.link.sendall(frame(msgspec.structs.replace(rows[row], number=self._number)))
+            self._rows.sendall(frame(rows[row]))
+
+    def close(self) -> None:
+        """Say no more, and hear nothing."""
+        self.link.close()
+        if self._rows is not None:
+            self._rows.close()
 
     def receive(self, timeout_s: float) -> list[tuple[int, RowScore, bool]]:
         """Take note of what was said; return the row that is done, if one is, and whether its scorer died of it.
@@ -330,7 +333,10 @@ class _Scorer:
             ConfigError: If the functions cannot be loaded.
             RlhfdError: If the process behind the scorers has ended.
         """
-        if not (data := self.link.recv(_READ_BYTES)):
+        data, descriptors, _, _ = socket.recv_fds(self.link, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in descriptors:
+            self._talk_over(socket.socket(fileno=descriptor))
+        if not data:
             raise RlhfdError("the process that scores rewards has ended; the log may say why")
         self._read += data
         done = []
@@ -340,13 +346,14 @@ class _Scorer:
                     raise ConfigError(error)
                 case Loaded(pid=pid, sees_images=sees_images):
                     self.pid, self.sees_images, self.deadline_s = pid, sees_images, math.inf
-                case RowScore(number=self._number) as answer if self.row is not None:
+                case RowScore() as answer if self.row is not None:
                     done.append((self.row, answer, False))
                     self.row, self.deadline_s = None, math.inf
                 case Died(code=code):
                     if self.row is not None:
                         score = self._verdict(code, timeout_s)
                         done.append((self.row, score, score.problem != "timeout"))
+                    self._kills = 0
                     self.pid, self.row, self.deadline_s = 0, None, time.monotonic() + STARTUP_TIMEOUT_S
         return done
 
@@ -354,14 +361,26 @@ class _Scorer:
         """Kill a scorer that is overdue; that it is dead will be told.
 
         Raises:
-            DeadlineError: If there is none to kill, because the next one is not ready in time.
+            DeadlineError: If there is none to kill, because the next one is not ready in time; or if the process that
+                is to tell of its death does not.
         """
         if time.monotonic() < self.deadline_s:
             return
         if not self.pid:
             raise DeadlineError(f"the reward functions were not loaded within {STARTUP_TIMEOUT_S:g} s")
+        if self._kills == _KILLS:
+            raise DeadlineError(
+                f"the process that starts reward processes has not answered for {_KILLS * _GRACE_S:g} s"
+            )
         _kill(self.pid)
+        self._kills += 1
         self.deadline_s = time.monotonic() + _GRACE_S
+
+    def _talk_over(self, rows: socket.socket) -> None:
+        if self._rows is not None:
+            self._rows.close()
+        rows.settimeout(_GRACE_S)
+        self._rows = rows
 
     def _verdict(self, code: int, timeout_s: float) -> RowScore:
         if time.monotonic() - self._began_s >= timeout_s:

@@ -61,9 +61,12 @@ def _serve(link: socket.socket, functions: list[str], tokenizer: Any, timeout_s:
         parts: list[float] = []
         loaded = [load_reward_function(name) for name in functions]
         reward = FunctionReward(loaded, tokenizer, on_row=parts.extend)
-        link.sendall(frame(Loaded(os.getpid(), sees_images=reward.sees_images)))
+        # One a scorer: what a dead one has not read of its last row is nobody else's to read.
+        rows, theirs = socket.socketpair()
+        socket.send_fds(link, [frame(Loaded(os.getpid(), sees_images=reward.sees_images))], [theirs.fileno()])
+        theirs.close()
         read = bytearray()
-        while data := link.recv(1 << 16):
+        while data := rows.recv(1 << 16):
             read += data
             while (body := unframe(read)) is not None:
                 # A function may hang with the interpreter's lock held: only the C timer still runs then.
@@ -93,11 +96,9 @@ def _score(reward: FunctionReward, row: RowToScore) -> RowScore:
         "vision": vision_of(row),
     }
     try:
-        return RowScore(row.number, float(reward(**keywords)))
+        return RowScore(float(reward(**keywords)))
     except RewardError as error:
-        return RowScore(
-            row.number, problem="exception" if error.raised else "invalid", text=str(error), bare=error.bare
-        )
+        return RowScore(problem="exception" if error.raised else "invalid", text=str(error), bare=error.bare)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,12 @@ _POLL_S = 0.02
 _TAIL_CHARACTERS = 20_000
 _STACKS_S = 1.0
 _WARMUP_STEPS = 8
+
+_LASTING = re.compile(
+    r"log/rlhfd\.log(\.1)?|history\.msgpack|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
+    r"|checkpoints/(latest\.json|step-\d{6}/.+)"
+)
+"""What an end in order may leave in the state directory."""
 
 Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
 _T = TypeVar("_T")
@@ -182,6 +189,12 @@ class Daemon:
         """Return the processes as the status shows them."""
         listed: list[dict[str, Any]] = self.status()["processes"]
         return listed
+
+    def leftovers(self) -> list[str]:
+        """Return the files that an end in order is not to leave, in runtime and state directory."""
+        state = [path.relative_to(self.state_dir).as_posix() for path in self.state_dir.rglob("*") if path.is_file()]
+        running = [path.name for path in self.runtime_dir.iterdir()]
+        return sorted(running + [name for name in state if not _LASTING.fullmatch(name)])
 
     def signal(self, number: signal.Signals, name: str | None = None) -> None:
         """Send a signal to the supervisor, or to the process of that name (see `pids`)."""

@@ -312,6 +312,18 @@ def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_superv
         finish(last)
 
 
+def test_what_kills_left_half_written_goes_with_the_next_run(tmp_path, task):  # noqa: F811
+    half = ("run/.instance.json.new", "state/checkpoints/.latest.new", "state/quarantine/2026-torn-ticket-1.new")
+    for name in half:
+        (tmp_path / name).parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task) as daemon:
+        assert daemon.wait(120.0) == 0, daemon.errors
+
+    assert daemon.leftovers() == []
+
+
 def test_a_start_that_fails_before_anything_is_begun_leaves_nothing(tmp_path, task):  # noqa: F811
     (tmp_path / "run" / "instance.json").mkdir(parents=True)
     (tmp_path / "run").chmod(0o700)

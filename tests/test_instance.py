@@ -170,6 +170,17 @@ class TestRecord:
         assert [path.name for path in tmp_path.iterdir()] == ["instance.json"]
         assert stat.S_IMODE((tmp_path / "instance.json").stat().st_mode) == 0o600
 
+    def test_what_a_kill_left_of_a_record_goes_with_the_next_one_and_with_its_end(self, tmp_path: Path) -> None:
+        half = tmp_path / ".instance.json.new"
+        half.write_text('{"pid": 1')
+
+        record(tmp_path).write(tmp_path)
+
+        assert [path.name for path in tmp_path.iterdir()] == ["instance.json"]
+        half.write_text('{"pid": 1')
+        InstanceRecord.remove(tmp_path)
+        assert not any(tmp_path.iterdir())
+
     def test_removing_twice_is_harmless(self, tmp_path: Path) -> None:
         record(tmp_path).write(tmp_path)
 

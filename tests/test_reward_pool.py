@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DeadlineError
 from pipeline.reward_pool import RewardPool
 from pipeline.vision_rows import VisionRows
 from tests.daemon import is_alive, task, wait_until  # noqa: F401 - a fixture
@@ -41,6 +41,9 @@ def by_answer(input_ids, attention_mask, *, gt_answer, response_start, response_
     if gt_answer == "pid":
         return os.getpid()
     return float(input_ids[response_start:response_end].sum()) + 0.25 * (attention_mask.tolist() == [1, 1, 1, 0])
+
+def first_token(input_ids, attention_mask, **_):
+    return float(input_ids[0])
 
 def pixels(input_ids, attention_mask, *, gt_answer, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw,
            raw_images, **_):
@@ -127,6 +130,38 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
     assert [row for row, each in enumerate(of_each) if each is None] == bad
     assert all(each is None or (sum(each) == right(row) and len(each) == 2) for row, each in enumerate(of_each))
     assert "in by_answer" in capfd.readouterr().err, "the log shows where the one that hung was"
+
+
+def long_rows(rewards: RewardPool, rows: int) -> list[float]:
+    """Score rows beyond what a socket holds; each is its first token, by `first_token`."""
+    ids = torch.arange(1, rows + 1).unsqueeze(1).repeat(1, 100_000)
+    ones, ends = torch.ones(rows, dtype=torch.int64), torch.full((rows,), 3)
+    scores = rewards(ids, torch.ones_like(ids), ones, ends, [None] * rows)
+    assert scores.dtype == torch.float32
+    return scores.tolist()
+
+
+def test_a_row_half_said_to_a_scorer_that_is_stopped_costs_no_other(folder: Path, tokenizer: str) -> None:
+    with RewardPool(["judges:first_token"], tokenizer, timeout_s=1.0) as rewards:
+        rewards.wait_ready()
+        assert long_rows(rewards, 2) == [1.0, 2.0]
+        os.kill(rewards._scorers[0].pid, signal.SIGSTOP)
+
+        first, *others = long_rows(rewards, 4)
+
+        assert math.isnan(first) and others == [2.0, 3.0, 4.0]
+        os.kill(rewards._scorers[0].pid, signal.SIGKILL)
+        assert long_rows(rewards, 2) == [1.0, 2.0]
+
+
+def test_a_scorer_that_dies_while_nobody_tells_of_it_ends_the_pool(folder: Path, tokenizer: str) -> None:
+    with RewardPool(["judges:by_answer"], tokenizer, timeout_s=0.2) as rewards:
+        rewards.wait_ready()
+        os.kill(rewards._process.pid, signal.SIGSTOP)
+        os.kill(rewards._scorers[0].pid, signal.SIGKILL)
+
+        with pytest.raises(DeadlineError, match="has not answered for 4 s"):
+            score(rewards, ["a"])
 
 
 def test_after_three_rows_in_a_row_that_hang_the_rest_is_not_tried(folder: Path, tokenizer: str) -> None:

@@ -32,7 +32,7 @@ def allow_descriptors(children: int, scorers: int, clients: int = 0) -> None:
 
     Args:
         children: Processes of the instance: the supervisor holds pipes of each, the buffer sockets.
-        scorers: Reward processes of one worker, which holds a socket of each.
+        scorers: Reward processes of one worker, which holds sockets of each.
         clients: Connections that the supervisor's HTTP server holds at most.
 
     Raises:

@@ -64,7 +64,7 @@ def end_in_order(campaign: Campaign) -> None:
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0, daemon.errors[-4000:]
     assert not daemon.shm_dir.exists()
-    assert list(daemon.runtime_dir.iterdir()) == []
+    assert daemon.leftovers() == []
 
 
 def result(errors: str) -> tuple[str, ...]:
