@@ -162,7 +162,10 @@ class DaemonConfig(_Section):
         description="Most room of the log in state_dir/log, where none is kept in systemd's journal; 0: no log.",
     )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="Seconds that rollouts get to finish at a stop.", json_schema_extra=LIVE
+        default=30.0,
+        ge=0,
+        description="Seconds that rollouts get to finish at a stop; checkpoint and spool get what their writing takes.",
+        json_schema_extra=LIVE,
     )
     startup_timeout_s: float = Field(
         default=300.0,

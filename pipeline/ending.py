@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import signal
 from collections.abc import Iterable
@@ -14,8 +15,6 @@ from pipeline.metrics_slab import MetricsSlab
 from pipeline.role import monotonic_s
 from pipeline.transport import Outbox, trainer_name
 
-# The buffer writes what is undelivered to disk.
-_KILL_AFTER_S = 60.0
 _ENDED_IN_ORDER = (ExitCode.OK, ExitCode.FAILED, ExitCode.GAVE_UP, ExitCode.BAD_CONFIG)
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class Ending:
         self._word = Drain()
         # Trainer ranks whose last steps may be in no checkpoint yet.
         self._owing: list[Slot] = []
-        self._is_cut = False
+        self._hung: collections.Counter[str] = collections.Counter()
         self._is_killed = False
 
     @property
@@ -99,64 +98,78 @@ class Ending:
             slot.state = "failed"
         elif slot.role == "buffer" and not self._is_killed:
             self._buffer_ended(slot, code)
-        elif slot in self._owing and (code not in _ENDED_IN_ORDER or slot.ended_by == "group"):
+        elif slot in self._owing and (code not in _ENDED_IN_ORDER or slot.ended_by == "group" or self._is_awaited()):
             self._rank_ended(slot, code)
 
     def _buffer_ended(self, slot: Slot, code: int) -> None:
         """Nobody else can write to disk what is undelivered."""
-        if code not in _ENDED_IN_ORDER and self._fleet.retry(slot) is not None:
-            log.warning(
-                "buffer ended (%d) before it had written what is undelivered, restart: %s", code, slot.last_line
-            )
+        may_come = code not in _ENDED_IN_ORDER and not self._hung_twice(slot)
+        if may_come and self._fleet.retry(slot) is not None:
+            said = slot.error or slot.last_line
+            log.warning("buffer ended (%d) before it had written what is undelivered, restart: %s", code, said)
         elif code:
             self._failed()
             log.error("what was undelivered is lost: %s", slot.error or slot.last_line)
+
+    def _is_awaited(self) -> bool:
+        """Whether a rank starts, which it cannot without any of the others."""
+        return any(other.state == "starting" for other in self._owing)
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
         """Its last steps are in shared memory still; all ranks come back to write them, none could do it alone."""
         working_on = -1 if slot.ended_by == "group" else slot.working_on
         self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
         if self._owing[0].state == "ended" and self._owing[0].last_exit == ExitCode.OK:
-            # Rank 0 has written them.
+            # Rank 0 has written them; nobody needs the others any more.
+            self._owing = []
             return
-        hopeless = self._is_killed or self._is_cut or any(self._fleet.retry(other) is None for other in self._dead())
+        hopeless = self._is_killed or self._hung_twice(slot)
+        hopeless = hopeless or any(self._fleet.retry(other) is None for other in self._dead())
         self._fleet.kill_group(other for other in self._owing if other.alive)
         if not hopeless:
-            log.warning("%s ended (%d) before its last checkpoint, restart: %s", slot.name, code, slot.last_line)
-        elif self.exit_code is ExitCode.OK:
+            said = slot.error or slot.last_line
+            log.warning("%s ended (%d) before its last checkpoint, restart: %s", slot.name, code, said)
+            return
+        self._owing = []
+        if self.exit_code is ExitCode.OK:
             self._failed()
             log.error(
                 "%s ended (%d) before its last checkpoint, the next start goes on from the one before", slot.name, code
             )
 
+    def _hung_twice(self, slot: Slot) -> bool:
+        """Whether the watchdog killed it, and not for the first time: the next one would hang as well."""
+        self._hung[slot.name] += slot.ended_by == "watchdog"
+        return self._hung[slot.name] > 1
+
     def _dead(self) -> list[Slot]:
         return [slot for slot in self._owing if not slot.alive and slot.state != "backoff"]
 
     def press_on(self, now_s: float) -> None:
-        """Do what is due: end whom nobody waits for any more, the buffer last, and all of them at the deadline."""
+        """Do what is due: cut rollouts at the deadline, and end whom nobody waits for any more, the buffer last.
+
+        Trainers and buffer get the time that their writing takes; one that hangs at it is the watchdog's to kill.
+        """
         if self._since_s is not None and not self._is_killed:
-            overdue_s = now_s - self._since_s - self.config.daemon.drain_timeout_s
+            is_overdue = now_s - self._since_s > self.config.daemon.drain_timeout_s
             working = self._fleet.alive("trainer", "rollout", "setup")
             coming = [slot for slot in self._owing if slot.state in ("backoff", "waiting")]
-            if overdue_s > 0 and (working or coming):
-                self._cut(working, coming)
-            elif working or coming:
+            if is_overdue:
+                self._cut([slot for slot in working if slot not in self._owing])
+            if working or coming:
                 self._bring_back(coming)
                 self._end_in_order(slot for slot in self._owing if slot.state == "ready")
-            elif overdue_s > 0 or not self._is_leased():
-                self._end_buffer(overdue_s)
+            elif is_overdue or not self._is_leased():
+                self._end_buffer()
             for slot in [slot for slot in self._fleet.of("buffer") if slot.state == "backoff"]:
                 self._fleet.start(slot)
                 self._to_buffer.send(self._word)
         self.over = not self._fleet.alive()
 
-    def _cut(self, working: list[Slot], coming: list[Slot]) -> None:
-        log.warning("cut at daemon.drain_timeout_s: %s", ", ".join(slot.name for slot in [*working, *coming]))
-        self._is_cut = True
-        self._fleet.signal(working, signal.SIGKILL)
-        for slot in coming:
-            slot.state = "ended"
-            self._failed()
+    def _cut(self, slots: list[Slot]) -> None:
+        if slots:
+            log.warning("cut at daemon.drain_timeout_s: %s", ", ".join(slot.name for slot in slots))
+            self._fleet.signal(slots, signal.SIGKILL)
 
     def _bring_back(self, coming: list[Slot]) -> None:
         # Ranks start together, or one would wait for the others of its generation for ever.
@@ -169,14 +182,10 @@ class Ending:
             self._fleet.signal([slot], signal.SIGTERM)
             slot.state = "draining"
 
-    def _end_buffer(self, overdue_s: float) -> None:
+    def _end_buffer(self) -> None:
         self._fleet.close()
         # Once, and none that still starts: without its handler it would die of it.
         self._end_in_order(slot for slot in self._fleet.alive("buffer") if slot.state == "ready")
-        if overdue_s > _KILL_AFTER_S:
-            log.error("what was undelivered is lost: the buffer has not ended within %g s", _KILL_AFTER_S)
-            self._failed()
-            self.kill_all()
 
     def _has_trained(self) -> bool:
         return self._taken_over or any(slot.generation > 1 or is_up(slot) for slot in self._fleet.of("trainer"))

@@ -104,7 +104,7 @@ class Guard:
         """
         paused = self._pauses.look(now_s)
         condemned = {one.slot.name for one in self._condemned}
-        standings = [self._standing(slot) for slot in self._fleet.slots]
+        standings = [self._standing(slot) for slot in self._fleet.slots if slot.state not in ("ended", "failed")]
         verdicts = hung(standings, now_s, self._limits, watched_since_s=self._pauses.since_s)
         self._condemn([verdict for verdict in verdicts if verdict.name not in condemned], now_s)
         self._look_at_run(now_s, steps, version, paused=paused)
@@ -163,10 +163,14 @@ class Guard:
         elif self._stopped.get(slot.name, (0, 0.0))[0] != pid:
             self._stopped[slot.name] = pid, self._fleet.now_s()
         stopped_since_s = self._stopped[slot.name][1] if stopped else None
-        starting_since_s = slot.started_s if pid and slot.state == "starting" else None
+        # One that is told to end is watched as before; one that was killed with its group is none of our business.
+        is_judged = bool(pid) and slot.ended_by != "group"
+        starting_since_s = slot.started_s if is_judged and slot.ready_s is None else None
         # The template waits to be asked, and says nothing while it does.
-        is_ready = bool(pid) and slot.state == "ready" and slot.works
-        return Standing(slot.name, slot.role, pid, is_ready, progress, stopped_since_s, starting_since_s)
+        is_ready = is_judged and slot.ready_s is not None and slot.works
+        return Standing(
+            slot.name, slot.role, pid, is_ready, progress, stopped_since_s, starting_since_s, slot.state == "draining"
+        )
 
     def _view(self) -> RunView:
         now_s, books = self._fleet.now_s(), self._slab.conservation()
@@ -250,7 +254,7 @@ class Guard:
         if now_s - self._dumped_s >= _DUMP_S:
             self._dumped_s = now_s
             # One that has just been started may know no such signal yet, and would die of it.
-            others = [slot for slot in self._fleet.alive() if slot.state != "starting" and slot not in condemned]
+            others = [slot for slot in self._fleet.alive() if slot.ready_s is not None and slot not in condemned]
         self._fleet.signal([*condemned, *others], signal.SIGUSR1)
 
     def _execute(self, now_s: float) -> None:

@@ -283,8 +283,7 @@ class Supervisor:
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)
-        if not self._end.under_way:
-            self._guard.tick(now_s, *self._status.steps_and_version())
+        self._guard.tick(now_s, *self._status.steps_and_version())
         self._view.update(self._status.snapshot())
         has_failed = self._end.exit_code is not ExitCode.OK
         self._service.tick(now_s, is_ending=self._end.under_way, has_failed=has_failed)

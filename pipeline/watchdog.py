@@ -6,12 +6,16 @@ Pure: processes as they stand and the time come in, verdicts come out. What is d
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 from pipeline.metrics import Progress
 
 Reason = Literal["no progress", "stopped", "not ready in time", "ticket overdue", "the run stands still"]
+
+_BUFFER_ENDS_S = 60.0
+"""Silence of a buffer that writes the spool, with a beat at each piece; all that is left to end waits for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Standing:
         is_ready: Whether it said so; before that only its start is judged, and that it is stopped.
         stopped_since_s: Since when it is seen in the kernel's state T (monotonic), as after SIGSTOP; None if it is not.
         starting_since_s: When it was started (monotonic), None for one that is past its start or not alive.
+        is_ending: Whether it was told to end.
     """
 
     name: str
@@ -48,6 +53,7 @@ class Standing:
     progress: Progress
     stopped_since_s: float | None = None
     starting_since_s: float | None = None
+    is_ending: bool = False
 
     @property
     def is_stopped(self) -> bool:
@@ -84,7 +90,7 @@ def hung(
     start, and where some of them are stopped, those are to blame.
 
     Args:
-        processes: All of them, those that are still starting too.
+        processes: All of them, those that are still starting or yet to come too; not who has ended for good.
         now_s: Monotonic time.
         limits: What may last how long.
         watched_since_s: Silence before this moment does not count: the watcher itself was not running.
@@ -95,14 +101,12 @@ def hung(
         if process.is_ready and deadline_s and now_s > max(deadline_s, watched_since_s) + limits.ticket_grace_s:
             verdicts.append(Verdict.on(process, "ticket overdue", process.progress.since_s))
     verdicts += _late(processes, now_s, limits, watched_since_s)
-    if not limits.hang_timeout_s:
-        return verdicts
     judged = {verdict.name for verdict in verdicts}
     silent = [
         process
         for process in processes
         if (silent_since_s := _silent_since(process)) is not None
-        and now_s - max(silent_since_s, watched_since_s) > limits.hang_timeout_s
+        and now_s - max(silent_since_s, watched_since_s) > _silence_s(process, limits)
     ]
     waiting = [process for process in silent if process.progress.meets and not process.is_stopped]
     culprits = [process for process in silent if process not in waiting]
@@ -114,6 +118,11 @@ def hung(
             reason: Reason = "stopped" if process.is_stopped else "no progress"
             verdicts.append(Verdict.on(process, reason, _silent_since(process) or 0.0))
     return verdicts
+
+
+def _silence_s(process: Standing, limits: HangLimits) -> float:
+    longest_s = limits.hang_timeout_s or math.inf
+    return min(longest_s, _BUFFER_ENDS_S) if process.role == "buffer" and process.is_ending else longest_s
 
 
 def _silent_since(process: Standing) -> float | None:

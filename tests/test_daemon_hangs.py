@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoint_notes import read_latest
 from pipeline.metrics_reader import MetricsReader
 from pipeline.metrics_slab import MetricsSlab
 from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
-from tests.test_daemon_kills import balanced, finish
+from tests.test_daemon_kills import balanced, finish, spooled_rows
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 HANG_S = 4.0
@@ -345,3 +346,72 @@ def test_health_says_that_the_buffer_hangs(folder, task):  # noqa: F811
         daemon.wait_step(3)
         assert balanced(daemon.metrics())
         finish(daemon)
+
+
+def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_rows(folder, task):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2")
+    with Daemon(folder, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pid = daemon.pids()["buffer-0"]
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_logged("draining")
+        os.kill(pid, signal.SIGSTOP)
+
+        assert daemon.wait() == 0, daemon.errors
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert f"role=buffer pid={pid} " in verdict and verdict.endswith("reason=stopped")
+        assert "buffer ended (-9) before it had written what is undelivered, restart: hung in" in daemon.errors
+        assert any(line.startswith("buffer | ") and "buffer_process.py" in line for line in daemon.errors.splitlines())
+        rows = spooled_rows(daemon)[-1]
+        assert rows > 0
+        assert list(daemon.runtime_dir.iterdir()) == []
+
+    with Daemon(folder, *settings, task=task, name="second") as daemon:
+        daemon.wait_step(6)
+        assert f"spool taken in: rows={rows} " in daemon.errors
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_checkpoint(folder, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0", "daemon.drain_timeout_s=1")
+    with Daemon(folder, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
+        os.kill(pid, signal.SIGSTOP)
+        daemon.signal(signal.SIGTERM)
+
+        assert daemon.wait() == 0, daemon.errors
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert f"role=trainer-0 pid={pid} " in verdict and verdict.endswith("reason=stopped")
+        assert any(line.startswith("trainer-0 | ") for line in daemon.errors.splitlines())
+    latest = read_latest(daemon.state_dir / "checkpoints")
+    assert latest is not None and latest.step >= step
+
+
+def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(folder, task):  # noqa: F811
+    limits = ("daemon.hang_timeout_s=300", "daemon.drain_timeout_s=1", "trainer.save_every=0")
+    with Daemon(folder, *SETTINGS, *limits, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
+        checkpoints = daemon.state_dir / "checkpoints"
+        daemon.signal(signal.SIGTERM)
+        since_s = time.monotonic()
+        while not list(checkpoints.glob(".step-*")):
+            assert daemon.returncode is None, daemon.errors
+        os.kill(pid, signal.SIGSTOP)
+        assert list(checkpoints.glob(".step-*")) and read_latest(checkpoints) is None, "it was too late to hold it up"
+
+        wait_until(lambda: time.monotonic() - since_s > 5.0, 10.0, "the time of rollouts is over")
+        assert is_alive(pid) and daemon.returncode is None, daemon.errors
+        os.kill(pid, signal.SIGCONT)
+
+        assert daemon.wait() == 0, daemon.errors
+        assert "trainer-0 ended" not in daemon.errors and "hung: " not in daemon.errors
+    latest = read_latest(checkpoints)
+    assert latest is not None and latest.step >= step

@@ -374,7 +374,8 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
         assert list((daemon.state_dir / "journal").iterdir()) == []
 
 
-def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_path, task):  # noqa: F811
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_path, task, number):  # noqa: F811
     """Between its last line and its exit lies a second of Python's taking down what it has loaded."""
     with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
         daemon.wait_ready()
@@ -384,7 +385,7 @@ def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_pa
         daemon.wait_logged("training ended")
         while is_alive(pid):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, number)
         assert daemon.wait() == 0, daemon.errors
         assert "before its last checkpoint" not in daemon.errors
 

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.config import Config, DaemonConfig
 from pipeline.ending import Ending
+from pipeline.errors import ExitCode
 from pipeline.fleet import Fleet, Slot
 from pipeline.launchers.local import Starter
 from pipeline.messages import Message
@@ -30,12 +31,12 @@ class Idlers(Fleet):
     Attributes:
         ended: Called at each end of one.
         started: The pids of each rank, in order.
-        brief: Ranks whose next child ends by itself, at once.
+        brief: Ranks whose next child ends by itself, a moment later.
         ignored: A signal that children started from now on do not hear.
     """
 
     def __init__(self, folder: Path) -> None:
-        slots = [SlotName("supervisor"), SlotName("trainer", 0), SlotName("trainer", 1)]
+        slots = [SlotName("supervisor"), SlotName("buffer"), SlotName("trainer", 0), SlotName("trainer", 1)]
         slab = MetricsSlab.create(folder / "metrics", slots)
         slab.begin("supervisor")
         self.ended: Callable[[Slot, int], None] = lambda slot, code: None
@@ -65,7 +66,7 @@ class Idlers(Fleet):
 
         def start(reports: int, lines: int) -> subprocess.Popen[bytes]:
             process = subprocess.Popen(
-                ["sleep", "60" if slot.index not in self.brief else "0"], preexec_fn=ignore, pass_fds=(reports,)
+                ["sleep", "60" if slot.index not in self.brief else "0.1"], preexec_fn=ignore, pass_fds=(reports,)
             )
             self.started[slot.index].append(process.pid)
             return process
@@ -150,6 +151,87 @@ def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_w
 
             assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
             assert fleet.ranks[0].generation == fleet.ranks[1].generation
+
+    asyncio.run(stop())
+
+
+def test_once_the_first_rank_has_ended_in_order_a_stop_waits_for_no_other(tmp_path: Path) -> None:
+    async def stop() -> None:
+        async with stopping(tmp_path, brief={0}) as (fleet, ending):
+            # It dies first; the other one has ended before it can be killed for that.
+            os.kill(fleet.started[1][0], signal.SIGKILL)
+            os.waitid(os.P_PID, fleet.started[0][0], os.WEXITED | os.WNOWAIT)
+            await fleet.until(lambda: not fleet.alive())
+            closed: list[str] = []
+            fleet.close = lambda: closed.append("and the buffer is told to end")  # type: ignore[method-assign]
+            ending.press_on(time.monotonic())
+
+            assert closed
+            assert (ending.over, ending.exit_code) == (True, ExitCode.OK)
+
+    asyncio.run(stop())
+
+
+def test_a_rank_that_starts_is_not_left_waiting_for_one_that_has_ended(tmp_path: Path) -> None:
+    async def stop() -> None:
+        # As one does that cannot load its model.
+        async with stopping(tmp_path, brief={1}) as (fleet, ending):
+            await fleet.until(lambda: not fleet.alive())
+            ending.press_on(time.monotonic())
+
+            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+
+    asyncio.run(stop())
+
+
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_rank_that_hangs_again_at_its_last_checkpoint_is_not_started_a_third_time(tmp_path: Path, hung: int) -> None:
+    async def stop() -> None:
+        async with stopping(tmp_path) as (fleet, ending):
+            for lives in (1, 2):
+                assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: lives, 1: lives}
+                fleet.ranks[hung].ended_by = "watchdog"
+                os.kill(fleet.started[hung][-1], signal.SIGKILL)
+                await fleet.until(lambda: not fleet.alive())
+                ending.press_on(time.monotonic())
+
+            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+            assert (ending.over, ending.exit_code) == (True, ExitCode.FAILED)
+
+    asyncio.run(stop())
+
+
+def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_time(tmp_path: Path) -> None:
+    async def stop() -> None:
+        fleet = Idlers(tmp_path)
+        buffer = fleet.add("buffer", 0, Place("", ()))
+        config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
+        ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+        fleet.ended = ending.child_ended
+        fleet.start(buffer)
+        ending.begin()
+        for lives in (1, 2):
+            assert (len(fleet.started[0]), ending.exit_code, ending.over) == (lives, ExitCode.OK, False)
+            buffer.ended_by = "watchdog"
+            os.kill(fleet.started[0][-1], signal.SIGKILL)
+            await fleet.until(lambda: not fleet.alive())
+            ending.press_on(time.monotonic())
+
+        assert (len(fleet.started[0]), ending.exit_code, ending.over) == (2, ExitCode.FAILED, True)
+
+    asyncio.run(stop())
+
+
+def test_a_trainer_that_has_something_to_write_is_not_cut(tmp_path: Path) -> None:
+    async def stop() -> None:
+        async with stopping(tmp_path) as (fleet, ending):
+            late_s = time.monotonic() + 1000 * ending.config.daemon.drain_timeout_s
+            ending.press_on(late_s)
+            # A death would be heard of here.
+            await asyncio.sleep(0.2)
+
+            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 1, 1: 1}
+            assert len(fleet.alive("trainer")) == 2
 
     asyncio.run(stop())
 

@@ -24,13 +24,14 @@ def process(
     stopped: bool = False,
     starting_s: float | None = None,
     stopped_s: float = 0.0,
+    ending: bool = False,
 ) -> Standing:
     deadline_s = 0.0 if overdue_s is None else NOW_S - overdue_s
     progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, deadline_s, meets)
     starting_since_s = None if starting_s is None else NOW_S - starting_s
     ready = ready and starting_s is None
     stopped_since_s = NOW_S - stopped_s if stopped or stopped_s else None
-    return Standing(name, name.partition("-")[0], 4711, ready, progress, stopped_since_s, starting_since_s)
+    return Standing(name, name.partition("-")[0], 4711, ready, progress, stopped_since_s, starting_since_s, ending)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,27 @@ def test_zero_turns_silence_off_and_nothing_else() -> None:
 
     assert hung([process(silent_s=1e6)], NOW_S, limits) == []
     assert len(hung([process(overdue_s=601)], NOW_S, limits)) == 1
+
+
+@pytest.mark.parametrize(("hang_timeout_s", "limit_s"), [(300, 60), (0, 60), (15, 15)])
+def test_a_buffer_that_ends_is_waited_for_a_minute_after_its_last_word_at_most(
+    hang_timeout_s: float, limit_s: float
+) -> None:
+    limits = HangLimits(hang_timeout_s, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=0)
+
+    assert hung([process("buffer", silent_s=limit_s, ending=True)], NOW_S, limits) == []
+    (verdict,) = hung([process("buffer", silent_s=limit_s + 0.1, ending=True)], NOW_S, limits)
+    assert verdict.reason == "no progress"
+
+
+@pytest.mark.parametrize("name", ["trainer-0", "rollout-0", "buffer"])
+def test_others_may_be_silent_in_an_end_for_as_long_as_before(name: str) -> None:
+    ending = name != "buffer"
+    never = HangLimits(hang_timeout_s=0, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=0)
+
+    assert hung([process(name, silent_s=299.0, ending=ending)], NOW_S, LIMITS) == []
+    assert len(hung([process(name, silent_s=301.0, ending=ending)], NOW_S, LIMITS)) == 1
+    assert hung([process(name, silent_s=1e6, ending=ending)], NOW_S, never) == []
 
 
 def test_silence_while_the_watcher_was_away_is_nobodys_hang() -> None:

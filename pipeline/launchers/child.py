@@ -28,6 +28,10 @@ _ROLES = {
 def main(reports: int, spec_json: str) -> int:
     """Run a role until it ends; return its exit code."""
     # The watchdog asks for the stacks of all threads; they are written even where Python itself hangs in a C call.
+    # Ignored beneath that, not left to its default: Python takes its handlers back at its end, and who is asked in that
+    # second would die of it in place of ending. A template has registered one already.
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     import msgspec
     import setproctitle
