@@ -28,12 +28,17 @@ _LOOK_S = 0.0002
 _TRAINED = re.compile(r"experiences: sealed \d+ = trained (\d+) \+")
 # Within which an end in order is hit: most take that long.
 _DRAIN_S = 0.5
+# Within which a start is hit: what is forked of the template takes about that long.
+_START_S = 0.5
+# Of those that hang, each of which costs daemon.hang_timeout_s, so many to each turn of all that are killed.
+_HANGS_A_TURN = 4
 
 
 class Target(NamedTuple):
     """Whom to hit, and at which stage of its work, any if none is named; with `hangs` it is stopped, not killed.
 
-    At the stage ``"drain"`` the daemon has been told to stop.
+    At the stage ``"drain"`` the daemon has been told to stop; at ``"start"`` the process has just taken the place of a
+    killed one.
     """
 
     role: str
@@ -66,9 +71,19 @@ TARGETS = (
     Target("buffer", "drain"),
     Target("trainer", "drain"),
     Target("supervisor", "drain"),
+    Target("rollout", "start"),
+    Target("trainer", "start"),
     Target("rollout", "generate", hangs=True),
+    Target("rollout", "seal", hangs=True),
+    Target("rollout", "fetch_weights", hangs=True),
+    Target("rollout", "start", hangs=True),
+    Target("rollout", "drain", hangs=True),
     Target("buffer", hangs=True),
+    Target("buffer", "drain", hangs=True),
     Target("trainer", "train", hangs=True),
+    Target("trainer", "publish", hangs=True),
+    Target("trainer", "start", hangs=True),
+    Target("trainer", "drain", hangs=True),
 )
 
 
@@ -102,8 +117,10 @@ class Campaign:
         self._sets = sets
         self._task = task
         self._rng = random.Random(seed)
-        self._targets = targets
+        self._killed = [target for target in targets if not target.hangs]
+        self._hanging = [target for target in targets if target.hangs]
         self._turns: list[Target] = []
+        self._hangs: list[Target] = []
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Campaign:
@@ -176,7 +193,7 @@ class Campaign:
 
     def _end(self, target: Target) -> None:
         """Let a stop go on to its end, which must be one in order unless the supervisor was killed; start again."""
-        code = self.daemon.wait()
+        code = self.daemon.wait(RECOVERY_TIMEOUT_S)
         if target.role != "supervisor":
             assert code == 0, f"{target} made it end with {code}\n{self.daemon.errors[-4000:]}"
         if not self.daemon.shm_dir.exists():
@@ -188,8 +205,14 @@ class Campaign:
     def _next(self) -> Target:
         if not self._turns:
             # Each target once a turn, in an order of its own: none is forgotten, none is foreseeable.
-            self._turns = self._rng.sample(self._targets, len(self._targets))
+            turn = [*self._killed, *(self._next_hang() for _ in self._hanging[:_HANGS_A_TURN])]
+            self._turns = self._rng.sample(turn, len(turn))
         return self._turns.pop()
+
+    def _next_hang(self) -> Target:
+        if not self._hangs:
+            self._hangs = self._rng.sample(self._hanging, len(self._hanging))
+        return self._hangs.pop()
 
     def _strike(self, target: Target) -> str:
         """Kill the target, at its stage if that comes up in time; return the stage it was at."""
@@ -211,9 +234,26 @@ class Campaign:
             return ""
         with self._slab() as slab:
             worker = self._rng.choice([slot.worker for slot in slab.layout.slots if slot.role == target.role])
+            if target.stage == "start":
+                return self._strike_start(slab, target, worker)
             stage = self._wait_stage(slab, target, worker)
-            os.kill(slab.pid(target.role, worker), signal.SIGSTOP if target.hangs else signal.SIGKILL)
+            os.kill(slab.pid(target.role, worker), _blow(target))
         return stage
+
+    def _strike_start(self, slab: MetricsSlab, target: Target, worker: int) -> str:
+        """Kill a process, and hit the one that takes its place a moment after that has come."""
+        wait_until(lambda: _is_up(slab, target.role, worker), RECOVERY_TIMEOUT_S, f"{target.role} {worker} is up")
+        killed = slab.pid(target.role, worker)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(
+            lambda: slab.pid(target.role, worker) != killed and _is_up(slab, target.role, worker),
+            RECOVERY_TIMEOUT_S,
+            f"another {target.role} {worker} starts",
+        )
+        time.sleep(self._rng.random() * _START_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(slab.pid(target.role, worker), _blow(target))
+        return target.stage
 
     def _strike_drain(self, target: Target) -> str:
         """Tell the daemon to stop, and kill the target a moment later, unless that has ended by itself."""
@@ -224,7 +264,7 @@ class Campaign:
         self.daemon.signal(signal.SIGTERM)
         time.sleep(self._rng.random() * _DRAIN_S)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.daemon.pid if name == "supervisor" else pids[name], signal.SIGKILL)
+            os.kill(self.daemon.pid if name == "supervisor" else pids[name], _blow(target))
         return target.stage
 
     def _named(self, target: Target) -> tuple[list[str], dict[str, int]] | None:
@@ -286,6 +326,10 @@ class Campaign:
 
     def _wait_trained(self, before: int) -> None:
         self.daemon.wait_until(lambda: self._trained() > before, f"more than {before} rows trained", RECOVERY_TIMEOUT_S)
+
+
+def _blow(target: Target) -> signal.Signals:
+    return signal.SIGSTOP if target.hangs else signal.SIGKILL
 
 
 def trained_in(errors: str) -> int:
