@@ -8,16 +8,19 @@ extent and batch, and a group is copied with one slice. Masks without holes are 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
 from pipeline.batch_memory import MEMORY
 from pipeline.codec_layout import (
     Array,
+    Columns,
     ExtentHeader,
     FieldHeader,
     GroupHeader,
@@ -25,7 +28,7 @@ from pipeline.codec_layout import (
     Stack,
     align,
     as_array,
-    field_header,
+    field_headers,
     header_bytes,
     index_of,
     lay_out,
@@ -50,11 +53,14 @@ ACTION_FIELDS = (
     "action_entropy",
 )  # fmt: skip
 OTHER_FIELDS = ("reward", "labels", "references")
+_TEXT_FIELDS = SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS
 _MAX_GROUPS = 8
 # Less padding is not worth a group: its blocks cost more calls than that costs copying.
 _LEAST_PADDING_TOKENS = 4096
-# Below, a block is copied whole and its padding zeroed after: fewer calls of numpy than one a row.
+# Below, a block is copied whole, its padding too: fewer calls of numpy than one a row.
 _SMALL_BLOCK_BYTES = 1 << 18
+# Up to so many, padding is zeroed by one look at each value: fewer calls of numpy than one a row.
+_FEW_VALUES = 1 << 13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +89,17 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
             for each other.
         ArenaFullError: If the extent is too small.
     """
-    fields = dict(_fields(experience))
-    arrays = {name: as_array(value) for name, value in fields.items()}
     rows, width = experience.sequences.shape
-    columns = action_columns(experience)
-    stored = tuple(_field_header(name, value, width, columns) for name, value in fields.items())
+    arrays, kinds = _arrays_of(experience, rows)
+    columns = action_columns(arrays)
+    stored = field_headers(
+        tuple(
+            [
+                (name, kinds[name], *_columns_and_tail(name, array.shape, width, columns))
+                for name, array in arrays.items()
+            ]
+        )
+    )
     spans = Spans.of((rows, width), columns, arrays.get("attention_mask"), arrays.get("action_mask"))
     vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
     header = _header(stored, spans, vision)
@@ -166,16 +178,15 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         raise FieldError(f"{len(vision)} of {len(parts)} extents hold an ExperienceVL; a batch is of one kind")
     plan = _common_plan(parts)
     rows = sum(len(chosen) for _, chosen in parts)
-    lengths = {
-        "attention_mask": [reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen],
-        "action_mask": [reader.header.action_lengths[row] for reader, chosen in parts for row in chosen],
+    lengths: dict[Columns, list[int]] = {
+        "S": [reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen],
+        "A": [reader.header.action_lengths[row] for reader, chosen in parts for row in chosen],
     }
-    widths = {"S": max(lengths["attention_mask"]), "A": max(lengths["action_mask"])}
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, Array] = {}
     stacks: list[Array] = []
     for fields in plan.stacks:
-        shape = (rows, widths[fields[0].columns])
+        shape = (rows, max(lengths[fields[0].columns]))
         found, stack = MEMORY.empty(len(fields), shape, fields[0].dtype, pin_memory=pin_memory)
         stacks.append(stack)
         for field, tensor, array in zip(fields, found, stack, strict=True):
@@ -188,7 +199,10 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
     for reader, chosen in parts:
         _gather_part(reader, list(chosen), stacks, arrays, start)
         start += len(chosen)
-    _fill_masks(parts, arrays, lengths)
+    _fill_masks(parts, arrays)
+    for columns, each in lengths.items():
+        alike = [stack for stack, fields in zip(stacks, plan.stacks, strict=True) if fields[0].columns == columns]
+        _zero_padding(alike, each)
     plain, info = _by_field(tensors)
     if not vision:
         return Experience(**plain, info=info or None)
@@ -199,47 +213,45 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
 # Reading an Experience.
 
 
-def _fields(experience: Experience) -> Iterator[tuple[str, torch.Tensor]]:
-    rows = experience.sequences.shape[0]
-    for name in SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS:
-        value = getattr(experience, name)
-        if value is not None:
-            yield name, _checked(name, value, rows)
-    for key, value in (experience.info or {}).items():
-        yield f"info.{key}", _checked(f"info[{key!r}]", value, rows)
+def _arrays_of(experience: Experience, rows: int) -> tuple[dict[str, Array], dict[str, torch.dtype]]:
+    """Return the text fields that are there, over the tensors' own memory, and their torch dtypes."""
+    values = vars(experience)
+    found = {name: value for name in _TEXT_FIELDS if (value := values[name]) is not None}
+    found |= {f"info.{key}": value for key, value in (experience.info or {}).items()}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise FieldError(f"{_told(name)}: only tensors travel, got {type(value).__name__}")
+    arrays = {name: as_array(value.detach() if value.requires_grad else value) for name, value in found.items()}
+    for name, array in arrays.items():
+        if array.shape[:1] != (rows,):
+            raise ShapeError(f"{_told(name)}: {array.shape} for {rows} rows")
+    return arrays, {name: value.dtype for name, value in found.items()}
 
 
-def _checked(name: str, value: object, rows: int) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
-    if value.ndim == 0 or value.shape[0] != rows:
-        raise ShapeError(f"{name}: {tuple(value.shape)} for {rows} rows")
-    return value.detach() if value.requires_grad else value
+def _told(name: str) -> str:
+    return f"info[{name.removeprefix('info.')!r}]" if name.startswith("info.") else name
 
 
-def _field_header(name: str, value: torch.Tensor, width: int, action_columns: int) -> FieldHeader:
-    columns = _columns_of(name, value, width, action_columns)
-    return field_header(name, value.dtype, columns, () if columns else tuple(value.shape[1:]))
-
-
-def _columns_of(name: str, value: torch.Tensor, width: int, action_columns: int) -> Literal["S", "A", ""]:
+def _columns_and_tail(
+    name: str, shape: tuple[int, ...], width: int, action_columns: int
+) -> tuple[Columns, tuple[int, ...]]:
     is_token = name in SEQUENCE_FIELDS
-    if not is_token and not (name in ACTION_FIELDS and value.ndim == 2):
-        return ""
+    if not is_token and not (name in ACTION_FIELDS and len(shape) == 2):
+        return "", shape[1:]
     expected = width if is_token else action_columns
-    if name in SCORE_FIELDS and value.shape[1] == 1 != expected:
+    if len(shape) == 2 and shape[1] == expected:
+        return "S" if is_token else "A", ()
+    if name in SCORE_FIELDS and shape[1] == 1:
         # One number a row, with a dimension of its own, as LightRFT has it.
-        return ""
-    if value.ndim != 2 or value.shape[1] != expected:
-        raise ShapeError(f"{name}: {tuple(value.shape)}, expected ({len(value)}, {expected})")
-    return "S" if is_token else "A"
+        return "", shape[1:]
+    raise ShapeError(f"{name}: {shape}, expected ({shape[0]}, {expected})")
 
 
 def _header(stored: tuple[FieldHeader, ...], spans: Spans, vision: VisionPart | None) -> ExtentHeader:
-    tokens = [end - start for start, end in zip(spans.start, spans.end, strict=True)]
+    tokens = list(map(operator.sub, spans.end, spans.start))
     actions = spans.actions
     groups = [
-        GroupHeader(rows, max(tokens[row] for row in rows), max(actions[row] for row in rows))
+        GroupHeader(rows, max(map(tokens.__getitem__, rows)), max(map(actions.__getitem__, rows)))
         for rows in _similar(tokens)
     ]
     return ExtentHeader(
@@ -273,28 +285,23 @@ def _similar(lengths: list[int]) -> list[list[int]]:
 
 
 def _write(out: Array, stack: Stack, sources: list[Array], header: ExtentHeader, spans: Spans) -> None:
-    """Write the rows of a group: those of each source, (B, columns), to one block of `out`."""
+    """Write the rows of a group: those of each source, (B, columns), to one block of `out`.
+
+    What lies before a row in its block is anything; `gather` zeroes it.
+    """
     is_token, rows, width = stack.run.is_token, stack.group.rows, stack.shape[2]
-    lengths = header.sequence_lengths if is_token else header.action_lengths
     # Action columns end where the sequences' columns end.
     shift = 0 if is_token else spans.width - spans.action_columns
     if spans.end_together and len(header.groups) == 1 and out[0].nbytes < _SMALL_BLOCK_BYTES:
         stop = spans.end[0] - shift
         for target, source in zip(out, sources, strict=True):
             target[...] = source[:, stop - width : stop]
-    else:
-        for place, row in enumerate(rows):
-            stop, length = spans.end[row] - shift, lengths[row]
-            for target, source in zip(out, sources, strict=True):
-                target[place, width - length :] = source[row, stop - length : stop]
-    _zero_padding(out, 0, [width - lengths[row] for row in rows])
-
-
-def _zero_padding(out: Array, start: int, padding: list[int]) -> None:
-    """Zero the first so many columns of the rows from `start` on, in all blocks of a stack."""
-    for row, columns in enumerate(padding, start):
-        if columns:
-            out[..., row, :columns] = 0
+        return
+    lengths = header.sequence_lengths if is_token else header.action_lengths
+    for place, row in enumerate(rows):
+        stop, length = spans.end[row] - shift, lengths[row]
+        for target, source in zip(out, sources, strict=True):
+            target[place, width - length :] = source[row, stop - length : stop]
 
 
 def _gather_part(
@@ -313,9 +320,7 @@ def _gather_part(
             out = stacks[run.stack][run.first : run.first + count]
             # A group may be wider than this batch: columns beyond the batch's width are its padding.
             width = min(stored, out.shape[2])
-            if padding := out.shape[2] - width:
-                out[:, targets, :padding] = 0
-            out[:, targets, padding:] = values[:, sources, stored - width :]
+            out[:, targets, out.shape[2] - width :] = values[:, sources, stored - width :]
 
 
 _Places = slice | list[int] | None
@@ -332,18 +337,32 @@ def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[_Plac
     return index_of([source for source, _ in found]), index_of([target for _, target in found])
 
 
-def _fill_masks(
-    parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dict[str, Array], lengths: dict[str, list[int]]
-) -> None:
-    """Write the masks that were left out: ones, and before a row's first one zeros."""
+def _fill_masks(parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dict[str, Array]) -> None:
+    """Write ones over the masks that were left out."""
     start = 0
     for reader, chosen in parts:
         stop = start + len(chosen)
         for name in reader.header.full_masks:
-            out = arrays[name]
-            out[start:stop] = 1
-            _zero_padding(out, start, [out.shape[1] - length for length in lengths[name][start:stop]])
+            arrays[name][start:stop] = 1
         start = stop
+
+
+def _zero_padding(stacks: list[Array], lengths: list[int]) -> None:
+    """Zero what lies before each row, in stacks (fields, rows, columns) of one width."""
+    if not stacks:
+        return
+    rows, width = stacks[0].shape[1:]
+    padding = [width - length for length in lengths]
+    if rows * width <= _FEW_VALUES:
+        # Of narrow numbers: more of them are compared at a time.
+        is_padding = np.arange(width, dtype=np.int16) < np.array(padding, np.int16)[:, None]
+        for stack in stacks:
+            np.copyto(stack, 0, casting="unsafe", where=is_padding)
+        return
+    for row, columns in enumerate(padding):
+        if columns:
+            for stack in stacks:
+                stack[:, row, :columns] = 0
 
 
 def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> None:
@@ -368,6 +387,6 @@ def _common_plan(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> Plan:
 
 
 def _by_field(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    plain = {name: tensors.get(name) for name in SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS}
+    plain = {name: tensors[name] for name in _TEXT_FIELDS if name in tensors}
     info = {name.removeprefix("info."): value for name, value in tensors.items() if name.startswith("info.")}
     return plain, info

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ _MASK_COLUMNS = {"attention_mask": "S", "action_mask": "A"}
 _LENGTH = struct.Struct("<I")
 
 Array = npt.NDArray[Any]
+Columns = Literal["S", "A", ""]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 # numpy knows no bfloat16; its bits travel as int16.
@@ -56,7 +58,7 @@ class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    columns: Literal["S", "A", ""]
+    columns: Columns
     tail: tuple[Size, ...]
 
 
@@ -109,6 +111,7 @@ class Run(NamedTuple):
     stack: int
     first: int
     is_token: bool
+    kind: np.dtype[Any]
 
 
 class Plan(NamedTuple):
@@ -128,17 +131,25 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Plan:
     """Return the plan of a header's fields and of the masks that it leaves out."""
+    if wrongs := tuple(_wrongs_of_fields(fields, full_masks)):
+        return Plan((), (), (), wrongs)
     with_columns = (field for field in fields if field.columns)
     kinds = itertools.groupby(with_columns, lambda field: (field.columns, field.dtype))
     stacks = tuple(tuple(kind) for _, kind in kinds)
     runs = [
-        Run(tuple(field for _, field in part), index, part[0][0], part[0][1].columns == "S")
+        Run(
+            tuple(field for _, field in part),
+            index,
+            part[0][0],
+            part[0][1].columns == "S",
+            _ARRAY_DTYPES[part[0][1].dtype],
+        )
         for index, stack in enumerate(stacks)
         for is_left_out, found in itertools.groupby(enumerate(stack), lambda place: place[1].name in full_masks)
         if not is_left_out and (part := list(found))
     ]
     others = tuple(field for field in fields if not field.columns)
-    return Plan(stacks, tuple(runs), others, tuple(_wrongs_of_fields(fields, full_masks)))
+    return Plan(stacks, tuple(runs), others, ())
 
 
 class Stack(NamedTuple):
@@ -152,7 +163,7 @@ class Stack(NamedTuple):
 
     def array(self, memory: memoryview) -> Array:
         """Return the blocks as one array (fields, rows, columns) over the extent's own bytes."""
-        kind = _ARRAY_DTYPES[self.run.fields[0].dtype]
+        kind = self.run.kind
         return np.ndarray(
             self.shape, kind, memory, self.start, (self.stride, self.shape[2] * kind.itemsize, kind.itemsize)
         )
@@ -189,13 +200,13 @@ def lay_out(header: ExtentHeader, plan: Plan, start: int) -> tuple[list[Stack], 
     """
     stacks, blocks, stop = [], [], start
     for group in header.groups:
-        rows = len(group.rows)
+        rows, widths = len(group.rows), (group.action_width, group.sequence_width)
         for run in plan.runs:
-            width = group.sequence_width if run.is_token else group.action_width
-            nbytes = rows * width * _ARRAY_DTYPES[run.fields[0].dtype].itemsize
-            stack = Stack(run, group, (len(run.fields), rows, width), start, align(nbytes))
-            stacks.append(stack)
-            stop = start + (len(run.fields) - 1) * stack.stride + nbytes
+            count, width = len(run.fields), widths[run.is_token]
+            nbytes = rows * width * run.kind.itemsize
+            stride = align(nbytes)
+            stacks.append(Stack(run, group, (count, rows, width), start, stride))
+            stop = start + (count - 1) * stride + nbytes
             start = align(stop)
     for field in plan.others:
         block = block_at(start, field, (header.rows, *field.tail))
@@ -240,14 +251,18 @@ def _wrongs(header: ExtentHeader) -> Iterator[str]:
     if not len(tokens) == len(actions) == rows:
         yield f"has lengths of other than its {rows} rows"
         return
-    placed = [row for group in header.groups for row in group.rows]
-    if sorted(placed) != list(range(rows)) or not all(group.rows for group in header.groups):
+    placed = sorted(itertools.chain.from_iterable(group.rows for group in header.groups))
+    if placed != list(range(rows)) or not all(group.rows for group in header.groups):
         yield f"has groups that are not its {rows} rows"
         return
     for group in header.groups:
-        for row in group.rows:
-            if not (actions[row] <= group.action_width and actions[row] <= tokens[row] <= group.sequence_width):
-                yield f"has a row {row} that is longer than its group"
+        # Bounds first: they say it of all rows at once.
+        if max(map(tokens.__getitem__, group.rows)) > group.sequence_width:
+            yield "has a row that is longer than its group"
+        if max(map(actions.__getitem__, group.rows)) > group.action_width:
+            yield "has a row with more actions than its group"
+    if not all(map(operator.le, actions, tokens)):
+        yield "has a row with more actions than tokens"
 
 
 def _wrongs_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Iterator[str]:
@@ -272,9 +287,15 @@ def wrongs_of_field(field: FieldHeader) -> Iterator[str]:
         yield f"has a {field.name} of shape {list(field.tail)}"
 
 
-@functools.lru_cache(maxsize=256)
-def field_header(name: str, kind: torch.dtype, columns: Literal["S", "A", ""], tail: tuple[int, ...]) -> FieldHeader:
-    """Return a field's header; batches of one run have the same ones again and again.
+# Batches of one run have the same fields again and again.
+@functools.lru_cache(maxsize=64)
+def field_headers(fields: tuple[tuple[str, torch.dtype, Columns, tuple[int, ...]], ...]) -> tuple[FieldHeader, ...]:
+    """Return the headers of fields, each its name, dtype, columns and tail, as `field_header` says."""
+    return tuple(field_header(*field) for field in fields)
+
+
+def field_header(name: str, kind: torch.dtype, columns: Columns, tail: tuple[int, ...]) -> FieldHeader:
+    """Return a field's header.
 
     Raises:
         FieldError: If values of that dtype do not travel.

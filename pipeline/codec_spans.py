@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
 from pipeline.codec_layout import Array
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import SCORE_FIELDS, Experience
+from pipeline.experience import SCORE_FIELDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,33 +77,33 @@ class Spans:
         return cls(start.tolist(), end.tolist(), actions.tolist(), width, columns, together, full_masks)
 
 
-def action_columns(experience: Experience) -> int:
+def action_columns(arrays: Mapping[str, Array]) -> int:
     """Return A, as `pipeline.row_checks` counts it for a row: 0 where no field says that there are actions.
 
     Raises:
         ShapeError: If a field that has a column an action is not (B, A).
     """
     for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
-        value = getattr(experience, name)
-        if value is not None:
+        if (value := arrays.get(name)) is not None:
             if value.ndim != 2:
-                raise ShapeError(f"{name}: {tuple(value.shape)}, expected (B, A)")
+                raise ShapeError(f"{name}: {value.shape}, expected (B, A)")
             return int(value.shape[1])
-    scores = [getattr(experience, name) for name in SCORE_FIELDS]
-    return max((value.shape[1] for value in scores if value is not None and value.ndim == 2), default=0)
+    scores = [arrays[name] for name in SCORE_FIELDS if name in arrays]
+    return max((value.shape[1] for value in scores if value.ndim == 2), default=0)
 
 
 def _starts_of_ones(mask: Array) -> list[int] | None:
     """Return where each row's ones begin, if all rows are zeros and then ones, at least one; else None."""
-    if not mask.size or not (mask.dtype == bool or mask.dtype.kind in "iu"):
+    kind = mask.dtype.kind
+    if not mask.size or kind not in "biu":
         return None
-    ones = mask if mask.dtype == bool else mask == 1
-    start: list[int] = ones.argmax(axis=1).tolist()
+    ones = mask if kind == "b" else mask == 1
+    start: list[int] = ones.argmax(1).tolist()
     count = np.count_nonzero(ones)
-    if count != mask.shape[1] * len(start) - sum(start):
+    if count != mask.size - sum(start):
         return None
     # From each start on there are ones alone; what is no one and no zero could stand before it.
-    return start if ones is mask or np.count_nonzero(mask) == count else None
+    return start if kind == "b" or np.count_nonzero(mask) == count else None
 
 
 def _is_plain(mask: Array) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from pipeline import codec
@@ -97,9 +98,9 @@ class Staging:
         if damaged:
             return Staged(None, damaged)
         parts = [(reader, part.rows) for reader, part in zip(readers, lease.parts, strict=True)]
-        versions = [version for part in lease.parts for version in [part.policy_version] * len(part.rows)]
+        versions = np.repeat([part.policy_version for part in lease.parts], [len(part.rows) for part in lease.parts])
         experience = codec.gather(parts, pin_memory=device.type == "cuda")
-        experience.info = {**(experience.info or {}), "policy_version": torch.tensor(versions)}
+        experience.info = {**(experience.info or {}), "policy_version": torch.from_numpy(versions)}
         if device.type != "cuda":
             if device.type != "cpu":
                 experience.to_device(device)

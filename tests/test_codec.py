@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeline import codec
 from pipeline.codec_bounds import extent_bytes_bound, row_bytes_bound
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
+from pipeline.experience import Experience
 from tests.experiences import made_up
 
 TOKEN_FIELDS = ("sequences", "attention_mask")
@@ -75,6 +76,28 @@ def test_every_token_comes_back_where_it_belongs(shapes, seed, ppo, holes):
             place += 1
     assert batch.sequences.shape == batch.attention_mask.shape
     assert batch.sequences[:, -1].all(), "rows end together at the right"
+
+
+@pytest.mark.parametrize("columns", [40, 3000])
+def test_what_lay_in_the_padding_before_reaches_no_batch(columns):
+    """Whatever the batch's size: the padding of many values is zeroed in another way than that of few."""
+    lengths = torch.tensor([columns, columns // 2, columns // 3, 2])
+    mask = torch.arange(columns) >= columns - lengths.unsqueeze(1)
+    experience = Experience(
+        sequences=torch.full(mask.shape, 7), attention_mask=mask.long(),
+        action_mask=mask, action_log_probs=torch.full(mask.shape, -1.0), kl=torch.full(mask.shape, float("nan")),
+    )  # fmt: skip
+    dirty = memoryview(bytearray(b"\xff" * (1 << 20)))
+    encoded = codec.encode(experience, dirty)
+
+    batch = codec.gather([(codec.ExtentReader(dirty[: encoded.nbytes]), range(4))])
+
+    assert torch.equal(batch.attention_mask, mask.long())
+    assert torch.equal(batch.action_mask, mask)
+    assert torch.equal(batch.sequences, 7 * mask)
+    assert torch.equal(batch.action_log_probs, -1.0 * mask)
+    assert torch.equal(batch.kl.isnan(), mask)
+    assert not batch.kl[~mask].any()
 
 
 def test_dtypes_survive():
