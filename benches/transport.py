@@ -93,7 +93,7 @@ _TEXT = """Appends of 8 ragged rows, taken out as batches of 16: small S=512 A=2
 A=7168, vl is medium and 1.2 MB of pixels a row. At most 8 batches are queued. GB/s are of true bytes, without padding.
 Of a way's CPU the idle turns of its own daemons are part only while it has its turn. rlhfd runs with leases, ledger,
 version stamps and xxh3 on both sides; its second row is the class for scripts, whose calls wait for its server's word.
-*bare* has the same three processes and messages, and copies each array into shared memory and out of it as it is: no
-trimming, checks, books or recovery. Raw ZeroMQ goes from producer to consumer with nobody between, so that what a
-consumer has in hand dies with it; its second row has ZeroMQ's own streamer there.
+*bare* has the same three processes and messages, and plain copies of whole blocks into shared memory and out of it: no
+torch, trimming, checksums, books or recovery; it is what is left to gain. Raw ZeroMQ goes from producer to consumer
+with nobody between, so that what a consumer has in hand dies with it; its second row has ZeroMQ's own streamer there.
 """

@@ -40,12 +40,14 @@ class Way:
 
     def batches(self) -> Iterator[Any]:
         place = 0
+        # Made once: a fresh one each time would pay for its pages, which a way that uses memory again does not.
+        outs = [np.zeros(_RING_BYTES, np.uint8) for _ in range(2)]
         while True:
             sizes = self._sizes[self._shape]
             # The true bytes of two appends, flat: what is copied is what is touched.
             nbytes = (sizes[place % POOL] + sizes[(place + 1) % POOL]) // 8 * 8
             start = place // 2 % QUEUED_BATCHES * nbytes % (_RING_BYTES - nbytes)
-            out = np.empty(nbytes, np.uint8)
+            out = outs[place // 2 % 2][:nbytes]
             out[:] = self._ring[start : start + nbytes]
             place += 2
             yield {"flat": out}
