@@ -23,7 +23,8 @@ from pipeline.prompts import PromptSource
 from pipeline.reward_pool import RewardPool
 from pipeline.rewards import FunctionReward, load_reward_function
 from pipeline.role import Report, RoleContext, monotonic_s, reward_source
-from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward
+from pipeline.roller import Roller, refuse_broken_reward
+from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_samples import RolloutSamples
 from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name

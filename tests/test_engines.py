@@ -20,7 +20,8 @@ from pipeline.messages import Sealed, Ticket, Welcome
 from pipeline.metrics import SlotName
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.prompts import PromptSource
-from pipeline.rollout import Roller, RolloutWorker
+from pipeline.roller import Roller
+from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.weights import WeightsPublisher, flatten
 from tests import tiny, whole_rows

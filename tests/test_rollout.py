@@ -15,7 +15,8 @@ from pipeline.metrics import SlotName
 from pipeline.metrics_reader import MetricsReader
 from pipeline.metrics_slab import MetricsSlab
 from pipeline.prompts import PromptSource
-from pipeline.rollout import Roller, RolloutWorker, refuse_broken_reward, seed_of
+from pipeline.roller import Roller, refuse_broken_reward, seed_of
+from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.weights import WeightsPublisher
 from tests.experiences import made_up

@@ -17,7 +17,7 @@ from pipeline.experience_maker import NaiveExperienceMaker
 from pipeline.models import load_tokenizer
 from pipeline.prompts import Prompt, PromptSource
 from pipeline.rewards import FunctionReward
-from pipeline.rollout import Roller, refuse_broken_reward
+from pipeline.roller import Roller, refuse_broken_reward
 from pipeline.vision_prompts import VisionPrompts
 from tests import tiny, tiny_vision
 from tests.tiny_vision import END, IMAGE, START
