@@ -29,7 +29,7 @@ from pipeline.workspace import ledger_layout, limits_of
 _IDLE_S = 0.25
 _LAST_WORDS_S = 2.0
 # A look at a file, or the books shown, costs as much as a message: neither is due at each of a thousand a second.
-_LOOK_S = 0.05
+_LOOK_S = 0.2
 SHOW_S = 0.02
 # Messages that come faster than that are answered together: waking three processes up for each of a thousand appends a
 # second costs more than their books.

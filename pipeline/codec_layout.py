@@ -6,6 +6,8 @@
         for each other field:                                                            (B, ...) values
     what `codec_vision` adds, if the experience is a vision-language one
 
+Rows are right-aligned in their blocks. What lies before a row is anything: whoever copies it out zeroes it.
+
 A header that was read is one that the rest may rely on: whatever bytes lie there, `read_header` returns one whose parts
 account for each other, or raises DecodeError.
 """

@@ -1,6 +1,6 @@
 """`rlhfd pause` and `rlhfd resume`: whether the buffer issues tickets, as a file in the instance's folder.
 
-The buffer looks at it in each turn of its loop, so that one that starts anew knows before it says a word. It goes with
+The buffer looks at it several times a second, and at its start, so that a new one knows before it says a word. It goes with
 the folder: the next start after a killed supervisor is still paused, the next start after a stop is not.
 """
 
