@@ -29,31 +29,57 @@ from benches.report import ROOT, Section, Table
 from benches.rollout_peers import EOS, PAD, Made, Work
 from pipeline.advantages import group_advantages
 from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.generation import ResponseGenerator, Responses
 from pipeline.generation.actors import ActorGenerator
+from pipeline.generation.transformers import LeanGenerator
 
 TRL = "trl==1.16.0"
 _ENVIRONMENT = ROOT / ".venv-trl"
 # A second one makes each way faster on a quiet machine, and on a busy one every figure a matter of luck.
-_THREADS = 1
+THREADS = 1
 _OURS, _GENERATE, _COATI, _TRL = "rlhfd", "transformers generate", "coati's design", "TRL"
 _TEXT = """GRPO with a KL to a reference model, {parameters} parameters in float32, vocabulary {vocabulary:,}, one
 thread: responses, rewards, log-probs of actor and reference, advantages. *{ours}* is what the daemon runs: a key-value
 cache with room, each prompt encoded once, finished rows leave the batch, the sampler's own log-probs. *{generate}*
 stands at the same seam in its place, and log-probs are taken by our chunked function. *{coati}* is written from its
 description. *{trl}* is `GRPOTrainer._generate_and_score_completions` of {package}, which takes no log-probs of the
-actor on fresh experience. There are three rounds, of coati's design one, beside one more of ours. In
-every round tokens were equal and log-probs agreed to 1e-5. A figure above 1 says how many
-times longer the other way took. {note}"""
+actor on fresh experience. Rounds: {rounds}, of coati's design one, beside one more of ours. In every
+round tokens were equal and log-probs agreed to 1e-5. A figure above 1 says how many
+times longer the other way took, end to end, then sampling alone. {note}"""
 
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Compare the ways on some shapes of work."""
-    torch.set_num_threads(_THREADS)
+    torch.set_num_threads(THREADS)
     hidden, layers, vocabulary = (64, 2, 500) if quick else (256, 8, 8000)
     works = [Work(2, 16, 4, 16)] if quick else [Work(4, 64, 2, 64), Work(8, 64, 4, 32), Work(8, 64, 4, 128, False)]
-    actor = peers.model(hidden, layers, vocabulary, seed=0)
+    found = [compared("rollout", (hidden, layers, vocabulary), works, rounds=1 if quick else 3, with_trl=not quick)]
+    return [*found, rollout_card.section(quick=quick)] if torch.cuda.is_available() else found
+
+
+def compared(
+    name: str,
+    size: tuple[int, int, int],
+    works: Sequence[Work],
+    *,
+    rounds: int,
+    with_trl: bool,
+    eos_strength: float = 2.6,
+) -> Section:
+    """Compare the ways on some shapes of work.
+
+    Args:
+        name: The section's.
+        size: Hidden size, layers and vocabulary of the model.
+        works: The shapes.
+        rounds: How often each way has its turn; coati's design has one.
+        with_trl: Whether TRL takes part.
+        eos_strength: How likely responses end early; see `benches.rollout_peers.model`.
+    """
+    hidden, layers, vocabulary = size
+    actor = peers.model(hidden, layers, vocabulary, seed=0, eos_strength=eos_strength)
     # A model of its own that is the actor's equal: TRL's is.
-    reference = peers.model(hidden, layers, vocabulary, seed=0)
+    reference = peers.model(hidden, layers, vocabulary, seed=0, eos_strength=eos_strength)
     note, rows = "", []
     for work in works:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -64,43 +90,49 @@ def run(*, quick: bool) -> Sequence[Section]:
             slow: dict[str, Callable[[], Made]] = {}
             if work.with_coati:
                 slow[_COATI] = lambda work=work: coati(actor, reference, work, vocabulary)
-            if not quick:
+            if with_trl:
                 try:
                     turn = stack.enter_context(trl(actor, work, vocabulary, Path(folder)))
                     ways[_TRL] = turn
                 except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                     note = f"TRL could not be measured here: {error}"
-            for name, way in ways.items():
-                if name == _TRL or work is works[0]:
+            for way_name, way in ways.items():
+                if way_name == _TRL or work is works[0]:
                     way()
-            made = interleaved(ways, 1 if quick else 3, say=_say)
+            made = interleaved(ways, rounds, say=_say)
             beside = interleaved({_OURS: ways[_OURS], **slow}, 1, say=_say) if slow else {}
         for found in (made, beside):
             if found:
                 check(found)
         rows.append(_row(work, made, beside))
     parameters = f"{sum(weight.numel() for weight in actor.parameters()) / 1e6:.1f} M"
-    header = ("rollout of", "tokens", "rlhfd, s", "x generate", "x TRL", "x coati")
+    header = (
+        "rollout of", "tokens", "rlhfd, s", "x generate", "x TRL", "x coati",
+        "its generation, s", "x generate", "x coati",
+    )  # fmt: skip
     text = _TEXT.format(
-        parameters=parameters, vocabulary=vocabulary, ours=_OURS, generate=_GENERATE, coati=_COATI,
+        parameters=parameters, vocabulary=vocabulary, rounds=rounds, ours=_OURS, generate=_GENERATE, coati=_COATI,
         trl=_TRL, package=TRL, note=note,
     )  # fmt: skip
-    found = [Section("rollout", "Rollouts end to end at equal results", " ".join(text.split()), [Table(header, rows)])]
-    return [*found, rollout_card.section(quick=quick)] if torch.cuda.is_available() else found
+    return Section(name, "Rollouts end to end at equal results", " ".join(text.split()), [Table(header, rows)])
 
 
 def _row(work: Work, made: dict[str, list[Made]], beside: dict[str, list[Made]]) -> tuple[str, ...]:
     def seconds(found: dict[str, list[Made]], way: str) -> Sample:
         return Sample.of(one.seconds for one in found[way])
 
-    def ratio(way: str) -> str:
+    def sampling(found: dict[str, list[Made]], way: str) -> Sample:
+        return Sample.of(one.generation_s for one in found[way])
+
+    def ratio(way: str, of: Callable[[dict[str, list[Made]], str], Sample] = seconds) -> str:
         found = beside if way in beside else made
-        return str(seconds(found, way).over(seconds(found, _OURS))) if way in found else "not run"
+        return str(of(found, way).over(of(found, _OURS))) if way in found else "not run"
 
     lengths = made[_OURS][0].lengths
     what = f"{work.prompts} prompts x {work.group_size}, up to {work.prompt_tokens} + {work.new_tokens} tokens"
     tokens = f"{int(lengths.sum()):,}, {int(lengths.min())} to {int(lengths.max())} a response"
-    return (what, tokens, str(seconds(made, _OURS)), *map(ratio, (_GENERATE, _TRL, _COATI)))
+    whole = (str(seconds(made, _OURS)), *map(ratio, (_GENERATE, _TRL, _COATI)))
+    return (what, tokens, *whole, str(sampling(made, _OURS)), ratio(_GENERATE, sampling), ratio(_COATI, sampling))
 
 
 def _say(line: str) -> None:
@@ -127,11 +159,30 @@ def check(made: dict[str, list[Made]]) -> None:
                     raise RuntimeError(f"{way}: {name} are off by {off:g}")
 
 
+class _Timed:
+    """An engine, and how long it has sampled."""
+
+    def __init__(self, engine: ResponseGenerator) -> None:
+        self._engine = engine
+        self.seconds = 0.0
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Responses:
+        began_s = time.perf_counter()
+        try:
+            return self._engine.generate(*arguments, **keywords)
+        finally:
+            self.seconds += time.perf_counter() - began_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 def ours(
     actor: LlamaForCausalLM, reference: LlamaForCausalLM, work: Work, vocabulary: int, *, plain: bool = False
 ) -> Made:
     """Make experience as a worker of the daemon does, or with transformers' own ``generate`` at the same seam."""
     input_ids, mask = work.inputs(vocabulary)
+    engine = _Timed(ActorGenerator(actor) if plain else LeanGenerator(actor))
     maker = NaiveExperienceMaker(
         actor,
         None,
@@ -142,7 +193,7 @@ def ours(
         num_generation=work.group_size,
         logits_forward_batch_size=16,
         reuse_sampling_log_probs=not plain,
-        generator=ActorGenerator(actor) if plain else None,
+        generator=engine,
     )
     began_s = time.perf_counter()
     made = maker.make_experience(input_ids, mask, max_length=work.prompt_tokens + work.new_tokens, do_sample=False)
@@ -155,6 +206,7 @@ def ours(
         made.action_mask.sum(dim=1),
         made.base_action_log_probs,
         made.action_log_probs,
+        engine.seconds,
     )
 
 
@@ -163,6 +215,7 @@ def coati(actor: LlamaForCausalLM, reference: LlamaForCausalLM, work: Work, voca
     input_ids, mask = (tensor.repeat_interleave(work.group_size, dim=0) for tensor in work.inputs(vocabulary))
     began_s = time.perf_counter()
     tokens = peers.coati_generate(actor, input_ids, mask, work.new_tokens)
+    generation_s = time.perf_counter() - began_s
     lengths = peers.lengths_of(tokens)
     actions = torch.arange(work.new_tokens) < lengths.unsqueeze(1)
     sequences, whole = torch.cat([input_ids, tokens], dim=1), torch.cat([mask, actions.long()], dim=1)
@@ -172,7 +225,7 @@ def coati(actor: LlamaForCausalLM, reference: LlamaForCausalLM, work: Work, voca
     scores = lengths.float()
     kl = ((log_probs - base_log_probs) * actions * -0.01).sum(dim=1) / lengths
     group_advantages(scores + kl, work.group_size)
-    return Made(time.perf_counter() - began_s, tokens, lengths, base_log_probs, log_probs)
+    return Made(time.perf_counter() - began_s, tokens, lengths, base_log_probs, log_probs, generation_s)
 
 
 @contextlib.contextmanager
@@ -195,7 +248,7 @@ def trl(actor: LlamaForCausalLM, work: Work, vocabulary: int, folder: Path) -> I
     input_ids, mask = work.inputs(vocabulary)
     settings = {
         "folder": str(folder),
-        "threads": _THREADS,
+        "threads": THREADS,
         "rows": work.rows,
         "group_size": work.group_size,
         "new_tokens": work.new_tokens,

@@ -60,6 +60,7 @@ class Made:
         lengths: ``(B,)`` int64.
         base_log_probs: ``(B, A)`` float32, under the reference.
         log_probs: The same under the actor; None where the way takes none.
+        generation_s: What of it sampling took; 0 where the way does not tell.
     """
 
     seconds: float
@@ -67,9 +68,10 @@ class Made:
     lengths: Tensor
     base_log_probs: Tensor
     log_probs: Tensor | None = None
+    generation_s: float = 0.0
 
 
-def model(hidden: int, layers: int, vocabulary: int, *, seed: int) -> LlamaForCausalLM:
+def model(hidden: int, layers: int, vocabulary: int, *, seed: int, eos_strength: float = 2.6) -> LlamaForCausalLM:
     """An untrained Llama whose greedy responses end at all kinds of lengths: its eos has a head of its own strength."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -87,7 +89,7 @@ def model(hidden: int, layers: int, vocabulary: int, *, seed: int) -> LlamaForCa
     )
     made = LlamaForCausalLM(config).eval()
     with torch.no_grad():
-        made.lm_head.weight[EOS] *= 2.6
+        made.lm_head.weight[EOS] *= eos_strength
     return made
 
 
