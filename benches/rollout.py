@@ -36,21 +36,20 @@ from pipeline.generation.transformers import LeanGenerator
 TRL = "trl==1.16.0"
 _ENVIRONMENT = ROOT / ".venv-trl"
 # A second one makes each way faster on a quiet machine, and on a busy one every figure a matter of luck.
-THREADS = 1
+_THREADS = 1
 _OURS, _GENERATE, _COATI, _TRL = "rlhfd", "transformers generate", "coati's design", "TRL"
-_TEXT = """GRPO with a KL to a reference model, {parameters} parameters in float32, vocabulary {vocabulary:,}, one
-thread: responses, rewards, log-probs of actor and reference, advantages. *{ours}* is what the daemon runs: a key-value
-cache with room, each prompt encoded once, finished rows leave the batch, the sampler's own log-probs. *{generate}*
-stands at the same seam in its place, and log-probs are taken by our chunked function. *{coati}* is written from its
-description. *{trl}* is `GRPOTrainer._generate_and_score_completions` of {package}, which takes no log-probs of the
-actor on fresh experience. Rounds: {rounds}, of coati's design one, beside one more of ours. In every
-round tokens were equal and log-probs agreed to 1e-5. A figure above 1 says how many
-times longer the other way took, end to end, then sampling alone. {note}"""
+_TEXT = """GRPO with a KL to a reference model, {parameters} parameters in float32, vocabulary {vocabulary:,}.
+Threads: {threads}. Responses, rewards, log-probs of actor and reference, advantages. *{ours}* is what the daemon
+runs: a key-value cache with room, each prompt encoded once, finished rows leave the batch, the sampler's own
+log-probs. *{generate}* stands at the same seam in its place, and log-probs are taken by our chunked function.
+*{coati}* is written from its description. *{trl}* is `GRPOTrainer._generate_and_score_completions` of {package},
+which takes no log-probs of the actor on fresh experience. Rounds: {rounds}, of coati's design one, beside one more of
+ours. In every round tokens were equal and log-probs agreed to 1e-5. A figure above 1 says how many times longer the
+other way took, end to end, then sampling alone. {note}"""
 
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Compare the ways on some shapes of work."""
-    torch.set_num_threads(THREADS)
     hidden, layers, vocabulary = (64, 2, 500) if quick else (256, 8, 8000)
     works = [Work(2, 16, 4, 16)] if quick else [Work(4, 64, 2, 64), Work(8, 64, 4, 32), Work(8, 64, 4, 128, False)]
     found = [compared("rollout", (hidden, layers, vocabulary), works, rounds=1 if quick else 3, with_trl=not quick)]
@@ -65,6 +64,7 @@ def compared(
     rounds: int,
     with_trl: bool,
     eos_strength: float = 2.6,
+    threads: int = _THREADS,
 ) -> Section:
     """Compare the ways on some shapes of work.
 
@@ -75,7 +75,9 @@ def compared(
         rounds: How often each way has its turn; coati's design has one.
         with_trl: Whether TRL takes part.
         eos_strength: How likely responses end early; see `benches.rollout_peers.model`.
+        threads: Of each way.
     """
+    torch.set_num_threads(threads)
     hidden, layers, vocabulary = size
     actor = peers.model(hidden, layers, vocabulary, seed=0, eos_strength=eos_strength)
     # A model of its own that is the actor's equal: TRL's is.
@@ -92,7 +94,7 @@ def compared(
                 slow[_COATI] = lambda work=work: coati(actor, reference, work, vocabulary)
             if with_trl:
                 try:
-                    turn = stack.enter_context(trl(actor, work, vocabulary, Path(folder)))
+                    turn = stack.enter_context(trl(actor, work, vocabulary, Path(folder), threads))
                     ways[_TRL] = turn
                 except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                     note = f"TRL could not be measured here: {error}"
@@ -111,8 +113,8 @@ def compared(
         "its generation, s", "x generate", "x coati",
     )  # fmt: skip
     text = _TEXT.format(
-        parameters=parameters, vocabulary=vocabulary, rounds=rounds, ours=_OURS, generate=_GENERATE, coati=_COATI,
-        trl=_TRL, package=TRL, note=note,
+        parameters=parameters, vocabulary=vocabulary, rounds=rounds, threads=threads, ours=_OURS,
+        generate=_GENERATE, coati=_COATI, trl=_TRL, package=TRL, note=note,
     )  # fmt: skip
     return Section(name, "Rollouts end to end at equal results", " ".join(text.split()), [Table(header, rows)])
 
@@ -229,7 +231,9 @@ def coati(actor: LlamaForCausalLM, reference: LlamaForCausalLM, work: Work, voca
 
 
 @contextlib.contextmanager
-def trl(actor: LlamaForCausalLM, work: Work, vocabulary: int, folder: Path) -> Iterator[Callable[[], Made]]:
+def trl(
+    actor: LlamaForCausalLM, work: Work, vocabulary: int, folder: Path, threads: int
+) -> Iterator[Callable[[], Made]]:
     """Start TRL, installed on first use beside this environment and with its torch and transformers.
 
     Raises:
@@ -248,7 +252,7 @@ def trl(actor: LlamaForCausalLM, work: Work, vocabulary: int, folder: Path) -> I
     input_ids, mask = work.inputs(vocabulary)
     settings = {
         "folder": str(folder),
-        "threads": THREADS,
+        "threads": threads,
         "rows": work.rows,
         "group_size": work.group_size,
         "new_tokens": work.new_tokens,

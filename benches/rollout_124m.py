@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from benches.report import Section
-from benches.rollout import THREADS, compared
+from benches.rollout import compared
 from benches.rollout_peers import Work
+
+_SIZE = (768, 12, 25_000)
 
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Compare the ways to a rollout of this model."""
-    torch.set_num_threads(THREADS)
     works = [Work(2, 16, 4, 8, False)] if quick else [
-        Work(4, 64, 2, 128), Work(8, 64, 4, 32), Work(8, 64, 4, 128, False),
+        Work(4, 256, 2, 128), Work(8, 256, 4, 32), Work(8, 256, 4, 128, False),
     ]  # fmt: skip
-    size, rounds = (768, 12, 25_000), 1 if quick else 3
-    return [compared("rollout-124m", size, works, rounds=rounds, with_trl=not quick, eos_strength=3.6)]
+    rounds = 1 if quick else 3
+    return [compared("rollout-124m", _SIZE, works, rounds=rounds, with_trl=not quick, eos_strength=4.4, threads=2)]
