@@ -92,14 +92,10 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
     rows, width = experience.sequences.shape
     arrays, kinds = _arrays_of(experience, rows)
     columns = action_columns(arrays)
-    stored = field_headers(
-        tuple(
-            [
-                (name, kinds[name], *_columns_and_tail(name, array.shape, width, columns))
-                for name, array in arrays.items()
-            ]
-        )
-    )
+    described = [
+        (name, kinds[name], *_columns_and_tail(name, array.shape, width, columns)) for name, array in arrays.items()
+    ]
+    stored = field_headers(tuple(described))
     spans = Spans.of((rows, width), columns, arrays.get("attention_mask"), arrays.get("action_mask"))
     vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
     header = _header(stored, spans, vision)
