@@ -1,7 +1,7 @@
 """`rlhfd pause` and `rlhfd resume`: whether the buffer issues tickets, as a file in the instance's folder.
 
-The buffer looks at it several times a second, and at its start, so that a new one knows before it says a word. It goes with
-the folder: the next start after a killed supervisor is still paused, the next start after a stop is not.
+The buffer looks at it several times a second, and at its start, so that a new one knows before it says a word. It goes
+with the folder: the next start after a killed supervisor is still paused, the next start after a stop is not.
 """
 
 from __future__ import annotations
