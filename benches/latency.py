@@ -14,7 +14,7 @@ _PAUSE_S = 0.025
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Measure each way with an append every 25 ms."""
-    rounds, appends = (1, 20) if quick else (3, 60)
+    rounds, appends = (1, 20) if quick else (3, 48)
     shapes = ("small",) if quick else ("small", "large")
     ways = (BARE, *OURS, RAW, STREAMER, COATI) if quick else (BARE, *OURS, *PEERS)
     ways = tuple(way for way in ways if way is not TRANSFER_QUEUE)
