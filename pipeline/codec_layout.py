@@ -106,7 +106,8 @@ _header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
 class Run(NamedTuple):
     """Fields of one dtype, with a column each token or each action, that are stored side by side.
 
-    `stack`: which of the plan's stacks they are part of; `first`: the place of the first of them in it.
+    `stack`: which of the plan's stacks they are part of; `first`: the place of the first of them in it;
+    `kind`: their dtype as arrays hold them.
     """
 
     fields: tuple[FieldHeader, ...]
@@ -258,7 +259,6 @@ def _wrongs(header: ExtentHeader) -> Iterator[str]:
         yield f"has groups that are not its {rows} rows"
         return
     for group in header.groups:
-        # Bounds first: they say it of all rows at once.
         if max(map(tokens.__getitem__, group.rows)) > group.sequence_width:
             yield "has a row that is longer than its group"
         if max(map(actions.__getitem__, group.rows)) > group.action_width:
