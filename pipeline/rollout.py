@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Protocol
 
 from pipeline import codec
 from pipeline.arena import Arena
@@ -21,7 +20,6 @@ from pipeline.errors import (
     TokenError,
 )
 from pipeline.experience import Experience
-from pipeline.generation import ResponseGenerator
 from pipeline.insert_gate import Fault
 from pipeline.messages import (
     Drain,
@@ -37,7 +35,7 @@ from pipeline.messages import (
     WantTickets,
     Welcome,
 )
-from pipeline.roller import Rolled, Roller
+from pipeline.roller import Rolled
 from pipeline.rollout_metrics import RolloutMetrics
 from pipeline.rollout_samples import RolloutSamples
 from pipeline.transport import Sender, worker_name
@@ -49,15 +47,24 @@ TICKETS_AHEAD = 2
 log = logging.getLogger(__name__)
 
 
+class RollsOut(Protocol):
+    """What a worker rolls out with (`pipeline.rollout_models.RolloutModels`), here or on another machine."""
+
+    def roll(self, position: int, prompts: int) -> Rolled:
+        """Roll out the prompts from a position on."""
+
+    def fetch(self, source: WeightsReader) -> WeightsVersion:
+        """Compute with the newest weights from here on; return which they are."""
+
+
 class RolloutWorker:
     """The worker's decisions: which ticket next, with which weights, and what to tell the buffer."""
 
     def __init__(
         self,
-        roller: Roller,
+        models: RollsOut,
         arena: Arena,
         weights_path: Path,
-        targets: Mapping[str, torch.Tensor],
         sender: Sender,
         metrics: RolloutMetrics,
         *,
@@ -66,18 +73,15 @@ class RolloutWorker:
         group_size: int = 1,
         checksum: bool = True,
         initial_version: int = -1,
-        engine: ResponseGenerator | None = None,
-        check: Callable[[WeightsVersion], None] = lambda fetched: None,
         log_texts: bool = False,
         samples: RolloutSamples | None = None,
     ) -> None:
         """Introduce this worker to the buffer.
 
         Args:
-            roller: Makes experience of prompts.
+            models: Make experience of prompts, with the weights that they fetched last.
             arena: Mapped with its payload.
             weights_path: File of the published weights; it appears with the first publish.
-            targets: The tensors that published weights are copied into, by published name.
             sender: To the buffer.
             metrics: Where the work is counted.
             index: This worker's number.
@@ -85,25 +89,20 @@ class RolloutWorker:
             group_size: Responses of a prompt (G).
             checksum: Whether sealed extents carry one.
             initial_version: The version of the weights as loaded; -1 if only published ones count.
-            engine: What generates; it is paused while weights are copied, and told of them. None where nobody need be.
-            check: Called with each version fetched; raises MistrustedError if the model does not compute with it.
             log_texts: Whether reasons may quote prompts, responses and answers.
             samples: Keeps some rollouts for people to read.
         """
         self.draining = False
         self.held = WeightsVersion(initial_version, 0)
-        self._roller = roller
+        self._models = models
         self._arena = arena
         self._weights_path = weights_path
-        self._targets = targets
         self._sender = sender
         self._metrics = metrics
         self._name = worker_name(index)
         self._clock = clock
         self._group_size = group_size
         self._checksum = checksum
-        self._engine = engine
-        self._check = check
         self._log_texts = log_texts
         self._samples = samples
         self._reader: WeightsReader | None = None
@@ -178,7 +177,7 @@ class RolloutWorker:
         if self._samples is not None:
             self._samples.begin()
         try:
-            rolled = self._roller.roll(ticket.position, ticket.prompts)
+            rolled = self._models.roll(ticket.position, ticket.prompts)
             if rolled.experience is None:
                 return self._failed(ticket, "all its prompts were set aside", retry=False)
             if self._clock() > ticket.deadline_s:
@@ -255,14 +254,8 @@ class RolloutWorker:
         assert self._reader is not None
         with self._metrics.activity("fetch_weights"):
             started_s = self._clock()
-            if self._engine is not None:
-                self._engine.pause()
-            self.held = self._reader.fetch(self._targets)
-            if self._engine is not None:
-                self._engine.update_weights(_of_actor(self._targets))
-                self._engine.resume()
             try:
-                self._check(self.held)
+                self.held = self._models.fetch(self._reader)
             except MistrustedError:
                 self._metrics.mistrusted()
                 raise
@@ -274,7 +267,3 @@ def _reason_of(error: FieldError | ShapeError) -> FaultReason:
     if isinstance(error, TokenError):
         return "vocabulary"
     return "lengths" if isinstance(error, ShapeError) else "malformed"
-
-
-def _of_actor(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}

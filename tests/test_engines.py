@@ -23,6 +23,7 @@ from pipeline.prompts import PromptSource
 from pipeline.roller import Roller
 from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
+from pipeline.rollout_models import RolloutModels
 from pipeline.weights import WeightsPublisher, flatten
 from tests import tiny, whole_rows
 from tests.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
@@ -86,9 +87,8 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
     publisher.publish(1, flatten(actor=published.state_dict()))
     worker = RolloutWorker(
-        roller, arena, tmp_path / "weights", tensors, sent,
-        RolloutMetrics(slab.writer("rollout", 0), reward_source="function"), index=0, clock=lambda: 0.0, engine=engine,
-        group_size=4,
+        RolloutModels(roller, engine, tensors), arena, tmp_path / "weights", sent,
+        RolloutMetrics(slab.writer("rollout", 0), reward_source="function"), index=0, clock=lambda: 0.0, group_size=4,
     )  # fmt: skip
     worker.handle(Welcome(1))
 

@@ -1,5 +1,6 @@
 """The probe: honest models answer alike, one that does not compute with its weights is found out."""
 
+import dataclasses
 import math
 
 import pytest
@@ -20,6 +21,14 @@ TOKENS = [2, 5, 7, 3, 11, 13, 4, 4, 9, 17]
 
 def targets(model):
     return {f"actor.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def sharp(seed):
+    """A model as sure of its tokens as a trained one: any wrong tensor moves its answer far beyond bfloat16's bound."""
+    model = tiny.llama(seed)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    return model
 
 
 def published(tmp_path, model):
@@ -60,8 +69,8 @@ def test_an_honest_worker_never_trips(tmp_path, dtype, kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["actor.lm_head.weight", "actor.model.layers.0.self_attn.q_proj.weight"])
 def test_a_tensor_copied_to_where_the_model_does_not_look_is_found(tmp_path, dtype, name):
-    published(tmp_path, tiny.llama(1).to(dtype))
-    model = tiny.llama(2).to(dtype)
+    published(tmp_path, sharp(1).to(dtype))
+    model = sharp(2).to(dtype)
     stale = {**targets(model), name: targets(model)[name].clone()}
 
     version = fetched(tmp_path, stale)
@@ -112,7 +121,7 @@ def test_a_worker_that_is_not_to_be_trusted_seals_nothing_and_is_counted(tmp_pat
     def refuse(version):
         raise MistrustedError("no")
 
-    bench.worker._check = refuse
+    bench.worker._models = dataclasses.replace(bench.worker._models, check=refuse)
     bench.ticket()
 
     with pytest.raises(MistrustedError):

@@ -18,6 +18,7 @@ from pipeline.prompts import PromptSource
 from pipeline.roller import Roller, refuse_broken_reward, seed_of
 from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
+from pipeline.rollout_models import RolloutModels
 from pipeline.weights import WeightsPublisher
 from tests.experiences import made_up
 
@@ -83,7 +84,7 @@ class Bench:
         )  # fmt: skip
         self.roller = roller
         self.worker = RolloutWorker(
-            roller, self.arena, folder / "weights", self.model, self.sent,
+            RolloutModels(roller, None, self.model), self.arena, folder / "weights", self.sent,
             RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function"),
             index=0, clock=lambda: self.now_s,
         )  # fmt: skip
