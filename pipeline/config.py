@@ -440,9 +440,19 @@ class SamplesConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """Where the roles run."""
+    """Where the workers' models compute."""
 
-    engine: Literal["local", "ray"] = Field(default="local", description="Local processes, or Ray actors.")
+    engine: Literal["local", "ray"] = Field(
+        default="local", description="In the workers' own processes, or as actors on any machine of a Ray cluster."
+    )
+    address: str = Field(
+        default="auto",
+        min_length=1,
+        description="The Ray cluster: host:port of its head, or auto for the one that this machine is part of.",
+    )
+    worker_gpus: float | None = Field(
+        default=None, ge=0, le=64, description="GPUs of each actor; left out: one if the cluster has any."
+    )
 
 
 class Config(_Section):
@@ -546,12 +556,11 @@ def conflicts(config: Config) -> list[Conflict]:
     # Names of the agreed interface whose parts are still to be built: better refused than ignored.
     # An engine is there once its module is, which alone is added for it.
     there = ":" in rollout.engine or (Path(__file__).parent / "generation" / f"{rollout.engine}.py").is_file()
-    for key, value, missing in (
-        ("rollout.engine", rollout.engine, not there),
-        ("cluster.engine", config.cluster.engine, config.cluster.engine == "ray"),
-    ):
-        if missing:
-            found.append(Conflict((key,), f'"{value}" is not there yet in this version'))
+    if not there:
+        found.append(Conflict(("rollout.engine",), f'"{rollout.engine}" is not there yet in this version'))
+    if config.cluster.engine == "ray" and rollout.devices != "auto":
+        keys = ("rollout.devices", "cluster.engine")
+        found.append(Conflict(keys, "must be auto where Ray gives each worker its GPUs (cluster.worker_gpus)"))
     if config.buffer.journal_interval_s and trainer.kind == "external":
         keys = ("buffer.journal_interval_s", "trainer.kind")
         found.append(

@@ -35,7 +35,8 @@ def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tupl
     """Assign GPUs and cores to trainer ranks and rollout workers.
 
     With ``auto``, ranks take the first GPUs and workers the others, one each; where none is left they share the ranks'.
-    With at least one core a process, each gets its own cores; with fewer, none is pinned.
+    With at least one core a process, each gets its own cores; with fewer, none is pinned. Workers whose models compute
+    elsewhere in a cluster get neither.
 
     Raises:
         ConfigError: If a device is named that is not there, or there are fewer GPUs than ranks.
@@ -46,18 +47,25 @@ def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tupl
         raise ConfigError(f"trainer.world_size: {ranks} ranks need a GPU each, {len(trainer_gpus)} are there")
     rest = [gpu for gpu in gpus if gpu not in trainer_gpus]
     worker_gpus = _chosen(config.rollout.devices, gpus, "rollout.devices") or rest or list(gpus)
-    processes = [("trainer", rank) for rank in range(ranks)] + [
-        ("rollout", i) for i in range(worker_count(config, gpus))
-    ]
+    trainers = [("trainer", rank) for rank in range(ranks)]
+    workers = [("rollout", index) for index in range(worker_count(config, gpus))]
+    is_remote = config.cluster.engine == "ray"
+    processes = trainers if is_remote else trainers + workers
     cores = _shares(cpus, len(processes))
-    return {
+    gateways = dict.fromkeys(workers, Place("", ())) if is_remote else {}
+    return gateways | {
         (role, index): Place(_nth(trainer_gpus if role == "trainer" else worker_gpus, index), cores[position])
         for position, (role, index) in enumerate(processes)
     }
 
 
 def worker_count(config: Config, gpus: Sequence[str]) -> int:
-    """Return the number of rollout workers: one a GPU of theirs, or `rollout.workers` where that is more."""
+    """Return the number of rollout workers: one a GPU of theirs, or `rollout.workers` where that is more.
+
+    In a cluster it is `rollout.workers`: which GPUs there are is not known here.
+    """
+    if config.cluster.engine == "ray":
+        return config.rollout.workers
     if config.rollout.devices != "auto":
         return max(len(config.rollout.devices), config.rollout.workers)
     ranks = config.trainer.world_size if config.trainer.kind == "builtin" else 0

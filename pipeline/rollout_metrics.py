@@ -69,8 +69,12 @@ class RolloutMetrics:
         started_s = time.monotonic()
         with self.clock.during(name):
             yield
+        self.staged(name, time.monotonic() - started_s)
+
+    def staged(self, name: str, seconds: float) -> None:
+        """Count an activity that has ended for the stage of its name."""
         if name in self._stages:
-            self._stages[name].observe(time.monotonic() - started_s)
+            self._stages[name].observe(seconds)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

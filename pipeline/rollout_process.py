@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -21,11 +22,19 @@ from pipeline.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_
 
 _IDLE_S = 0.25
 
+Builder = Callable[[Config, RoleContext, Arena, Sender, RolloutMetrics], RolloutWorker]
+
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, context: RoleContext) -> ExitCode:
-    """Roll out tickets until told to stop."""
+def run(config: Config, context: RoleContext, build: Builder | None = None) -> ExitCode:
+    """Roll out tickets until told to stop.
+
+    Args:
+        config: The instance's.
+        context: This process's.
+        build: Makes the worker; left out, `new_worker`, which computes in this process.
+    """
     torch.set_num_threads(config.rollout.threads)
     arena = Arena(context.folder / "arena")
     arena.populate()
@@ -35,7 +44,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)
-    worker = new_worker(config, context, arena, outbox, metrics)
+    worker = (build or new_worker)(config, context, arena, outbox, metrics)
     context.ready()
     waiting_since_s = monotonic_s()
     try:

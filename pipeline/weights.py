@@ -17,13 +17,17 @@ A trainer's own state lies in a second such file (`pipeline.policy_versions`), w
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import mmap
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pipeline.arena import allocate, refuse_larger_than_free
@@ -93,17 +97,9 @@ class _Mapping:
         start = self.data_offset + slot * self.slot_bytes
         return self.memory[start : start + self.slot_bytes]
 
-    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
-        memory = self.slot_memory(slot)
-        return {
-            place.name: torch.frombuffer(
-                memory[place.offset : place.offset + place.nbytes], dtype=getattr(torch, place.dtype)
-            ).reshape(place.shape)
-            for place in self.places
-        }
-
     def all_slots(self) -> list[Slot]:
-        return [Slot(self.slot_memory(slot), self.tensors(slot)) for slot in range(self.slots)]
+        memories = [self.slot_memory(slot) for slot in range(self.slots)]
+        return [Slot(memory, _views(memory, self.places)) for memory in memories]
 
     def pin_for(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Page-lock the slots, once, if any of these tensors is on a card."""
@@ -267,6 +263,24 @@ class WeightsReader:
             WeightsError: If there is no such version, a target is missing or misshapen, or no whole copy could be had.
         """
         self._mapping.pin_for(into)
+        return self._whole(age, lambda slot, found: self._slots[slot].read(into) == found.fingerprint)
+
+    def copy(self) -> WeightsCopy:
+        """Return a copy of the newest version, to be sent to another machine.
+
+        Raises:
+            WeightsError: If there is no version yet, or no whole copy could be had.
+        """
+        data = np.empty(self.nbytes, np.uint8)
+
+        def take(slot: int, found: WeightsVersion) -> bool:
+            data[:] = np.frombuffer(self._mapping.slot_memory(slot), np.uint8)
+            return True
+
+        return WeightsCopy(self._whole(None, take), list(self._mapping.places), data)
+
+    def _whole(self, age: Age | None, take: Callable[[int, WeightsVersion], bool]) -> WeightsVersion:
+        """Have a slot taken until nobody has written to it meanwhile; return the version that was taken."""
         for _ in range(_FETCH_ATTEMPTS):
             slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
             if slot is None:
@@ -274,8 +288,7 @@ class WeightsReader:
             mark = slot_mark(slot)
             before = self._mapping.marks[mark]
             found = self._mapping.version(slot)
-            whole = before % 2 == 0 and self._slots[slot].read(into) == found.fingerprint
-            if whole and self._mapping.marks[mark] == before:
+            if before % 2 == 0 and take(slot, found) and self._mapping.marks[mark] == before:
                 return found
             log.warning("weights of version %d were overtaken while being copied, trying again", found.version)
         raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
@@ -288,6 +301,55 @@ class WeightsReader:
         """Unmap."""
         self._slots.clear()
         self._mapping.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsCopy:
+    """One version outside of shared memory, as it travels to another machine; `fetch` is as that of `WeightsReader`.
+
+    Attributes:
+        version: Which one.
+        places: Where its tensors lie in `data`.
+        data: ``(bytes of a slot,)`` uint8; may be read-only.
+    """
+
+    version: WeightsVersion
+    places: list[TensorPlace]
+    data: npt.NDArray[np.uint8]
+
+    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
+        """Copy the version into a model's tensors.
+
+        Args:
+            into: Targets by published name; every published tensor needs one of its shape.
+
+        Returns:
+            The version, whose fingerprint is that of what was copied.
+
+        Raises:
+            WeightsError: If a target is missing or misshapen, or these are not the bytes that were published.
+        """
+        memory = self.data.data
+        with warnings.catch_warnings():
+            # Torch warns of memory that is not writable; here it is read and never written.
+            warnings.simplefilter("ignore", UserWarning)
+            slot = Slot(memory, _views(memory, self.places))
+        if (found := slot.read(into)) != self.version.fingerprint:
+            raise WeightsError(
+                f"weights of version {self.version.version} came damaged: fingerprint {found:016x}, "
+                f"published as {self.version.fingerprint:016x}"
+            )
+        return self.version
+
+
+def _views(memory: memoryview, places: Sequence[TensorPlace]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a slot, over its bytes."""
+    return {
+        place.name: torch.frombuffer(
+            memory[place.offset : place.offset + place.nbytes], dtype=getattr(torch, place.dtype)
+        ).reshape(place.shape)
+        for place in places
+    }
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> list[TensorPlace]:

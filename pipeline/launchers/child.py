@@ -23,6 +23,7 @@ _ROLES = {
     "trainer": "pipeline.trainer_process",
     "setup": "pipeline.setup_process",
 }
+_GATEWAY = "pipeline.launchers.ray"
 
 
 def main(reports: int, spec_json: str) -> int:
@@ -87,7 +88,8 @@ def main(reports: int, spec_json: str) -> int:
 
 def _run(config: Config, context: RoleContext) -> ExitCode:
     """Import the one role this process is, and run it."""
-    role = importlib.import_module(_ROLES[context.role])
+    is_gateway = context.role == "rollout" and config.cluster.engine == "ray"
+    role = importlib.import_module(_GATEWAY if is_gateway else _ROLES[context.role])
     code: ExitCode = role.run(config, context)
     return code
 

@@ -99,6 +99,8 @@ def run(loaded: LoadedConfig) -> ExitCode:
         raise ConfigError(
             "--serial: one process holds one built-in trainer rank; set trainer.world_size = 1 and kind = builtin"
         )
+    if config.cluster.engine != "local":
+        raise ConfigError("--serial: one process computes all of it; set cluster.engine = local")
     hold_signals()
     with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "serial"):
         workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
