@@ -7,6 +7,7 @@ the trainer publishes with a version what its model answers, and a worker compar
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ def probe_tokens(config: Config, tokenizer: Any) -> list[int]:
 
     Nothing comes back where that has no two tokens, or cannot be rendered as text: then nothing is asked.
     """
-    prompt = PromptSource(config.prompts.path, config.daemon.seed).at(0)
+    with contextlib.closing(PromptSource(config.prompts.path, config.daemon.seed)) as source:
+        prompt = source.at(0)
     try:
         tokens = render(prompt, tokenizer, config.prompts.template)[:_TOKENS]
     except PromptError:

@@ -120,6 +120,10 @@ class Roller:
         answers = [prompt.answer for prompt, _ in kept]
         return Rolled(experience, prompts - len(kept), refused, None, self._stopped(experience), answers)
 
+    def close(self) -> None:
+        """Close the prompts."""
+        self._source.close()
+
     def _render(self, prompt: Prompt) -> RenderedPrompt:
         template: Any = self._template
         if self._vision is not None:

@@ -56,6 +56,9 @@ class RollsOut(Protocol):
     def fetch(self, source: WeightsReader) -> WeightsVersion:
         """Compute with the newest weights from here on; return which they are."""
 
+    def close(self) -> None:
+        """Let go of what they hold."""
+
 
 class RolloutWorker:
     """The worker's decisions: which ticket next, with which weights, and what to tell the buffer."""
@@ -150,7 +153,8 @@ class RolloutWorker:
         self._metrics.in_flight(len(self._tickets))
 
     def close(self) -> None:
-        """Unmap the weights."""
+        """Unmap the weights, and let go of the models."""
+        self._models.close()
         if self._reader is not None:
             self._reader.close()
         if self._samples is not None:

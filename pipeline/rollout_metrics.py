@@ -31,7 +31,7 @@ _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "pau
 class RolloutMetrics:
     """Writes a worker's slot."""
 
-    def __init__(self, writer: SlotWriter, *, reward_source: str) -> None:
+    def __init__(self, writer: SlotWriter, *, reward_source: str, transport: str = "shm") -> None:
         self._writer = writer
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
@@ -57,7 +57,7 @@ class RolloutMetrics:
         self._in_flight = writer.gauge("rlhfd_rollouts_in_flight")
         self._version = writer.gauge("rlhfd_policy_version")
         self._sync_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="load")
-        self._sync_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport="shm")
+        self._sync_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport=transport)
         self._mismatches = writer.counter("rlhfd_weight_syncs_total", result="mismatch")
         self._syncs = writer.counter("rlhfd_weight_syncs_total", result="ok")
         self._sync_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")

@@ -5,6 +5,7 @@ A worker has them in its own process, or on another machine (`pipeline.rollout_n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -89,6 +90,10 @@ class RolloutModels:
         self.check(fetched)
         return fetched
 
+    def close(self) -> None:
+        """Close the prompts."""
+        self.roller.close()
+
 
 def load_models(
     config: Config, tokenizer: Any, device: torch.device, telemetry: Telemetry, scored: Scored, *, texts: bool
@@ -172,12 +177,17 @@ def load_models(
         vision=vision,
         log_texts=config.daemon.log_texts,
     )
-    try:
-        refuse_broken_reward(roller, config.row_bytes)
-    except RewardError as error:
-        problem = reward.problem if isinstance(reward, RewardPool) else None
-        told = error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
-        raise ConfigError(f"rollout.reward_functions: {told}") from error
+    with contextlib.ExitStack() as undone:
+        undone.callback(roller.close)
+        try:
+            refuse_broken_reward(roller, config.row_bytes)
+        except RewardError as error:
+            problem = reward.problem if isinstance(reward, RewardPool) else None
+            told = (
+                error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
+            )
+            raise ConfigError(f"rollout.reward_functions: {told}") from error
+        undone.pop_all()
     return RolloutModels(roller, engine, targets, weights_check(config, actor, tokenizer, device))
 
 

@@ -159,6 +159,12 @@ class RolloutNode:
         models = self._models
         return self._answer(lambda: models.fetch(weights))
 
+    def close(self) -> None:
+        """Let go of what it holds, and of this process's log."""
+        logging.getLogger().removeHandler(self._records)
+        if self._models is not None:
+            self._models.close()
+
     def look(self) -> Look:
         """Return how the call under way goes; to be called from another thread."""
         silent_s = time.monotonic() - self._telemetry.beat_s

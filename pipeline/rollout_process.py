@@ -40,7 +40,8 @@ def run(config: Config, context: RoleContext, build: Builder | None = None) -> E
     arena.populate()
     pinned = pin_arena(arena, process_device())
     context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
-    metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config))
+    transport = "ray" if config.cluster.engine == "ray" else "shm"
+    metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config), transport=transport)
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import importlib.util
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from pipeline import placement, sort_digits
 from pipeline.config import Config
 from pipeline.config_file import LoadedConfig
 from pipeline.ending import Ending
-from pipeline.errors import ExitCode, RlhfdError
+from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.fleet import Fleet, Slot
 from pipeline.guard import Guard
 from pipeline.instance import (
@@ -64,6 +66,11 @@ def run(loaded: LoadedConfig) -> ExitCode:
     faulthandler.enable()
     notifier = Notifier.take(os.environ)
     config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
+    if config.cluster.engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "cluster.engine: Ray is not installed here; "
+            f"{sys.executable} -m pip install -c constraints.txt -e '.[ray]' in the checkout does it"
+        )
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     children = 1 + config.rollout.workers + config.trainer.world_size
     clients = MOST_CONNECTIONS if config.metrics.enabled else 0

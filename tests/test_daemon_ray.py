@@ -79,8 +79,9 @@ def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_pat
 
         metrics = daemon.metrics()
         for stage in ("generate", "reward", "ref_logprob"):
-            assert total(metrics, "rlhfd_stage_duration_seconds_count", stage=stage) > 0
-            assert total(metrics, "rlhfd_process_time_seconds_total", role="rollout", activity="generate") > 0
+            assert total(metrics, "rlhfd_stage_duration_seconds_count", stage=stage) > 0, stage
+        assert total(metrics, "rlhfd_process_time_seconds_total", role="rollout", activity="generate") > 0
+        assert total(metrics, "rlhfd_weight_sync_bytes_total", transport="ray") > 0
         finish(daemon)
 
 
@@ -143,3 +144,11 @@ def test_without_a_cluster_a_start_says_so(tmp_path, task):  # noqa: F811
     with Daemon(tmp_path, *SETTINGS, "cluster.engine=ray", "cluster.address=127.0.0.1:9", task=task) as daemon:
         assert daemon.wait(90.0) == 78
         assert "cluster.address: no Ray cluster at 127.0.0.1:9" in daemon.errors
+
+
+def test_without_ray_a_start_says_how_to_get_it(tmp_path, task):  # noqa: F811
+    blocking = "import sys\nsys.modules['ray'] = None\n"
+    tmp_path.joinpath("sitecustomize.py").write_text(blocking)
+    with Daemon(tmp_path, "cluster.engine=ray", task=task, environment={"PYTHONPATH": str(tmp_path)}) as daemon:
+        assert daemon.wait(60.0) == 78
+        assert "cluster.engine: Ray is not installed here" in daemon.errors

@@ -176,6 +176,10 @@ class RemoteModels:
                 log.warning("weights to be sent anew: reason=%s", _first_line(error))
                 time.sleep(_AGAIN_S)
 
+    def close(self) -> None:
+        """End the actor."""
+        ray.kill(self._actor)
+
     def _find_holder(self) -> Any:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         name = f"weights of {socket.gethostname()}:{self._context.folder}"
