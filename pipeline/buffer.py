@@ -241,7 +241,7 @@ class Buffer:
             self._send(hello.peer, Drain())
         role, _, index = hello.peer.partition("-")
         if role == "worker":
-            self._tickets.orphan(int(index), held=hello.held)
+            self._tickets.orphan(int(index), held=hello.held, attempts=hello.attempts)
         elif role == "trainer":
             if index == "0" and hello.fresh:
                 self._leases.rebase()

@@ -30,7 +30,8 @@ FaultReason = Literal["lengths", "mask", "vocabulary", "not_finite", "malformed"
 class Hello(Message, frozen=True):
     """A worker or trainer rank introduces itself, on its start and whenever a new buffer says `Welcome`.
 
-    `held` are the tickets or leases it has in hand; the buffer gives the others of its name to its successor.
+    `held` are the tickets or leases it has in hand; the buffer gives the others of its name to its successor. A worker
+    says in `attempts` as which attempt it got each: one that was handed out again since has not reached it.
     `fresh`: it was given none yet, so a trainer's weights are the newest version and nothing beyond. `pid` tells it
     from a predecessor whose death is reported late.
     """
@@ -40,6 +41,7 @@ class Hello(Message, frozen=True):
     held: list[int] = []
     fresh: bool = True
     pid: int = 0
+    attempts: list[int] = []
 
 
 class WantTickets(Message, frozen=True):
@@ -51,7 +53,10 @@ class WantTickets(Message, frozen=True):
 
 
 class Sealed(Message, frozen=True):
-    """A ticket's experiences are whole in the arena, checksum included; sent again until `Settled`."""
+    """A ticket's experiences are whole in the arena, checksum included; sent again until `Settled`.
+
+    `attempt` is that of the ticket: of an earlier hand-out than the last it is a repeat. 0 where nobody counts them.
+    """
 
     worker: str
     ticket: int
@@ -61,21 +66,24 @@ class Sealed(Message, frozen=True):
     policy_version: int
     fingerprint: int
     prompts_failed: int = 0
+    attempt: int = 0
 
 
 class Failed(Message, frozen=True):
-    """A ticket came to nothing; the buffer decides whether its prompts are tried again."""
+    """A ticket came to nothing; the buffer decides whether its prompts are tried again. `attempt` as of `Sealed`."""
 
     worker: str
     ticket: int
     reason: str
     retry: bool
+    attempt: int = 0
 
 
 class Faulty(Message, frozen=True):
     """What came of a ticket did not pass the insert gate; sent again until `Settled`.
 
-    It is in the extent all the same, for the quarantine; with `rows` 0 it could not be written.
+    It is in the extent all the same, for the quarantine; with `rows` 0 it could not be written. `attempt` is as of
+    `Sealed`.
     """
 
     worker: str
@@ -87,6 +95,7 @@ class Faulty(Message, frozen=True):
     checksum: int
     policy_version: int
     fingerprint: int
+    attempt: int = 0
 
 
 class Credit(Message, frozen=True):

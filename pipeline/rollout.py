@@ -44,6 +44,8 @@ from pipeline.weights_header import WeightsVersion
 
 TICKETS_AHEAD = 2
 
+Outcome = Sealed | Faulty | Failed
+
 log = logging.getLogger(__name__)
 
 
@@ -112,7 +114,7 @@ class RolloutWorker:
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
         self._tickets: list[Ticket] = []
-        self._unsettled: dict[int, Message] = {}
+        self._unsettled: dict[int, Outcome] = {}
         sender.send(self._hello())
 
     @property
@@ -161,8 +163,11 @@ class RolloutWorker:
             self._samples.close()
 
     def _hello(self) -> Hello:
-        held = [*self._unsettled, *(ticket.ticket for ticket in self._tickets)]
-        return Hello(self._name, self._incarnation, held, pid=os.getpid())
+        held = [*self._unsettled.values(), *self._tickets]
+        return Hello(
+            self._name, self._incarnation, [word.ticket for word in held],
+            pid=os.getpid(), attempts=[word.attempt for word in held],
+        )  # fmt: skip
 
     def _meet(self, incarnation: int) -> None:
         if self._buffer_incarnation is not None:
@@ -175,7 +180,7 @@ class RolloutWorker:
             self._sender.send(message)
         self._sender.send(WantTickets(self._name, self._incarnation, TICKETS_AHEAD))
 
-    def _work(self, ticket: Ticket) -> Message:
+    def _work(self, ticket: Ticket) -> Outcome:
         if self._must_fetch(ticket):
             self._fetch()
         if self._samples is not None:
@@ -218,7 +223,7 @@ class RolloutWorker:
             )  # fmt: skip
         return Sealed(
             self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
-            self.held.version, self.held.fingerprint, rolled.prompts_failed,
+            self.held.version, self.held.fingerprint, rolled.prompts_failed, ticket.attempt,
         )  # fmt: skip
 
     def _faulty(self, ticket: Ticket, fault: Fault, experience: Experience | None) -> Faulty:
@@ -235,7 +240,7 @@ class RolloutWorker:
                 log.warning("rollout refused without a copy: ticket=%d reason=%s", ticket.ticket, str(error))
         return Faulty(
             self._name, ticket.ticket, fault.reason, fault.detail, rows, encoded.nbytes, encoded.checksum,
-            self.held.version, self.held.fingerprint,
+            self.held.version, self.held.fingerprint, ticket.attempt,
         )  # fmt: skip
 
     def _encode(self, ticket: Ticket, experience: Experience) -> codec.Encoded:
@@ -243,7 +248,7 @@ class RolloutWorker:
 
     def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:
         self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=retry)
-        return Failed(self._name, ticket.ticket, reason, retry)
+        return Failed(self._name, ticket.ticket, reason, retry, ticket.attempt)
 
     def _must_fetch(self, ticket: Ticket) -> bool:
         """Whether the weights in hand are not those that the ticket is for, or were rolled back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import logging
+from collections.abc import Sequence
 
 from pipeline import admission
 from pipeline.admission import Limits
@@ -97,10 +98,24 @@ class Tickets:
         self._short.add(worker)
         self._untold.add(worker)
 
-    def orphan(self, worker: int, *, held: list[int], blamed: int | None = None) -> None:
-        """Take tickets from a dead worker; the one that it was at, the oldest if nobody knows, has had its attempt."""
-        lost = [record for record in self._ledger.reserved_extents() if record.owner == worker]
-        for record in [record for record in lost if record.ticket not in held]:
+    def orphan(
+        self, worker: int, *, held: Sequence[int], attempts: Sequence[int] = (), blamed: int | None = None
+    ) -> None:
+        """Take tickets from a dead worker; the one that it was at, the oldest if nobody knows, has had its attempt.
+
+        Args:
+            worker: Its number.
+            held: Tickets that its successor, or itself, has in hand.
+            attempts: As which attempt it got each of these; left out, as the last.
+            blamed: The one that it was at, if that is known.
+        """
+        owned = [record for record in self._ledger.reserved_extents() if record.owner == worker]
+        as_attempt = dict(zip(held, attempts, strict=False))
+        for record in [record for record in owned if as_attempt.get(record.ticket, record.attempt) != record.attempt]:
+            # Handed out again by a buffer that died before it had said so.
+            self._observer.ticket_ended("reissued")
+            self._ledger.excuse(record)
+        for record in [record for record in owned if record.ticket not in held]:
             blamed = record.ticket if blamed is None else blamed
             if record.ticket == blamed:
                 self._reissue(record, "its worker died")
@@ -209,7 +224,7 @@ class Tickets:
 
     def seal(self, sealed: Sealed, now_s: float) -> None:
         """Commit what came of a ticket, or refuse it; what is early is looked at again."""
-        record = self._held_by(sealed.worker, sealed.ticket)
+        record = self._held_by(sealed)
         if record is not None:
             reason = admission.refusal(sealed, record, self._ledger)
             if reason == "early":
@@ -240,7 +255,7 @@ class Tickets:
         Raises:
             GaveUpError: If a whole epoch gave no experience.
         """
-        record = self._held_by(faulty.worker, faulty.ticket)
+        record = self._held_by(faulty)
         if record is not None:
             self._refuse(record, faulty, faulty.reason, f"made by {faulty.worker}: {faulty.detail}")
         self._settle(faulty.worker, faulty.ticket)
@@ -282,7 +297,7 @@ class Tickets:
         Raises:
             GaveUpError: If a whole epoch gave no experience.
         """
-        record = self._held_by(failed.worker, failed.ticket)
+        record = self._held_by(failed)
         if record is not None:
             if failed.retry:
                 self._reissue(record, failed.reason)
@@ -292,9 +307,14 @@ class Tickets:
                 self._count_barren(record.prompts)
         self._settle(failed.worker, failed.ticket)
 
-    def _held_by(self, worker: str, ticket: int) -> ExtentRecord | None:
-        record = self._ledger.extents.get(ticket)
-        if record is not None and record.state is ExtentState.RESERVED and worker_name(record.owner) == worker:
+    def _held_by(self, word: Sealed | Faulty | Failed) -> ExtentRecord | None:
+        record = self._ledger.extents.get(word.ticket)
+        if (
+            record is not None
+            and record.state is ExtentState.RESERVED
+            and worker_name(record.owner) == word.worker
+            and word.attempt in (0, record.attempt)
+        ):
             return record
         self._observer.duplicate()
         return None

@@ -129,6 +129,11 @@ def sealed(ticket, worker="worker-0", rows=4, version=None):
     return Sealed(worker, ticket.ticket, rows, 200, 1, ticket.policy_version if version is None else version, 9)
 
 
+def seal_of(ticket, worker="worker-0"):
+    """What a worker says, which tells its attempt."""
+    return Sealed(worker, ticket.ticket, 4, 200, 1, ticket.policy_version, 9, attempt=ticket.attempt)
+
+
 def one_step(bench):
     """Everything up to a lease: two tickets sealed, one batch out."""
     bench.say(Published(0, 9, 0), *worker(), *trainer())
@@ -479,6 +484,36 @@ def test_what_did_not_pass_the_gate_is_given_up_after_its_attempts_and_said_agai
     assert bench.counts.duplicates == 1
     (next_ticket,) = bench.heard("worker-0", Ticket)
     assert next_ticket.position == 2, "the prompts behind it"
+
+
+@pytest.mark.parametrize("kind", ["faulty", "failed", "sealed"])
+def test_what_came_of_an_earlier_attempt_is_counted_once_though_its_worker_has_the_ticket_again(kind):
+    """The buffer dies after it has handed the ticket out again and before anybody heard of it."""
+    bench = Bench(max_attempts=9)
+    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
+    (ticket,) = bench.heard("worker-0", Ticket)
+    word = {
+        "faulty": Faulty("worker-0", ticket.ticket, "not_finite", "", 4, 200, 1, 0, 9, attempt=1),
+        "failed": Failed("worker-0", ticket.ticket, "deadline passed", retry=True, attempt=1),
+        "sealed": Sealed("worker-0", ticket.ticket, 4, 200, 1, 0, 8, attempt=1),
+    }[kind]
+    bench.say(word)
+    counted = dict(bench.counts.aside)
+    bench.sent.clear()
+
+    bench.restart()
+    hello = Hello("worker-0", 2, held=[ticket.ticket], attempts=[1])
+    bench.say(hello, word, WantTickets("worker-0", 2, 1))
+
+    assert bench.counts.aside == counted
+    assert bench.counts.duplicates == 1
+    assert [settled.ticket for settled in bench.heard("worker-0", Settled)] == [ticket.ticket]
+    (again,) = bench.heard("worker-0", Ticket)
+    assert (again.ticket, again.attempt, again.to) == (ticket.ticket, 2, 2), (
+        "it comes again, as the attempt that it was"
+    )
+    bench.say(word, seal_of(again))
+    assert bench.ledger.totals.sealed == 4
 
 
 @pytest.mark.parametrize("wrong", [{"rows": 0, "nbytes": 0}, {"rows": 5}, {"nbytes": 1 << 40}, {"checksum": -1}])

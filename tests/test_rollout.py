@@ -120,6 +120,34 @@ def short_positions(bench, count):
     return next(start for start in range(30) if all(fits[start : start + count]))
 
 
+def test_a_worker_says_as_which_attempt_it_has_each_ticket(bench):
+    """A buffer that was killed amid handing one out again can tell what the worker has heard of."""
+    for number, attempt in ((0, 3), (1, 1)):
+        bench.worker.handle(Ticket(bench.incarnation, number, number * 2, 2, attempt, 0, 1 << 15, 0, 100.0))
+    bench.worker.step()
+    bench.sent.clear()
+
+    bench.worker.handle(Welcome(2))
+
+    hello, said = bench.sent.of(Hello)[0], [word for word in bench.sent if isinstance(word, Sealed | Failed)]
+    assert (hello.held, hello.attempts) == ([0, 1], [3, 1])
+    assert [(word.ticket, word.attempt) for word in said] == [(0, 3)]
+
+
+@pytest.mark.parametrize("change", ["failed", "faulty"])
+def test_what_came_to_nothing_tells_its_attempt(bench, change):
+    if change == "failed":
+        bench.maker.error = RewardError("no")
+    else:
+        bench.maker.change = lambda experience: experience.action_log_probs.fill_(math.nan)
+    bench.worker.handle(Ticket(bench.incarnation, 0, 0, 2, 2, 0, 1 << 15, 0, 100.0))
+
+    bench.worker.step()
+
+    (word,) = bench.sent.of(Failed if change == "failed" else Faulty)
+    assert word.attempt == 2
+
+
 def test_a_worker_asks_for_tickets_once_it_was_welcomed(bench):
     assert len(bench.sent.of(WantTickets)) == 1
 
