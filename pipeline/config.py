@@ -450,8 +450,8 @@ class ClusterConfig(_Section):
         min_length=1,
         description="The Ray cluster: host:port of its head, or auto for the one that this machine is part of.",
     )
-    worker_gpus: float | None = Field(
-        default=None, ge=0, le=64, description="GPUs of each actor; left out: one if the cluster has any."
+    worker_gpus: float = Field(
+        default=1.0, ge=0, le=1, description="Share of a GPU of each actor; 0 where they compute on CPUs."
     )
 
 

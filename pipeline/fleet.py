@@ -49,6 +49,7 @@ class Slot:
         is_late: Whether the child was condemned because it was not ready in time.
         late_starts: Children in a row that ended so.
         ready_s: Since when the child has been ready, None before.
+        has_no_place: Whether the child waits for a cluster to have room for it: neither late nor waited for.
         lived_s: How long the last child made progress once it was ready: what it hung for in the end is no life.
     """
 
@@ -74,6 +75,7 @@ class Slot:
     is_late: bool = False
     late_starts: int = 0
     ready_s: float | None = None
+    has_no_place: bool = False
     lived_s: float = 0.0
 
     @property
@@ -203,7 +205,7 @@ class Fleet:
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
-        slot.ready_s = None
+        slot.ready_s, slot.has_no_place = None, False
 
     def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
         return LocalChild(
@@ -278,8 +280,8 @@ class Fleet:
             self.signal([slot], signal.SIGKILL)
 
     def all_ready(self) -> bool:
-        """Whether every role but the setup is ready; failed rollout slots degrade a run, they do not stop it."""
-        required = [slot for slot in self.slots if slot.works and slot.state != "failed"]
+        """Whether every role but the setup is ready; rollout slots without a place, or failed, degrade a run alone."""
+        required = [slot for slot in self.slots if slot.works and slot.state != "failed" and not slot.has_no_place]
         return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
 
     def now_s(self) -> float:
@@ -299,6 +301,10 @@ class Fleet:
             slot.finished = True
         if report.state == "mistrusted":
             slot.mistrusted = True
+        if report.state in ("homeless", "placed"):
+            slot.has_no_place = report.state == "homeless"
+            # How long it may take from here on is counted from here on.
+            slot.started_s = self._clock()
         if report.state == "ready":
             slot.state, slot.is_late, slot.ready_s = "ready", False, self._clock()
             startup_s = slot.ready_s - slot.started_s

@@ -165,7 +165,8 @@ class Guard:
         stopped_since_s = self._stopped[slot.name][1] if stopped else None
         # One that is told to end is watched as before; one that was killed with its group is none of our business.
         is_judged = bool(pid) and slot.ended_by != "group"
-        starting_since_s = slot.started_s if is_judged and slot.ready_s is None else None
+        is_starting = is_judged and slot.ready_s is None and not slot.has_no_place
+        starting_since_s = slot.started_s if is_starting else None
         # The template waits to be asked, and says nothing while it does.
         is_ready = is_judged and slot.ready_s is not None and slot.works
         return Standing(

@@ -65,6 +65,7 @@ class Answer:
         stages: Activities that ended, each with its seconds.
         reward_errors: Why rows got no reward.
         scores: The parts of each row's reward, None for one without.
+        records: What was logged since the last answer or look.
     """
 
     value: Any = None
@@ -72,11 +73,12 @@ class Answer:
     stages: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     reward_errors: list[str] = dataclasses.field(default_factory=list)
     scores: list[Sequence[float] | None] = dataclasses.field(default_factory=list)
+    records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """How it goes: signs of life so far, what is done now ("" for nothing), what was logged since the last look."""
+    """How it goes: signs of life so far, what is done now ("" for nothing), what was logged since the last one."""
 
     beats: int
     activity: str
@@ -131,33 +133,30 @@ class RolloutNode:
     def __init__(self, errand: Errand) -> None:
         os.environ.update(_ENVIRONMENT)
         self._errand = errand
-        self._config = Config.model_validate_json(errand.config)
+        self._config: Config | None = None
         self._telemetry = NodeTelemetry()
         self._records = _Records()
         self._works = False
         self._told_stacks = False
         self._models: RolloutModels | None = None
         logging.getLogger().addHandler(self._records)
-        logging.getLogger().setLevel(self._config.daemon.log_level.upper())
 
     def load(self) -> Answer:
         """Load models and reward, and try both; answers with this machine's name and this process's id.
 
         The answer's error is a ConfigError if something is not here, naming the machine.
         """
-        return self._answer(self._load)
+        return self._answer(self._load, 1)
 
     def roll(self, position: int, prompts: int) -> Answer:
         """Roll out the prompts from a position on; answers with a `pipeline.roller.Rolled`."""
-        assert self._models is not None
-        models = self._models
-        return self._answer(lambda: models.roll(position, prompts))
+        models, config = self._loaded()
+        return self._answer(lambda: models.roll(position, prompts), config.rollout.threads)
 
     def fetch(self, weights: WeightsCopy) -> Answer:
         """Compute with these weights from here on; answers with their `WeightsVersion`."""
-        assert self._models is not None
-        models = self._models
-        return self._answer(lambda: models.fetch(weights))
+        models, config = self._loaded()
+        return self._answer(lambda: models.fetch(weights), config.rollout.threads)
 
     def close(self) -> None:
         """Let go of what it holds, and of this process's log."""
@@ -165,18 +164,28 @@ class RolloutNode:
         if self._models is not None:
             self._models.close()
 
-    def look(self) -> Look:
-        """Return how the call under way goes; to be called from another thread."""
+    def look(self, log_level: int, hang_timeout_s: float) -> Look:
+        """Return how the call under way goes; to be called from another thread.
+
+        Args:
+            log_level: What is logged from here on.
+            hang_timeout_s: Silence after which a process counts as hung; a bit before, all stacks are logged. 0: never.
+        """
+        logging.getLogger().setLevel(log_level)
         silent_s = time.monotonic() - self._telemetry.beat_s
-        limit_s = _SILENCE * self._config.daemon.hang_timeout_s
-        if self._works and self._models is not None and silent_s > limit_s and not self._told_stacks:
+        is_due = self._works and self._models is not None and not self._told_stacks
+        if is_due and hang_timeout_s and silent_s > _SILENCE * hang_timeout_s:
             self._told_stacks = True
             self._records.emit(_silence(silent_s))
         return Look(self._telemetry.beats, self._telemetry.current, self._records.taken())
 
-    def _answer(self, call: Callable[[], Any]) -> Answer:
+    def _loaded(self) -> tuple[RolloutModels, Config]:
+        assert self._models is not None and self._config is not None
+        return self._models, self._config
+
+    def _answer(self, call: Callable[[], Any], threads: int) -> Answer:
         # A pool of threads serves the calls; how many threads torch takes is each one's own.
-        torch.set_num_threads(self._config.rollout.threads)
+        torch.set_num_threads(threads)
         self._telemetry.beat()
         self._works, self._told_stacks = True, False
         value, error = None, None
@@ -188,12 +197,15 @@ class RolloutNode:
             error.__cause__ = error.__context__ = None
         finally:
             self._works = False
-        return self._telemetry.taken(value, error)
+        return dataclasses.replace(self._telemetry.taken(value, error), records=self._records.taken())
 
     def _load(self) -> tuple[str, int]:
         machine, release = socket.gethostname(), importlib.metadata.version("rlhfd")
+        # Before its configuration is read, which may have keys that this release does not know.
         if release != self._errand.release:
             raise ConfigError(f"{machine} has rlhfd {release}, the daemon's machine {self._errand.release}")
+        self._config = Config.model_validate_json(self._errand.config)
+        torch.set_num_threads(self._config.rollout.threads)
         if os.path.isdir(self._errand.working_directory):
             # Scorers are started from here, and look for reward functions where they were started.
             os.chdir(self._errand.working_directory)
@@ -214,23 +226,38 @@ class _Records(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: collections.deque[logging.LogRecord] = collections.deque(maxlen=_MOST_RECORDS)
+        self._kept: collections.deque[logging.LogRecord] = collections.deque()
+        self._left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        plain = {name: value for name, value in vars(record).items() if _is_plain(value)}
-        if isinstance(record.args, tuple) and all(map(_is_plain, record.args)):
-            plain["args"] = record.args
-        else:
-            plain |= {"msg": record.getMessage(), "args": ()}
-        if record.exc_info and record.exc_info[0]:
-            plain["stack_info"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
-        self._kept.append(logging.makeLogRecord(plain))
+        if len(self._kept) >= _MOST_RECORDS:
+            self._left_out += 1
+            return
+        try:
+            self._kept.append(_plain_record(record))
+        except Exception:  # noqa: BLE001 - what somebody else logs may not be formattable: no reason to end a rollout
+            self.handleError(record)
 
     def taken(self) -> list[logging.LogRecord]:
-        taken = []
-        while self._kept:
-            taken.append(self._kept.popleft())
+        taken = [self._kept.popleft() for _ in range(len(self._kept))]
+        if self._left_out:
+            log, count, self._left_out = logging.getLogger(__name__), self._left_out, 0
+            told = log.makeRecord(log.name, logging.WARNING, __file__, 0, "records left out: count=%d", (count,), None)
+            taken.append(told)
         return taken
+
+
+def _plain_record(record: logging.LogRecord) -> logging.LogRecord:
+    plain = {name: value for name, value in vars(record).items() if _is_plain(value)}
+    if isinstance(record.msg, str) and isinstance(record.args, tuple) and all(map(_is_plain, record.args)):
+        # Fields that are formatted later keep their names.
+        record.getMessage()
+        plain["args"] = record.args
+    else:
+        plain |= {"msg": record.getMessage(), "args": ()}
+    if record.exc_info and record.exc_info[0]:
+        plain["stack_info"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+    return logging.makeLogRecord(plain)
 
 
 def _is_plain(value: object) -> bool:

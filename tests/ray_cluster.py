@@ -72,9 +72,9 @@ class RayCluster:
         return self._process.pid
 
     @property
-    def settings(self) -> tuple[str, str]:
+    def settings(self) -> tuple[str, ...]:
         """Settings by which a daemon's workers compute on it."""
-        return "cluster.engine=ray", f"cluster.address={self.address}"
+        return "cluster.engine=ray", f"cluster.address={self.address}", "cluster.worker_gpus=0"
 
     def lose_a_machine(self) -> None:
         """Kill all processes of the machine that came last."""

@@ -5,11 +5,21 @@ import os
 import re
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
-from tests.daemon import SMALL, Daemon, descendants, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+from tests.daemon import (
+    SMALL,
+    Daemon,
+    descendants,
+    is_alive,
+    task,  # noqa: F401 - a fixture
+    telling_reward,
+    total,
+    wait_until,
+)
 from tests.ray_cluster import RayCluster
 from tests.test_daemon_determinism import run
 from tests.test_daemon_kills import balanced, finish
@@ -31,6 +41,11 @@ def name_of(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
     return ""
+
+
+def holders(cluster):
+    """The processes that hold weights for daemons."""
+    return [pid for pid in descendants(cluster.pid) if "WeightsHolder" in name_of(pid)]
 
 
 def actors(daemon):
@@ -56,18 +71,26 @@ def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path
     there = run(tmp_path / "there", task, "rollout.algorithm=ppo", "rollout.workers=2", *cluster.settings)
 
     assert here == there
+    placed = PLACED.findall((tmp_path / "there" / "daemon.err").read_text())
+    assert {name for name, _ in placed} == {"rollout-0", "rollout-1"}
 
 
 def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_path, task, cluster):  # noqa: F811
-    with Daemon(tmp_path, *SETTINGS, *cluster.settings, "daemon.hang_timeout_s=4", task=task) as daemon:
+    telling, _ = telling_reward(tmp_path)
+    settings = (*SETTINGS, *cluster.settings, telling, "daemon.hang_timeout_s=4")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(2)
 
         killed = actors(daemon)["rollout-0"]
+        scorers = descendants(killed)
+        assert scorers, "the reward functions run in processes of the actor's"
         os.kill(killed, signal.SIGKILL)
         go_on_without(daemon, killed)
         assert "rollout-0 ended (exit code 1), restart in" in daemon.errors
-        assert "is gone: The actor died" in daemon.errors
+        assert f"the actor on {socket.gethostname()} is gone: The actor died unexpectedly" in daemon.errors
+        assert "Worker unexpectedly exits" in daemon.errors, "the reason, which Ray tells further down"
+        assert not any(map(is_alive, scorers))
 
         stopped = actors(daemon)["rollout-0"]
         os.kill(stopped, signal.SIGSTOP)
@@ -90,7 +113,7 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
         daemon.wait_ready()
         daemon.wait_step(2)
         workers = {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")}
-        (holder,) = [pid for pid in descendants(cluster.pid) if "WeightsHolder" in name_of(pid)]
+        (holder,) = holders(cluster)
 
         os.kill(holder, signal.SIGKILL)
 
@@ -104,6 +127,7 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
         daemon.wait()
         for pid in actors(daemon).values():
             wait_until(lambda pid=pid: not is_alive(pid), 30.0, "an actor ends with its daemon")
+        wait_until(lambda: not holders(cluster), 30.0, "who holds the weights ends with the daemon")
         shutil.rmtree(daemon.shm_dir)
 
 
@@ -123,8 +147,9 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
             step = daemon.status()["step"]
             # The other machine's one core is taken: one worker is left, and the log says what the other waits for.
             daemon.wait_logged(
-                f"WARNING {lost} pipeline.launchers.ray: waits for a place in the cluster: gpus=0 cpus=1"
+                f"WARNING {lost} pipeline.launchers.ray: waits for the cluster to have a place: gpus=0 cpus=1"
             )
+            daemon.wait_until(lambda: daemon.status()["state"] == "ready", "it is ready without it")
             daemon.wait_step(step + 5)
 
             metrics = daemon.metrics()
@@ -137,7 +162,7 @@ def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster
     wrong = 'rollout.reward_functions=["no_such_module:score"]'
     with Daemon(tmp_path, *SETTINGS, *cluster.settings, wrong, task=task) as daemon:
         assert daemon.wait(90.0) == 78
-        assert "no_such_module" in daemon.errors
+        assert f"on {socket.gethostname()}: " in daemon.errors and "no_such_module" in daemon.errors
 
 
 def test_without_a_cluster_a_start_says_so(tmp_path, task):  # noqa: F811

@@ -73,8 +73,8 @@ class Idlers(Fleet):
 
         return start
 
-    def say_ready(self, slot: Slot) -> None:
-        """Report in a child's name that it is ready."""
+    def say_ready(self, slot: Slot, state: str = "ready") -> None:
+        """Report in a child's name that it is ready, or in another state."""
         assert slot.child is not None
         (pipe,) = (
             link
@@ -82,7 +82,7 @@ class Idlers(Fleet):
             if int(link.name) > 2 and os.readlink(link).startswith("pipe:")
         )
         with pipe.open("wb") as reports:
-            reports.write(b'{"state":"ready"}\n')
+            reports.write(f'{{"state":"{state}"}}\n'.encode())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something, at most ten seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -131,6 +132,39 @@ def test_the_second_late_start_in_a_row_is_the_last_and_one_in_between_begins_an
         assert await start(is_late=True) is not None, "not the second in a row"
         assert await start(is_late=True) is None
         assert rank.state == "failed"
+
+    alone(test, tmp_path)
+
+
+def test_one_that_a_cluster_has_no_place_for_is_neither_late_nor_waited_for(tmp_path: Path) -> None:
+    async def test(watch: Watch) -> None:
+        homeless, other = watch.fleet.ranks
+
+        def all_ready() -> bool:
+            # A worker that needs no process of its own for it.
+            worker = dataclasses.replace(other, role="rollout", state="ready")
+            watch.fleet.slots.append(worker)
+            try:
+                return watch.fleet.all_ready()
+            finally:
+                watch.fleet.slots.pop()
+
+        for rank in watch.fleet.ranks:
+            watch.fleet.start(rank)
+        watch.fleet.say_ready(other)
+        await watch.fleet.until(lambda: other.state == "ready")
+        assert not all_ready()
+
+        watch.fleet.say_ready(homeless, "homeless")
+        await watch.fleet.until(lambda: homeless.has_no_place)
+        watch.pass_s(3 * LIMIT_S)
+        assert not homeless.is_late and all_ready()
+
+        watch.fleet.say_ready(homeless, "placed")
+        await watch.fleet.until(lambda: not homeless.has_no_place)
+        assert not all_ready()
+        watch.pass_s(LIMIT_S)
+        assert homeless.is_late, "from there on it may be"
 
     alone(test, tmp_path)
 

@@ -29,8 +29,9 @@ def node_of(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "1")
     level, threads, made = logging.getLogger().level, torch.get_num_threads(), []
 
-    def node(config, **errand):
-        made.append(RolloutNode(Errand(config.model_dump_json(), str(tmp_path), texts=True, **errand)))
+    def node(settings, **errand):
+        given = {"config": settings.model_dump_json(), "working_directory": str(tmp_path), "texts": True, **errand}
+        made.append(RolloutNode(Errand(**given)))
         return made[-1]
 
     yield node
@@ -90,6 +91,8 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
     assert [name for name, _ in answer.stages] == [name for name, _ in counted.stages]
     assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in answer.stages}
     assert all(seconds > 0 for _, seconds in answer.stages)
+    logging.getLogger("pipeline.roller").warning("on the way")
+    assert [record.msg for record in node.roll(8, 1).records] == ["on the way"]
     assert sent(node.roll(8, 3)).scores == answer.scores, "told once"
     local.close()
 
@@ -160,8 +163,8 @@ def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):
     assert failed.error.bare == failed.error.told(texts=False)
 
 
-def test_a_node_of_another_release_is_refused(task, node_of):  # noqa: F811
-    error = node_of(config_of(task), release="0.0.7").load().error
+def test_a_node_of_another_release_is_refused_before_it_reads_what_it_may_not_know(task, node_of):  # noqa: F811
+    error = node_of(config_of(task), release="0.0.7", config='{"a_key": "of tomorrow"}').load().error
 
     assert isinstance(error, ConfigError) and "the daemon's machine 0.0.7" in str(error)
 
@@ -178,7 +181,7 @@ def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of,
     assert isinstance(error, ConfigError) and str(error).startswith("on far-away: ") and "nowhere" in str(error)
 
 
-def test_records_can_be_logged_by_another_process_with_their_fields(task, node_of):  # noqa: F811
+def test_records_can_be_logged_by_another_process_with_their_fields(task, node_of, monkeypatch):  # noqa: F811
     node = node_of(config_of(task))
     log = logging.getLogger("pipeline.roller")
     log.warning("prompt set aside: position=%d reason=%s", 7, "too long")
@@ -187,7 +190,7 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
     except ValueError:
         log.exception("failed: what=%s", object)
 
-    first, second = sent(node.look()).records
+    first, second = sent(node.look(logging.INFO, 1.0)).records
 
     assert (first.msg, first.args, first.levelname) == (
         "prompt set aside: position=%d reason=%s",
@@ -195,7 +198,18 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
         "WARNING",
     )
     assert second.getMessage() == "failed: what=<class 'object'>" and "ValueError: once" in second.stack_info
-    assert node.look().records == []
+    assert node.look(logging.INFO, 1.0).records == []
+
+    log.warning(ValueError("no text"))
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    log.warning("a=%s b=%s", object)
+    for number in range(2000):
+        log.info("much: number=%d", number)
+    third, *others = node.look(logging.ERROR, 1.0).records
+    assert third.getMessage() == "no text"
+    assert (others[-1].getMessage(), len(others)) == ("records left out: count=1001", 1000)
+    log.warning("not wanted")
+    assert node.look(logging.INFO, 1.0).records == []
 
 
 def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
@@ -211,9 +225,12 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
     node._models.roller._maker.reward_model = stuck_reward
     work = threading.Thread(target=lambda: node.roll(0, 1))
     work.start()
-    told = wait_until(lambda: [r for r in node.look().records if "no sign of life" in r.msg], 20.0, "it says so")
+    told = wait_until(
+        lambda: [r for r in node.look(logging.INFO, 1.0).records if "no sign of life" in r.msg], 20.0, "it says so"
+    )
     assert "stuck_reward" in told[0].stack_info
-    assert node.look().activity == "reward"
+    assert node.look(logging.INFO, 1.0).activity == "reward"
+    assert not any("no sign of life" in record.msg for record in node.look(logging.INFO, 1.0).records), "once"
     wake.set()
     work.join()
-    assert node.look().activity == ""
+    assert node.look(logging.INFO, 1.0).activity == ""

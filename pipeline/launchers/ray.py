@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline import rollout_process
@@ -31,7 +33,7 @@ from pipeline.arena import Arena
 from pipeline.config import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
 from pipeline.models import load_tokenizer
-from pipeline.role import RoleContext, monotonic_s
+from pipeline.role import Report, RoleContext, monotonic_s
 from pipeline.roller import Rolled
 from pipeline.rollout import RolloutWorker
 from pipeline.rollout_metrics import RolloutMetrics
@@ -46,9 +48,14 @@ from pipeline.weights_header import Age, WeightsVersion
 _NAMESPACE: Final = "rlhfd"
 _LOOK_S: Final = 0.1
 _PENDING_S: Final = 10.0
+_PENDING_AGAIN_S: Final = 300.0
 _ANSWER_S: Final = 5.0
-_WEIGHTS_S: Final = 30.0
 _AGAIN_S: Final = 0.5
+# Within which weights are put into the store, and carried to another machine, at the slowest.
+_PATIENCE_S: Final = 30.0
+_HELD_BYTES_S: Final = 5e8
+_CARRIED_BYTES_S: Final = 1e8
+_MOST_CHARACTERS: Final = 2000
 
 log = logging.getLogger(__name__)
 
@@ -112,18 +119,16 @@ class RemoteModels:
         self._metrics = metrics
         self._scored = scored
         self._weights_path = context.folder / "weights"
+        self._hang_timeout_s = config.daemon.hang_timeout_s
         self._beats = -1
+        self._rolls = False
         self._looking: Any = None
         self._holder: Any = None
         self._machine = "?"
-        gpus = config.cluster.worker_gpus
-        if gpus is None:
-            gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
-        self._wanted = {"CPU": float(config.rollout.threads), "GPU": gpus}
-        # As JSON with the number of workers that runs, which a reload may have changed by then.
+        self._cpus, self._gpus = float(config.rollout.threads), config.cluster.worker_gpus
         errand = Errand(config.model_dump_json(), os.getcwd(), may_tell_texts(config, context))
         actor = ray.remote(
-            num_cpus=self._wanted["CPU"], num_gpus=gpus, max_restarts=0, concurrency_groups={"look": 1},
+            num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, concurrency_groups={"look": 1},
             scheduling_strategy="SPREAD",
         )(_RolloutActor)  # fmt: skip
         self._actor = actor.remote(errand)
@@ -135,6 +140,7 @@ class RemoteModels:
             ConfigError: If they cannot be, on the first machine that was found for them.
             RlhfdError: On a later one, or if the machine is lost.
         """
+        self._find_place()
         try:
             self._machine, pid = self._ask("load")
         except ConfigError as error:
@@ -142,12 +148,16 @@ class RemoteModels:
                 raise
             # It was right elsewhere: another machine may be.
             raise RlhfdError(str(error), bare=error.bare) from error
-        log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", self._machine, pid, self._wanted["GPU"])
+        log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", self._machine, pid, self._gpus)
 
     def roll(self, position: int, prompts: int) -> Rolled:
         """Roll out the prompts from a position on; see `pipeline.roller.Roller.roll`."""
         with self._metrics.clock.during("generate"):
-            rolled: Rolled = self._ask("roll", position, prompts)
+            self._rolls = True
+            try:
+                rolled: Rolled = self._ask("roll", position, prompts)
+            finally:
+                self._rolls = False
         return rolled
 
     def fetch(self, source: WeightsReader) -> WeightsVersion:
@@ -157,28 +167,54 @@ class RemoteModels:
             MistrustedError: If the actor's model does not compute what they say.
             WeightsError: If they could not be had.
         """
-        deadline_s = time.monotonic() + _WEIGHTS_S
+        held_s, carried_s = _PATIENCE_S + source.nbytes / _HELD_BYTES_S, _PATIENCE_S + source.nbytes / _CARRIED_BYTES_S
+        give_up_s = time.monotonic() + 2 * held_s + carried_s
         while True:
             try:
-                # Kept: an actor goes with the last handle of those who made it.
-                self._holder = self._holder or self._find_holder()
-                (weights,) = self._wait(self._holder.newest.remote())
-                fetched: WeightsVersion = self._ask("fetch", weights)
+                fetched: WeightsVersion = self._ask("fetch", self._newest(held_s), patience_s=carried_s)
                 return fetched
-            except RayError as error:
-                # It was another gateway's and went with that; for a moment its name still leads to it.
+            except _LostError as error:
+                # Who held them was another gateway's and went with that; for a moment its name still leads to it.
                 self._holder = None
-                if time.monotonic() > deadline_s:
-                    reason = _first_line(error)
-                    raise WeightsError(
-                        f"the cluster has not carried the weights in {_WEIGHTS_S:g} s: {reason}"
-                    ) from error
-                log.warning("weights to be sent anew: reason=%s", _first_line(error))
+                if time.monotonic() > give_up_s:
+                    raise WeightsError(f"the cluster does not carry the weights: {error}") from error
+                log.warning("weights to be sent anew: reason=%s", str(error))
                 time.sleep(_AGAIN_S)
 
     def close(self) -> None:
         """End the actor."""
         ray.kill(self._actor)
+
+    def _find_place(self) -> None:
+        """Wait until the actor answers, however long the cluster has no room for it."""
+        answered = self._actor.look.remote(logging.getLogger().level, 0.0)
+        is_told, due_s = False, time.monotonic() + _PENDING_S
+        while not ray.wait([answered], timeout=_LOOK_S)[0]:
+            if self._context.stopping:
+                raise _StoppedError
+            if time.monotonic() > due_s:
+                is_told, due_s, free = True, time.monotonic() + _PENDING_AGAIN_S, ray.available_resources()
+                log.warning("waits for the cluster to have a place: gpus=%g cpus=%g free_gpus=%g free_cpus=%g",
+                            self._gpus, self._cpus, free.get("GPU", 0.0), free.get("CPU", 0.0))  # fmt: skip
+                self._context.report(Report(state="homeless"))
+        if is_told:
+            self._context.report(Report(state="placed"))
+
+    def _newest(self, patience_s: float) -> Any:
+        """Return a reference to the newest weights.
+
+        Raises:
+            _LostError: If whoever holds them is gone, or does not answer.
+        """
+        try:
+            # Kept: an actor goes with the last handle of those who made it.
+            self._holder = self._holder or self._find_holder()
+            return self._wait(self._holder.newest.remote(), patience_s)[0]
+        except TimeoutError as error:
+            ray.kill(self._holder)
+            raise _LostError(f"who holds them has not answered for {patience_s:.0f} s") from error
+        except RayError as error:
+            raise _LostError(_told(error)) from error
 
     def _find_holder(self) -> Any:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -186,13 +222,24 @@ class RemoteModels:
         holder = ray.remote(num_cpus=0)(WeightsHolder)
         return holder.options(name=name, get_if_exists=True, scheduling_strategy=here).remote(str(self._weights_path))
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Have the actor do something; count what it tells of it, and return or raise what became of it."""
+    def _ask(self, method: str, *arguments: Any, patience_s: float = 0.0) -> Any:
+        """Have the actor do something; count what it tells of it, and return or raise what became of it.
+
+        Raises:
+            _LostError: If an argument did not reach it.
+        """
+        # One at an earlier call tells nothing of this one.
+        self._looking = None
         try:
-            answer: Answer = self._wait(getattr(self._actor, method).remote(*arguments))
+            answer: Answer = self._wait(getattr(self._actor, method).remote(*arguments), patience_s, ends=False)
         except RayActorError as error:
-            raise RlhfdError(f"the actor on {self._machine} is gone: {_first_line(error)}") from error
+            raise RlhfdError(f"the actor on {self._machine} is gone: {_told(error)}") from error
+        except RayError as error:
+            if isinstance(error, ObjectLostError) or isinstance(getattr(error, "cause", None), ObjectLostError):
+                raise _LostError(_told(error)) from error
+            raise
         self._context.metrics.beat()
+        _log(answer.records)
         for name, seconds in answer.stages:
             self._metrics.staged(name, seconds)
         for reason in answer.reward_errors:
@@ -203,39 +250,46 @@ class RemoteModels:
             raise answer.error
         return answer.value
 
-    def _wait(self, reference: Any) -> Any:
-        """Return what a call gives once it does; meanwhile pass on the actor's signs of life."""
-        began_s, is_told = time.monotonic(), False
+    def _wait(self, reference: Any, patience_s: float, *, ends: bool = True) -> Any:
+        """Return what a call gives once it does; meanwhile pass on the actor's signs of life.
+
+        Args:
+            reference: To what it gives.
+            patience_s: So long the wait counts as progress: bytes are on their way, and nobody can tell how many.
+            ends: Whether the wait ends with that.
+
+        Raises:
+            TimeoutError: If it has.
+        """
+        until_s = time.monotonic() + patience_s
         while not ray.wait([reference], timeout=_LOOK_S)[0]:
             self._look()
-            if self._beats < 0 and self._context.stopping:
-                raise _StoppedError
-            if self._beats < 0 and not is_told and time.monotonic() - began_s > _PENDING_S:
-                is_told = True
-                free = {name: ray.available_resources().get(name, 0.0) for name in self._wanted}
-                log.warning("waits for a place in the cluster: gpus=%g cpus=%g free_gpus=%g free_cpus=%g",
-                            self._wanted["GPU"], self._wanted["CPU"], free["GPU"], free["CPU"])  # fmt: skip
-        self._look()
+            if time.monotonic() < until_s:
+                self._context.metrics.beat()
+            elif ends:
+                raise TimeoutError
         return ray.get(reference)
 
     def _look(self) -> None:
-        if self._looking is None:
-            self._looking = self._actor.look.remote()
-        if not ray.wait([self._looking], timeout=0)[0]:
-            return
-        reference, self._looking = self._looking, None
-        try:
-            look: Look = ray.get(reference)
-        except RayActorError:
-            # The call that is waited for says so too.
-            return
+        if (config := self._context.reloaded()) is not None:
+            self._hang_timeout_s = config.daemon.hang_timeout_s
+        if self._looking is not None:
+            if not ray.wait([self._looking], timeout=0)[0]:
+                return
+            try:
+                self._take(ray.get(self._looking))
+            except RayActorError:
+                # The call that is waited for says so too.
+                return
+        self._looking = self._actor.look.remote(logging.getLogger().level, self._hang_timeout_s)
+
+    def _take(self, look: Look) -> None:
         if look.beats != self._beats:
             self._beats = look.beats
             self._context.metrics.beat()
-        if look.activity:
+        if self._rolls and look.activity:
             self._metrics.clock.enter(look.activity)
-        for record in look.records:
-            logging.getLogger(record.name).handle(record)
+        _log(look.records)
 
 
 class _RolloutActor(RolloutNode):
@@ -243,6 +297,9 @@ class _RolloutActor(RolloutNode):
 
     def __init__(self, errand: Errand) -> None:
         _settle()
+        if not ray.get_gpu_ids():
+            # Ray leaves one that asked for none all of its machine's.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         super().__init__(errand)
 
     look = ray.method(concurrency_group="look")(RolloutNode.look)
@@ -269,6 +326,10 @@ class _StoppedError(Exception):
     """Told to stop before there was a place in the cluster."""
 
 
+class _LostError(Exception):
+    """Weights did not reach the actor; another attempt may."""
+
+
 def _settle() -> None:
     """Have tensors travel as their bytes, which Ray copies once, not as pickles; and log without Ray's marks."""
     logging.setLogRecordFactory(logging.LogRecord)
@@ -283,7 +344,15 @@ def _settle() -> None:
     ray.util.register_serializer(torch.Tensor, serializer=taken_apart, deserializer=put_together)
 
 
-def _first_line(error: BaseException) -> str:
-    # A task's error tells on which actor first.
-    cause = getattr(error, "cause", None) or error
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
+def _log(records: Sequence[logging.LogRecord]) -> None:
+    """Log what an actor has logged as our own."""
+    for record in records:
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def _told(error: BaseException) -> str:
+    """Return all that Ray says of an error, on one line and without its colours: the reason is rarely in the first."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__).split("\n")
+    return " | ".join(line.strip() for line in lines if line.strip())[:_MOST_CHARACTERS]
