@@ -257,8 +257,10 @@ def _escaped(path: Path) -> str:
 def _named_paths(loaded: LoadedConfig) -> list[Path]:
     """Return the files and folders that a configuration has the daemon read."""
     model, metrics = loaded.config.model, loaded.config.metrics
+    # The sockets and logs of the Ray that runs here.
+    session = Path("/tmp/ray") if loaded.config.cluster.engine == "ray" else None
     named = (model.actor, model.reference, model.critic, model.reward, loaded.config.prompts.path,
-             metrics.token_file, metrics.tls_cert, metrics.tls_key)  # fmt: skip
+             metrics.token_file, metrics.tls_cert, metrics.tls_key, session)  # fmt: skip
     return [Path(path).absolute() for path in named if path is not None and not str(path).startswith(BUILTIN_PREFIX)]
 
 

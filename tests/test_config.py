@@ -173,6 +173,11 @@ class TestConflicts:
                 "names 1 for 2 ranks, each needs its own",
             ),
             (
+                {"cluster__engine": "ray", "rollout__devices": [1]},
+                "rollout.devices",
+                "must be auto where Ray gives each worker its GPUs (cluster.worker_gpus)",
+            ),
+            (
                 {"trainer__decay_steps": 9},
                 "trainer.decay_steps",
                 "must be 0 or at least the 10 of trainer.warmup_steps, got 9",

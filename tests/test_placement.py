@@ -47,6 +47,17 @@ def test_an_external_trainer_leaves_all_gpus_to_the_workers():
     assert worker_count(config(trainer={"kind": "external"}), ["0", "1"]) == 2
 
 
+def test_workers_that_compute_in_a_cluster_take_neither_gpu_nor_core_here():
+    chosen = config(cluster={"engine": "ray"}, rollout={"workers": 3}, trainer={"world_size": 2})
+
+    places = place(chosen, ["a", "b", "c", "d"], range(8))
+
+    assert gpus_of(places) == {"trainer-0": "a", "trainer-1": "b", "rollout-0": "", "rollout-1": "", "rollout-2": ""}
+    assert places["trainer", 0].cpus == (0, 1, 2, 3) and places["trainer", 1].cpus == (4, 5, 6, 7)
+    assert places["rollout", 0].cpus == ()
+    assert worker_count(chosen, ["a", "b", "c", "d"]) == 3
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

@@ -87,6 +87,15 @@ def test_a_python_below_a_home_directory_stays_visible(monkeypatch: pytest.Monke
     assert any("ProtectHome=read-only, not yes" in note for note in planned.notes)
 
 
+def test_a_service_in_a_cluster_sees_the_sockets_of_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # As if nothing else of this test lay below /tmp.
+    monkeypatch.setitem(systemd_units._HIDING, "PrivateTmp=yes", ("PrivateTmp=no", (Path("/tmp/ray"),)))
+    path = tmp_path / "grpo.toml"
+    for engine, expected in (("local", "yes"), ("ray", "no")):
+        path.write_text(f'[cluster]\nengine = "{engine}"\n')
+        assert f"\nPrivateTmp={expected}\n" in plan(Unit(), path, "root", {}).files["rlhfd.service"]
+
+
 @pytest.mark.needs("systemd-analyze")
 def test_a_key_that_systemd_does_not_know_is_refused(config: Path) -> None:
     planned = plan(Unit(), config, "root", {})
