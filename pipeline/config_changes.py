@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pipeline.config import Config, conflicts
+from pipeline.config import Config
+from pipeline.config_conflicts import conflicts
 from pipeline.errors import ConfigError
 
 

@@ -23,8 +23,9 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from pipeline import placement, prompts
-from pipeline.config import BUILTIN_PREFIX, Config, conflicts
+from pipeline.config import BUILTIN_PREFIX, Config
 from pipeline.config_advice import SECTIONS, describe, problem_of_key, problem_of_section, toml
+from pipeline.config_conflicts import conflicts
 from pipeline.errors import ConfigError
 from pipeline.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from pipeline import admission
-from pipeline.config import Config, conflicts
+from pipeline.config import Config
+from pipeline.config_conflicts import conflicts
 
 SECTIONS: dict[str, type[BaseModel]] = {name: type(info.default) for name, info in Config.model_fields.items()}
 FIELDS = [
