@@ -92,7 +92,7 @@ def _join(config: Config, context: RoleContext) -> None:
         if address != "auto":
             # Ray itself would try for minutes, and say nothing.
             host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
         told = f"cluster.address: no Ray cluster at {address} that this machine is part of (ray start): {error}"
