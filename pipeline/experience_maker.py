@@ -93,7 +93,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         temperature: Of sampling and of all log-probs, unless `make_experience` is given one.
         generator: An engine that samples in place of the actor.
         reuse_sampling_log_probs: Take `action_log_probs` from the engine where it knows them, which saves a forward
-            pass of the actor. In float32 they differ from the trainer's by rounding alone (below 1e-5); in bfloat16
+            pass of the actor. In float32 they differ from the trainer's by rounding alone (mostly 1e-6); in bfloat16
             by more, which is why the default takes them anew, with the function that the trainer uses.
         drop_errored: Leave rows out whose score is no finite number, with GRPO their whole group, in place of refusing
             all: an errored reward is not reward 0. Refused all the same where no row is left.

@@ -149,7 +149,7 @@ def load_models(
         num_generation=rollout.num_generations,
         inference_batch_size=rollout.inference_batch_size,
         logits_forward_batch_size=rollout.logits_forward_batch_size,
-        # In float32 the sampler's own log-probs are the trainer's to 1e-5; below that they are taken anew.
+        # In float32 the sampler's own log-probs are the trainer's but for rounding; below that they are taken anew.
         reuse_sampling_log_probs=config.model.dtype == "float32",
         drop_errored=True,
         # The insert gate looks at all of it, and what it refuses is kept for a look.

@@ -290,6 +290,7 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
         (name, "model") for name in ("rlhfd_reward", "rlhfd_reward_mean", "rlhfd_reward_stddev")
     },
     "buffer.limit is 0": {("rlhfd_buffer_capacity_items", "0")},
+    "its workers compute here": {("rlhfd_weight_sync_bytes_total", "ray")},
 }
 
 

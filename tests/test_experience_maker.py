@@ -709,7 +709,9 @@ def test_mini_batches_by_length_give_each_row_its_own_log_probs() -> None:
 
     assert len(set(real(whole.action_mask).sum(1).tolist())) > 1
     for name in ("action_log_probs", "base_action_log_probs"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), atol=1e-5, rtol=0)
+        # Against float64 most are off by less than 1e-6, and one of the reference, whose attention is near a tie, by
+        # 6e-5, on some processors only. What belongs to another row is off by whole nats.
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), atol=1e-4, rtol=0)
 
 
 def test_equal_calls_give_equal_experience_bit_for_bit() -> None:
