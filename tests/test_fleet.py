@@ -42,6 +42,7 @@ class Idlers(Fleet):
         self.ended: Callable[[Slot, int], None] = lambda slot, code: None
         self.started: dict[int, list[int]] = {0: [], 1: []}
         self.brief: set[int] = set()
+        self._reports: dict[int, int] = {}
         self.ignored: signal.Signals | None = None
         self.slab = slab
         super().__init__(
@@ -69,6 +70,7 @@ class Idlers(Fleet):
                 ["sleep", "60" if slot.index not in self.brief else "0.1"], preexec_fn=ignore, pass_fds=(reports,)
             )
             self.started[slot.index].append(process.pid)
+            self._reports[process.pid] = reports
             return process
 
         return start
@@ -76,12 +78,8 @@ class Idlers(Fleet):
     def say_ready(self, slot: Slot, state: str = "ready") -> None:
         """Report in a child's name that it is ready, or in another state."""
         assert slot.child is not None
-        (pipe,) = (
-            link
-            for link in Path(f"/proc/{slot.child.pid}/fd").iterdir()
-            if int(link.name) > 2 and os.readlink(link).startswith("pipe:")
-        )
-        with pipe.open("wb") as reports:
+        # By its number: what else a process has open as it starts, such as its libraries, may be gone a moment later.
+        with Path(f"/proc/{slot.child.pid}/fd/{self._reports[slot.child.pid]}").open("wb") as reports:
             reports.write(f'{{"state":"{state}"}}\n'.encode())
 
     async def until(self, condition: Callable[[], bool]) -> None:
