@@ -177,3 +177,9 @@ def test_without_ray_a_start_says_how_to_get_it(tmp_path, task):  # noqa: F811
     with Daemon(tmp_path, "cluster.engine=ray", task=task, environment={"PYTHONPATH": str(tmp_path)}) as daemon:
         assert daemon.wait(60.0) == 78
         assert "cluster.engine: Ray is not installed here" in daemon.errors
+
+
+def test_one_process_is_no_cluster(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, "cluster.engine=ray", task=task, arguments=("--serial",)) as daemon:
+        assert daemon.wait(60.0) == 78
+        assert "--serial: one process computes all of it; set cluster.engine = local" in daemon.errors
