@@ -10,7 +10,7 @@ from benches.measure import Sample, figure
 from benches.report import Section, Table
 from benches.ways.daemon import experience_of
 from benches.workload import APPEND_ROWS, SHAPES, appends
-from pipeline import codec
+from pipeline.experience import codec
 
 _ITEMS_PER_S = 1000
 

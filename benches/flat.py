@@ -13,16 +13,16 @@ from pathlib import Path
 
 from benches.measure import Sample, figure, interleaved
 from benches.report import Section, Table
-from pipeline.admission import Limits
-from pipeline.arena import ExtentAllocator
-from pipeline.buffer import Buffer
-from pipeline.buffer_metrics import BufferMetrics
-from pipeline.buffer_process import SHOW_S
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import LedgerLayout
-from pipeline.messages import Ack, Credit, Hello, Lease, Message, Sealed, Ticket, WantTickets
-from pipeline.metrics_slab import MetricsSlab, SlotName
-from pipeline.transport import trainer_name, worker_name
+from pipeline.buffer.admission import Limits
+from pipeline.buffer.buffer import Buffer
+from pipeline.buffer.metrics import BufferMetrics
+from pipeline.buffer.process import SHOW_S
+from pipeline.runtime.messages import Ack, Credit, Hello, Lease, Message, Sealed, Ticket, WantTickets
+from pipeline.runtime.transport import trainer_name, worker_name
+from pipeline.storage.arena import ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import LedgerLayout
+from pipeline.telemetry.slab import MetricsSlab, SlotName
 
 _ROWS = 16
 _NBYTES = 1 << 12

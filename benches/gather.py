@@ -12,7 +12,7 @@ from benches.measure import Sample, figure, interleaved, timed
 from benches.report import Section, Table
 from benches.ways.daemon import experience_of
 from benches.workload import APPEND_ROWS, SHAPES, appends
-from pipeline import codec
+from pipeline.experience import codec
 
 _POOL = 8
 # Larger than any cache, so that what is gathered comes from memory, as in a run.

@@ -14,14 +14,14 @@ from typing import NamedTuple, cast
 
 from benches.measure import Sample, interleaved
 from benches.report import ROOT, Section, Table
-from pipeline.admission import Limits
-from pipeline.arena import Arena, ExtentAllocator
-from pipeline.buffer import Buffer
-from pipeline.buffer_journal import BufferJournal
-from pipeline.config import BufferConfig, Config, DaemonConfig
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import LedgerLayout
-from pipeline.observer import Observer
+from pipeline.buffer.admission import Limits
+from pipeline.buffer.buffer import Buffer
+from pipeline.buffer.observer import Observer
+from pipeline.buffer.snapshot import BufferJournal
+from pipeline.config.schema import BufferConfig, Config, DaemonConfig
+from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import LedgerLayout
 
 _ROWS = 16
 _WRITES = 2

@@ -3,7 +3,7 @@
 Made-up rows of full length go through `NaiveExperienceMaker`'s log-prob stage with a Llama of few parameters and a real
 vocabulary, float32 on the CPU, once for each `logits_forward_batch_size`, and once the naive way: the logits of all
 rows and positions, then log_softmax. Each runs in a process of its own; its figure is the process's largest resident
-set (VmHWM) less what was resident just before the stage. The bound is what `pipeline.token_log_probs` allows: one
+set (VmHWM) less what was resident just before the stage. The bound is what `pipeline.models.chunked_log_probs` allows: one
 chunk of logits in float32, the chunk divided by the temperature, and its exp in the log-sum-exp.
 It takes 8 GiB of memory.
 """
@@ -23,10 +23,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benches.report import ROOT, Section, Table
-from pipeline import token_log_probs
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.generation import Responses, Sampling
-from pipeline.generation.rows import Rows
+from pipeline.models import chunked_log_probs
+from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.rows import Rows
 
 PROMPT_COLUMNS = 32
 _ROWS = 8
@@ -100,8 +100,8 @@ def run(*, quick: bool) -> Sequence[Section]:
     naive, ours = child(0), {rows: child(rows) for rows in (1, 2, _ROWS)}
     if any(abs(one["sum"] - naive["sum"]) > 1e-5 * abs(naive["sum"]) for one in ours.values()):
         raise RuntimeError(f"the log-probs differ: {naive['sum']} naive, {[one['sum'] for one in ours.values()]}")
-    bound_mib = 3 * 4 * min(token_log_probs.CHUNK_ELEMENTS, _ROWS * columns * vocabulary) / MIB
-    what = f"a chunk of {token_log_probs.CHUNK_ELEMENTS:,} logits, divided by the temperature, and its exp"
+    bound_mib = 3 * 4 * min(chunked_log_probs.CHUNK_ELEMENTS, _ROWS * columns * vocabulary) / MIB
+    what = f"a chunk of {chunked_log_probs.CHUNK_ELEMENTS:,} logits, divided by the temperature, and its exp"
     found = [(f"the maker, in mini-batches of {rows}", one) for rows, one in ours.items()]
     found.append(("all logits at once, then log-softmax", naive))
     rows = [(name, f"{one['peak_mib']:,.0f} MiB", f"{one['seconds']:.0f} s") for name, one in found]

@@ -11,8 +11,8 @@ import torch
 
 from benches.measure import Sample, interleaved
 from benches.report import Section, Table
-from pipeline.arena import Arena
-from pipeline.pinned import pin_arena
+from pipeline.models.weights.pinned import pin_arena
+from pipeline.storage.arena import Arena
 
 _TITLE = "The arena page-locked: copies to and from a card"
 

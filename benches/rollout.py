@@ -27,11 +27,11 @@ from benches import rollout_peers as peers
 from benches.measure import Sample, interleaved
 from benches.report import ROOT, Section, Table
 from benches.rollout_peers import EOS, PAD, Made, Work
-from pipeline.advantages import group_advantages
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.generation import ResponseGenerator, Responses
-from pipeline.generation.actors import ActorGenerator
-from pipeline.generation.transformers import LeanGenerator
+from pipeline.experience.advantages import group_advantages
+from pipeline.rollout.generation.hf_generate import ActorGenerator
+from pipeline.rollout.generation.interface import ResponseGenerator, Responses
+from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.maker import NaiveExperienceMaker
 
 TRL = "trl==1.16.0"
 _ENVIRONMENT = ROOT / ".venv-trl"

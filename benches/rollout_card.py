@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benches.measure import Sample, interleaved
 from benches.report import Section, Table
-from pipeline.generation import Sampling
-from pipeline.generation.actors import ActorGenerator
-from pipeline.generation.transformers import LeanGenerator
+from pipeline.rollout.generation.hf_generate import ActorGenerator
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import LeanGenerator
 
 _COPY_BYTES = 2**30
 _PROMPT_TOKENS = 64

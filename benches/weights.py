@@ -16,7 +16,7 @@ import torch
 
 from benches.measure import Sample, interleaved, percentile
 from benches.report import Section, Table
-from pipeline.weights import WeightsPublisher, WeightsReader
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 
 _GIB = 2**30
 _TENSOR_BYTES = 1 << 25

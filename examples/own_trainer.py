@@ -16,7 +16,7 @@ import argparse
 import torch
 
 import pipeline
-from pipeline.models import action_log_probs, load_actor
+from pipeline.models.loading import action_log_probs, load_actor
 
 
 def main() -> None:

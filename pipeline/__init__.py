@@ -10,16 +10,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.batching import (
+    from pipeline.experience.batching import (
         make_experience_batch,
         remove_padding_in_sequences,
         split_experience_batch,
         zero_pad_sequences,
     )
-    from pipeline.experience import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
-    from pipeline.experience_maker import ExperienceMaker, NaiveExperienceMaker
-    from pipeline.replay_buffer import DetachedReplayBuffer
-    from pipeline.stream import connect
+    from pipeline.experience.types import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
+    from pipeline.replay.buffer import DetachedReplayBuffer
+    from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
+    from pipeline.trainer.connection import connect
 
 __all__ = [
     "BufferItem",
@@ -38,16 +38,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "batching": (
+    "experience.batching": (
         "make_experience_batch",
         "remove_padding_in_sequences",
         "split_experience_batch",
         "zero_pad_sequences",
     ),
-    "experience": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
-    "experience_maker": ("ExperienceMaker", "NaiveExperienceMaker"),
-    "replay_buffer": ("DetachedReplayBuffer",),
-    "stream": ("connect",),
+    "experience.types": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
+    "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
+    "replay.buffer": ("DetachedReplayBuffer",),
+    "trainer.connection": ("connect",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

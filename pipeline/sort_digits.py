@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.errors import DeadlineError
 
 if TYPE_CHECKING:

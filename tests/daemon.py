@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline import instance
 from pipeline.errors import RlhfdError
-from pipeline.instance import InstanceRecord, shm_directory
+from pipeline.runtime import lock
+from pipeline.runtime.lock import InstanceRecord, shm_directory
 
 PROGRAM = Path(sys.executable).with_name("rlhfd")
 SMALL = ("buffer.sample_batch_size=32", "rollout.num_generations=4")
@@ -260,11 +260,11 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """Ask over the control socket; the command `rlhfd status --json` prints the same (see `ask`)."""
-        return instance.request(instance.find(self.runtime_dir), "status", 10.0)
+        return lock.request(lock.find(self.runtime_dir), "status", 10.0)
 
     def why(self) -> dict[str, Any]:
         """Ask what holds it back; the command `rlhfd why --json` prints the same."""
-        return instance.request(instance.find(self.runtime_dir), "why", 10.0)
+        return lock.request(lock.find(self.runtime_dir), "why", 10.0)
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command such as ``status --json`` against it."""
@@ -295,8 +295,8 @@ class Daemon:
 
     def _answering(self) -> InstanceRecord | None:
         try:
-            record = instance.find(self.runtime_dir)
-            instance.request(record, "status", 10.0)
+            record = lock.find(self.runtime_dir)
+            lock.request(record, "status", 10.0)
         except (RlhfdError, OSError):
             return None
         return record if record.pid == self.pid else None

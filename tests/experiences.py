@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.experience import Experience, ExperienceVL
+from pipeline.experience.types import Experience, ExperienceVL
 
 
 def made_up(rows=4, prompt=5, actions=6, *, seed=0, ppo=True, holes=False, dtype=torch.float32):

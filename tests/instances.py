@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import instance
-from pipeline.instance import InstanceRecord
+from pipeline.runtime import lock
+from pipeline.runtime.lock import InstanceRecord
 
 HOLD = """
 import sys
 from pathlib import Path
-from pipeline.instance import InstanceLock
+from pipeline.runtime.lock import InstanceLock
 with InstanceLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -28,7 +28,7 @@ with InstanceLock(Path(sys.argv[1])):
 SERVE = """
 import asyncio, os, sys
 from pathlib import Path
-from pipeline.instance import InstanceLock, InstanceRecord, serve_control
+from pipeline.runtime.lock import InstanceLock, InstanceRecord, serve_control
 folder = Path(sys.argv[1])
 
 async def serve():
@@ -83,7 +83,7 @@ def serving(
     ready, loop, stopping = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        server = await instance.serve_control(folder / instance.CONTROL_SOCKET, handler)
+        server = await lock.serve_control(folder / lock.CONTROL_SOCKET, handler)
         ready.set()
         await stopping.wait()
         server.close()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.experience import BufferItem, BufferItemVL
+from pipeline.experience.types import BufferItem, BufferItemVL
 
 
 def item_of(prompt: int, actions: int, *, ppo: bool = True, base: int = 1) -> BufferItem:

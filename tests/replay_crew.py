@@ -81,7 +81,7 @@ def numbered(numbers):
     """Return rows that say who they are in every field: ragged, padded on both sides as a maker's are."""
     import torch
 
-    from pipeline.experience import Experience
+    from pipeline.experience.types import Experience
 
     ids = torch.tensor(list(numbers))
     prompts, responses = ids % 3 + 1, ids % 4 + 1
@@ -110,7 +110,7 @@ def numbers_of(experience):
 
 
 def attach(path, **options):
-    from pipeline.replay_buffer import DetachedReplayBuffer
+    from pipeline.replay.buffer import DetachedReplayBuffer
 
     return DetachedReplayBuffer.attach(path, **options)
 
@@ -133,7 +133,7 @@ def consume(path, fork_first=False):
 
 def hang_in_append(path, number):
     """Stop for good with the rows half written."""
-    from pipeline import codec
+    from pipeline.experience import codec
 
     encode = codec.encode
 
@@ -149,7 +149,7 @@ def hang_in_append(path, number):
 
 def hang_in_sample(path):
     """Stop for good with the batch half copied."""
-    from pipeline import codec
+    from pipeline.experience import codec
 
     gather = codec.gather
 
@@ -175,7 +175,7 @@ def wait_for(path, call):
 
 def own(sample_batch_size):
     """Make a buffer and hold it until killed."""
-    from pipeline.replay_buffer import DetachedReplayBuffer
+    from pipeline.replay.buffer import DetachedReplayBuffer
 
     buffer = DetachedReplayBuffer(sample_batch_size, arena_bytes=1 << 20)
     buffer.append(numbered([7]))
@@ -185,7 +185,7 @@ def own(sample_batch_size):
 
 def own_and_end(sample_batch_size):
     """Make a buffer and end without closing it."""
-    from pipeline.replay_buffer import DetachedReplayBuffer
+    from pipeline.replay.buffer import DetachedReplayBuffer
 
     buffer = DetachedReplayBuffer(sample_batch_size, arena_bytes=1 << 20)
     buffer.append(numbered([7]))
@@ -208,7 +208,7 @@ def fork_and_append(path, first):
 
 def fork_and_hang_in_append(path):
     """Fork in the middle of an append, and stop both for good."""
-    from pipeline import codec
+    from pipeline.experience import codec
 
     def fork(experience, memory, **options):
         if child := os.fork():
@@ -231,7 +231,7 @@ def use_pickled(pickled, number):
 def main():
     import torch
 
-    import pipeline.replay_buffer  # noqa: F401
+    import pipeline.replay.buffer  # noqa: F401
 
     torch.set_num_threads(1)
     # A member that ended is nobody's to wait for.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.metrics import Conservation, SlotName
-from pipeline.metrics_reader import MetricsReader
-from pipeline.metrics_slab import MetricsSlab, SlotWriter
+from pipeline.telemetry.metrics import Conservation, SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab, SlotWriter
 
 ROOT = Path(__file__).parent.parent
 SLOTS = (

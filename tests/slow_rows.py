@@ -1,6 +1,6 @@
 """Rows of experience as Python lists, and what splitting, stripping, padding and packing do to them, row by row.
 
-An independent reference for `pipeline.batching`: it knows no tensor but to compare with, and looks at one column of one
+An independent reference for `pipeline.experience.batching`: it knows no tensor but to compare with, and looks at one column of one
 row at a time. A value is a pair (dtype, list or number), a row a dict of values by field; a field may be missing.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.experience import BufferItem, BufferItemVL
+from pipeline.experience.types import BufferItem, BufferItemVL
 
 Row = dict[str, Any]
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.activity import ActivityClock
 from pipeline.errors import FieldError
-from pipeline.metrics import ACTIVITIES
-from pipeline.metrics_slab import MetricsSlab, SlabLayout
+from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.metrics import ACTIVITIES
+from pipeline.telemetry.slab import MetricsSlab, SlabLayout
 from tests.slabs import SLOTS, begun
 from tests.test_metrics_kills import DyingWords, KilledError
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import admission
-from pipeline.admission import Limits
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import LedgerLayout
+from pipeline.buffer import admission
+from pipeline.buffer.admission import Limits
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import LedgerLayout
 
 LIMITS = Limits(
     sample_batch_size=8,

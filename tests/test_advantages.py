@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.advantages import (
+from pipeline.errors import ShapeError
+from pipeline.experience.advantages import (
     action_rewards,
     coati_action_rewards,
     coati_kl,
@@ -21,7 +22,6 @@ from pipeline.advantages import (
     k3_kl,
     kl_rewards,
 )
-from pipeline.errors import ShapeError
 
 
 def mask_of(lengths: list[int], columns: int) -> Tensor:

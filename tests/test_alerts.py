@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.metrics import BY_NAME
+from pipeline.telemetry.metrics import BY_NAME
 
 ROOT = Path(__file__).parent.parent
 DASHBOARDS = ROOT / "dashboards"
@@ -350,7 +350,7 @@ def test_the_runbook_has_no_section_of_an_alert_that_is_gone() -> None:
 
 
 def test_what_the_runbook_quotes_of_rlhfd_why_is_what_it_says() -> None:
-    runbook, source = (ROOT / "docs/runbook.md").read_text(), (ROOT / "pipeline/diagnosis.py").read_text()
+    runbook, source = (ROOT / "docs/runbook.md").read_text(), (ROOT / "pipeline/supervisor/diagnosis.py").read_text()
     quoted = [
         words
         for line in runbook.replace("\n", " ").split("**Look**")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.arena import ALIGNMENT_BYTES, Arena, Extent, ExtentAllocator
 from pipeline.errors import ArenaFullError, ConfigError, LedgerError
+from pipeline.storage.arena import ALIGNMENT_BYTES, Arena, Extent, ExtentAllocator
 
 
 def make(path: Path, payload_bytes: int = 1 << 20) -> Arena:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.batching import (
+from pipeline.errors import FieldError, ShapeError
+from pipeline.experience.batching import (
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
     zero_pad_sequences,
 )
-from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import BufferItem, BufferItemVL, Experience, ExperienceVL
+from pipeline.experience.types import BufferItem, BufferItemVL, Experience, ExperienceVL
 from tests.items import item_of, vl_item
 
 NAN, INF = float("nan"), float("inf")

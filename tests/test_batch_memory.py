@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.batch_memory import BatchMemory
+from pipeline.experience.tensor_pool import BatchMemory
 
 LARGE = (16, 8192)
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.batching import (
+from pipeline.errors import FieldError, ShapeError
+from pipeline.experience.batching import (
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
     zero_pad_sequences,
 )
-from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import (
+from pipeline.experience.types import (
     BufferItem,
 )
 from tests.items import assert_same, item_of, pad

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
-from pipeline.experience import BufferItem, Experience, ExperienceVL
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import BufferItem, Experience, ExperienceVL
 from tests import slow_rows
 from tests.items import assert_same
 from tests.slow_rows import ACTIONS, SCORES, TOKENS, Kind, Row, expect

@@ -10,7 +10,7 @@ from benches.peers import RAY, REVERB
 from benches.transport import _contest, _table, speed
 from benches.ways.daemon import arrays_of, experience_of
 from benches.workload import SHAPES, appends, rebatch, touch
-from pipeline import codec
+from pipeline.experience import codec
 
 
 def test_an_append_is_what_it_says():

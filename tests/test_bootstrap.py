@@ -56,7 +56,7 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
         wheel.writestr("rlhfd.pth", os.getcwd())
         wheel.writestr("rlhfd-0.dist-info/METADATA", METADATA)
         wheel.writestr("rlhfd-0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
-        wheel.writestr("rlhfd-0.dist-info/entry_points.txt", "[console_scripts]\\nrlhfd = pipeline.cli:main\\n")
+        wheel.writestr("rlhfd-0.dist-info/entry_points.txt", "[console_scripts]\\nrlhfd = pipeline.cli.main:main\\n")
         wheel.writestr("rlhfd-0.dist-info/RECORD", "")
     return name
 '''

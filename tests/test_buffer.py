@@ -5,13 +5,10 @@ import typing
 
 import pytest
 
-from pipeline.admission import Limits
-from pipeline.arena import ExtentAllocator
-from pipeline.buffer import Buffer
+from pipeline.buffer.admission import Limits
+from pipeline.buffer.buffer import Buffer
 from pipeline.errors import GaveUpError
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import DROP_REASONS, LedgerLayout
-from pipeline.messages import (
+from pipeline.runtime.messages import (
     Ack,
     Credit,
     Damaged,
@@ -31,6 +28,9 @@ from pipeline.messages import (
     WantTickets,
     Welcome,
 )
+from pipeline.storage.arena import ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import DROP_REASONS, LedgerLayout
 
 LIMITS = Limits(
     sample_batch_size=8,

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline import codec, extent_file
-from pipeline.buffer_journal import BufferJournal
-from pipeline.config import BufferConfig, Config, TrainerConfig
-from pipeline.ledger_tables import Run
-from pipeline.messages import Credit, Drain, Hello, Lease, Published, Ticket, WantTickets
+from pipeline.buffer.snapshot import BufferJournal
+from pipeline.config.schema import BufferConfig, Config, TrainerConfig
+from pipeline.experience import codec
+from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Ticket, WantTickets
+from pipeline.storage import extent_file
+from pipeline.storage.tables import Run
 from tests.test_ledger import DyingMemory, Killed
 from tests.test_spool import LIMITS, Start, checkpoint, starts  # noqa: F401 - a fixture
 

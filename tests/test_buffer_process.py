@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from pipeline import buffer_process
-from pipeline.config import BufferConfig, Config, DaemonConfig
-from pipeline.messages import Hello, Wait, WantTickets, Welcome
-from pipeline.metrics_slab import MetricsSlab, SlotName
-from pipeline.role import RoleContext
-from pipeline.stream import open_connection
-from pipeline.transport import BUFFER, Mailbox, Outbox, trainer_name, worker_name
-from pipeline.workspace import Workspace
+from pipeline.buffer import process as buffer_process
+from pipeline.config.schema import BufferConfig, Config, DaemonConfig
+from pipeline.runtime.messages import Hello, Wait, WantTickets, Welcome
+from pipeline.runtime.role import RoleContext
+from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, trainer_name, worker_name
+from pipeline.runtime.workspace import Workspace
+from pipeline.telemetry.slab import MetricsSlab, SlotName
+from pipeline.trainer.connection import open_connection
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline import checkpoints
-from pipeline.checkpoint_notes import Latest, read_latest
-from pipeline.checkpoints import CheckpointNote, earlier_of_run, load_state, read_note, save_checkpoint, verify
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime.latest_checkpoint import Latest, read_latest
+from pipeline.trainer import checkpoints
+from pipeline.trainer.checkpoints import CheckpointNote, earlier_of_run, load_state, read_note, save_checkpoint, verify
 from tests import tiny
 
 

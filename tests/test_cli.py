@@ -15,10 +15,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeline import cli, status_text
-from pipeline.config_file import LoadedConfig
+from pipeline.cli import main as cli
+from pipeline.cli import status as status_view
+from pipeline.config.load import LoadedConfig
 from pipeline.errors import ConfigError, ExitCode
-from pipeline.instance import InstanceLock
+from pipeline.runtime.lock import InstanceLock
 from tests.instances import SERVE, process
 
 STATUS = {
@@ -77,7 +78,7 @@ def run(*arguments: str) -> Result:
 def rlhfd(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", "from pipeline.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments],
         capture_output=True, text=True, env=os.environ | environ,
     )  # fmt: skip
 
@@ -85,7 +86,7 @@ def rlhfd(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 class TestCommands:
     def test_import_is_light(self) -> None:
         code = (
-            "import sys, pipeline.cli; print(*{name.partition('.')[0] for name in sys.modules} "
+            "import sys, pipeline.cli.main; print(*{name.partition('.')[0] for name in sys.modules} "
             "& {'torch', 'numpy', 'transformers', 'pydantic', 'msgspec', 'asyncio', 'zmq', 'rich', 'ray'})"
         )
 
@@ -93,7 +94,7 @@ class TestCommands:
 
     def test_configuration_and_status_need_no_torch(self) -> None:
         code = (
-            "import sys; from pipeline.cli import main\n"
+            "import sys; from pipeline.cli.main import main\n"
             "for arguments in (['config', 'check'], ['status']): main(arguments, standalone_mode=False)\n"
         )
         ended = subprocess.run(
@@ -224,8 +225,8 @@ class TestStart:
 
             return SimpleNamespace(run=run)
 
-        monkeypatch.setitem(sys.modules, "pipeline.supervisor", runner("supervisor", ExitCode.GAVE_UP))
-        monkeypatch.setitem(sys.modules, "pipeline.launchers.serial", runner("serial", ExitCode.OK))
+        monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", runner("supervisor", ExitCode.GAVE_UP))
+        monkeypatch.setitem(sys.modules, "pipeline.serial", runner("serial", ExitCode.OK))
         return calls
 
     def test_supervisor_gets_the_configuration_and_gives_the_exit_code(self, started: dict[str, LoadedConfig]) -> None:
@@ -251,7 +252,7 @@ class TestStart:
         def refuse(loaded: LoadedConfig) -> ExitCode:
             raise ConfigError("port 9477 is in use")
 
-        monkeypatch.setitem(sys.modules, "pipeline.supervisor", SimpleNamespace(run=refuse))
+        monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", SimpleNamespace(run=refuse))
 
         result = run("start")
 
@@ -325,7 +326,7 @@ class TestStatus:
         assert "is starting and does not answer yet" in result.stderr
 
     def test_answer_is_readable_at_a_glance(self) -> None:
-        assert status_text.render(STATUS).splitlines() == [
+        assert status_view.render(STATUS).splitlines() == [
             "state      ready, up 3 min 12 s",
             "step       1,042 of 2,000, about 2 h 39 min left",
             "reward     0.8125 ↑ +0.4375 since the start",
@@ -349,11 +350,11 @@ class TestStatus:
     def test_nothing_to_look_at_is_not_shown(self) -> None:
         healthy = STATUS | {"needs_restart": [], "processes": STATUS["processes"][:1], "buffer": {"unaccounted": 0}}
 
-        assert status_text.cares(healthy) == []
-        assert "ATTENTION" not in status_text.render(healthy)
+        assert status_view.cares(healthy) == []
+        assert "ATTENTION" not in status_view.render(healthy)
 
     def test_lost_rows_stand_out(self) -> None:
-        text = status_text.render(STATUS | {"buffer": {"unaccounted": 2}})
+        text = status_view.render(STATUS | {"buffer": {"unaccounted": 2}})
 
         assert "ATTENTION  2 rows are unaccounted for, please report this; " in text
 
@@ -361,8 +362,8 @@ class TestStatus:
     def test_answer_with_gaps_is_shown_with_dashes(self, missing: str) -> None:
         status: dict[str, Any] = {} if missing == "everything" else STATUS | {missing: None}
 
-        assert status_text.render(status).startswith("state ")
+        assert status_view.render(status).startswith("state ")
 
     @pytest.mark.parametrize(("trend", "arrow"), [(0.1, "↑"), (-0.1, "↓"), (0.0, "→")])
     def test_trend_has_its_arrow(self, trend: float, arrow: str) -> None:
-        assert f"0.8125 {arrow} " in status_text.render(STATUS | {"reward_trend": trend})
+        assert f"0.8125 {arrow} " in status_view.render(STATUS | {"reward_trend": trend})

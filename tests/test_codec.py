@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import codec
-from pipeline.codec_bounds import extent_bytes_bound, row_bytes_bound
+from pipeline.config.sizes import extent_bytes_bound, row_bytes_bound
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
-from pipeline.experience import Experience
+from pipeline.experience import codec
+from pipeline.experience.types import Experience
 from tests.experiences import made_up
 
 TOKEN_FIELDS = ("sequences", "attention_mask")

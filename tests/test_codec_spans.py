@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pipeline.codec_spans import Spans
 from pipeline.errors import FieldError
+from pipeline.experience.row_spans import Spans
 
 
 def spans(mask, action_mask=None, columns=None):

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline import codec
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
-from pipeline.codec_bounds import extent_bytes_bound, row_bytes_bound
-from pipeline.codec_layout import align, read_header
+from pipeline.config.sizes import extent_bytes_bound, row_bytes_bound
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
-from pipeline.experience import Experience, ExperienceVL
-from pipeline.messages import Sealed
+from pipeline.experience import codec
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.extent_format import align, read_header
+from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.runtime.messages import Sealed
 from tests.experiences import made_up, made_up_vl
 from tests.test_stream import House
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from pipeline import admission
-from pipeline.config import Config
-from pipeline.config_conflicts import conflicts
+from pipeline.buffer import admission
+from pipeline.config.conflicts import conflicts
+from pipeline.config.schema import Config
 
 SECTIONS: dict[str, type[BaseModel]] = {name: type(info.default) for name, info in Config.model_fields.items()}
 FIELDS = [
@@ -227,7 +227,7 @@ class TestConflicts:
 
 @dataclasses.dataclass
 class Books:
-    """What `pipeline.admission` asks of a ledger, for rollouts and training that take no time."""
+    """What `pipeline.buffer.admission` asks of a ledger, for rollouts and training that take no time."""
 
     ready: int = 0
     reserved: int = 0

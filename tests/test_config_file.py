@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import config_file
-from pipeline.config import Config
-from pipeline.config_file import ConfigErrors, Origin
+from pipeline.config import load as config_load
+from pipeline.config.load import ConfigErrors, Origin
+from pipeline.config.schema import Config
 
 EMBEDDED = Path(__file__).parent.parent / "config.toml"
 
@@ -21,10 +21,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class TestLayers:
     def test_embedded_file_holds_the_defaults(self) -> None:
-        assert config_file.load(EMBEDDED, [], {}).config.model_copy(update={"daemon": None}) == Config().model_copy(
+        assert config_load.load(EMBEDDED, [], {}).config.model_copy(update={"daemon": None}) == Config().model_copy(
             update={"daemon": None}
         )
-        daemon = config_file.load(EMBEDDED, [], {}).config.daemon
+        daemon = config_load.load(EMBEDDED, [], {}).config.daemon
         assert daemon == Config().daemon.model_copy(
             update={"runtime_dir": EMBEDDED.parent / "run/rlhfd", "state_dir": EMBEDDED.parent / "state"}
         )
@@ -33,7 +33,7 @@ class TestLayers:
         (folder / "c.toml").write_text("[rollout]\nworkers = 2\nthreads = 2\ntop_k = 2\n")
         environ = {"RLHFD_CONFIG": "c.toml", "RLHFD_ROLLOUT__THREADS": "3", "RLHFD_ROLLOUT__TOP_K": "3"}
 
-        loaded = config_file.load(None, ["rollout.top_k=4"], environ)
+        loaded = config_load.load(None, ["rollout.top_k=4"], environ)
 
         rollout = loaded.config.rollout
         assert (rollout.max_attempts, rollout.workers, rollout.threads, rollout.top_k) == (3, 2, 3, 4)
@@ -47,20 +47,20 @@ class TestLayers:
     def test_named_file_goes_before_the_environments(self, folder: Path) -> None:
         (folder / "c.toml").write_text("[rollout]\nworkers = 2")
 
-        assert config_file.load(Path("c.toml"), [], {"RLHFD_CONFIG": "other.toml"}).config.rollout.workers == 2
+        assert config_load.load(Path("c.toml"), [], {"RLHFD_CONFIG": "other.toml"}).config.rollout.workers == 2
 
     def test_without_a_file_the_defaults_hold(self) -> None:
-        loaded = config_file.load(None, [], {"PATH": "/bin", "RLHFD_TEST_SESSION": "1", "RLHFD_CONFIG": ""})
+        loaded = config_load.load(None, [], {"PATH": "/bin", "RLHFD_TEST_SESSION": "1", "RLHFD_CONFIG": ""})
 
         assert loaded.config.rollout == Config().rollout and loaded.path is None and not loaded.origins
 
     def test_later_set_wins(self) -> None:
-        assert config_file.load(None, ["rollout.workers=2", "rollout.workers=3"], {}).config.rollout.workers == 3
+        assert config_load.load(None, ["rollout.workers=2", "rollout.workers=3"], {}).config.rollout.workers == 3
 
     def test_wrong_value_that_is_overridden_does_no_harm(self, folder: Path) -> None:
         (folder / "c.toml").write_text("[rollout]\nworkers = 0")
 
-        assert config_file.load(Path("c.toml"), ["rollout.workers=1"], {}).config.rollout.workers == 1
+        assert config_load.load(Path("c.toml"), ["rollout.workers=1"], {}).config.rollout.workers == 1
 
     @pytest.mark.parametrize(
         ("assignment", "section", "key", "value"),
@@ -82,7 +82,7 @@ class TestLayers:
         ],
     )
     def test_set_takes_toml_and_bare_strings(self, assignment: str, section: str, key: str, value: object) -> None:
-        config = config_file.load(None, [assignment], {}).config
+        config = config_load.load(None, [assignment], {}).config
 
         assert getattr(getattr(config, section), key) == value
 
@@ -95,7 +95,7 @@ class TestPaths:
 
     def load(self, etc: Path, text: str, *sets: str, **environ: str) -> Config:
         (etc / "c.toml").write_text(text)
-        return config_file.load(Path("etc/c.toml"), sets, environ).config
+        return config_load.load(Path("etc/c.toml"), sets, environ).config
 
     def test_of_the_file_are_relative_to_its_folder(self, etc: Path) -> None:
         config = self.load(
@@ -119,7 +119,7 @@ class TestPaths:
         assert self.load(etc, "").daemon.runtime_dir == etc / "run/rlhfd"
 
     def test_of_defaults_without_a_file_are_relative_to_the_current_folder(self, folder: Path) -> None:
-        assert config_file.load(None, [], {}).config.daemon.state_dir == folder / "state"
+        assert config_load.load(None, [], {}).config.daemon.state_dir == folder / "state"
 
     def test_of_set_and_environment_are_relative_to_the_current_folder(self, etc: Path, folder: Path) -> None:
         config = self.load(etc, "", "model.actor=m", "daemon.state_dir=7", RLHFD_PROMPTS__PATH="p")
@@ -154,11 +154,11 @@ class TestRuntimeDirectory:
         (folder / "etc/c.toml").write_text('[daemon]\nruntime_dir = "r"')
         path = Path("etc/c.toml")
 
-        assert config_file.find_runtime_dir(None, {}) == folder / "run/rlhfd"
-        assert config_file.find_runtime_dir(path, {}) == folder / "etc/r"
-        assert config_file.find_runtime_dir(None, {"RLHFD_CONFIG": str(path)}) == folder / "etc/r"
-        assert config_file.find_runtime_dir(path, {"RLHFD_DAEMON__RUNTIME_DIR": "w"}) == folder / "w"
-        assert config_file.find_runtime_dir(path, {"RLHFD_RUNTIME_DIR": "v", "RLHFD_DAEMON__RUNTIME_DIR": "w"}) == (
+        assert config_load.find_runtime_dir(None, {}) == folder / "run/rlhfd"
+        assert config_load.find_runtime_dir(path, {}) == folder / "etc/r"
+        assert config_load.find_runtime_dir(None, {"RLHFD_CONFIG": str(path)}) == folder / "etc/r"
+        assert config_load.find_runtime_dir(path, {"RLHFD_DAEMON__RUNTIME_DIR": "w"}) == folder / "w"
+        assert config_load.find_runtime_dir(path, {"RLHFD_RUNTIME_DIR": "v", "RLHFD_DAEMON__RUNTIME_DIR": "w"}) == (
             folder / "v"
         )
 
@@ -166,29 +166,29 @@ class TestRuntimeDirectory:
     def test_is_found_whatever_else_is_wrong(self, folder: Path, text: str) -> None:
         (folder / "c.toml").write_text(text)
 
-        assert config_file.find_runtime_dir(Path("c.toml"), {}) == folder / "run/rlhfd"
+        assert config_load.find_runtime_dir(Path("c.toml"), {}) == folder / "run/rlhfd"
 
     def test_of_a_file_that_is_no_toml_is_an_error(self, folder: Path) -> None:
         (folder / "c.toml").write_text("[")
 
         with pytest.raises(ConfigErrors):
-            config_file.find_runtime_dir(Path("c.toml"), {})
+            config_load.find_runtime_dir(Path("c.toml"), {})
 
 
 class TestRender:
     def test_only_what_was_set_is_shown(self, folder: Path) -> None:
         (folder / "c.toml").write_text("[rollout]\nworkers=2\n[daemon]\nname='x'")
-        loaded = config_file.load(Path("c.toml"), ["buffer.arena_bytes=1MiB"], {})
+        loaded = config_load.load(Path("c.toml"), ["buffer.arena_bytes=1MiB"], {})
 
-        assert config_file.render(loaded, effective=False, origin=False) == (
+        assert config_load.render(loaded, effective=False, origin=False) == (
             '[daemon]\nname = "x"\n\n[rollout]\nworkers = 2\n\n[buffer]\narena_bytes = 1048576\n'
         )
 
     def test_origin_is_a_comment(self, folder: Path) -> None:
         (folder / "c.toml").write_text("[rollout]\nworkers=2\n")
-        loaded = config_file.load(Path("c.toml"), ["rollout.top_k=1"], {"RLHFD_ROLLOUT__TOP_P": "0.5"})
+        loaded = config_load.load(Path("c.toml"), ["rollout.top_k=1"], {"RLHFD_ROLLOUT__TOP_P": "0.5"})
 
-        assert config_file.render(loaded, effective=False, origin=True) == (
+        assert config_load.render(loaded, effective=False, origin=True) == (
             "[rollout]\nworkers = 2  # c.toml:2:9\n"
             "top_p = 0.5  # RLHFD_ROLLOUT__TOP_P\ntop_k = 1  # --set rollout.top_k\n"
         )
@@ -196,10 +196,10 @@ class TestRender:
     @pytest.mark.parametrize("sets", [[], ["rollout.algorithm=ppo", "rollout.stop_token_ids=[[1], [2]]"]])
     def test_effective_configuration_loads_again_as_the_same(self, folder: Path, sets: list[str]) -> None:
         (folder / "odd \" 'é\x7f").mkdir()
-        loaded = config_file.load(None, [*sets, "daemon.state_dir=odd \" 'é\x7f"], {})
-        (folder / "c.toml").write_text(config_file.render(loaded, effective=True, origin=True))
+        loaded = config_load.load(None, [*sets, "daemon.state_dir=odd \" 'é\x7f"], {})
+        (folder / "c.toml").write_text(config_load.render(loaded, effective=True, origin=True))
 
-        again = config_file.load(Path("c.toml"), [], {})
+        again = config_load.load(Path("c.toml"), [], {})
 
         assert again.config.daemon == loaded.config.daemon
         for name in (
@@ -211,6 +211,6 @@ class TestRender:
             "trainer_kl_coef",
         ):
             assert getattr(again.config, name) == getattr(loaded.config, name)
-        assert config_file.render(again, effective=True, origin=False) == config_file.render(
+        assert config_load.render(again, effective=True, origin=False) == config_load.render(
             loaded, effective=True, origin=False
         )

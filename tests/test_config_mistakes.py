@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import config_file
-from pipeline.config_advice import SECTIONS
-from pipeline.config_file import ConfigErrors
+from pipeline.config import load as config_load
+from pipeline.config.advice import SECTIONS
+from pipeline.config.load import ConfigErrors
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def errors_of(
     path = Path("config.toml")
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigErrors) as raised:
-        config_file.load(path, sets, environ or {}, files=files)
+        config_load.load(path, sets, environ or {}, files=files)
     assert str(raised.value) == "\n".join(raised.value.errors)
     return list(raised.value.errors)
 
@@ -405,7 +405,7 @@ def test_variables_of_others_with_our_prefix_are_left_alone() -> None:
         "RLHFD_PARENT": "1",
     }
 
-    assert not config_file.load(None, [], others).origins
+    assert not config_load.load(None, [], others).origins
 
 
 SUGGESTIONS = [
@@ -426,7 +426,7 @@ def test_what_is_suggested_mends_it() -> None:
         Path("config.toml").write_text("\n".join(lines))
 
         try:
-            config_file.load(Path("config.toml"), [], {})
+            config_load.load(Path("config.toml"), [], {})
         except ConfigErrors as error:
             left = error.errors
         else:
@@ -475,7 +475,7 @@ def test_nesting_without_end_is_an_error(depth: int) -> None:
 
 def test_file_that_cannot_be_read_is_named_and_the_rest_checked_all_the_same() -> None:
     with pytest.raises(ConfigErrors) as raised:
-        config_file.load(Path("none.toml"), ["a.b=1"], {})
+        config_load.load(Path("none.toml"), ["a.b=1"], {})
 
     assert list(raised.value.errors) == [
         "none.toml: cannot be read: No such file or directory",
@@ -571,7 +571,7 @@ class TestFiles:
             (".", ".: cannot be read: Is a directory, did you mean grpo.toml?"),
         ):
             with pytest.raises(ConfigErrors) as raised:
-                config_file.load(Path(name), [], {})
+                config_load.load(Path(name), [], {})
             assert raised.value.errors == (error,)
 
     def test_files_are_checked_even_if_other_keys_are_wrong(self, folder: Path) -> None:
@@ -585,4 +585,4 @@ class TestFiles:
         (folder / "m/config.json").touch()
         (folder / "p.jsonl").write_text('{"prompt": "a"}')
 
-        config_file.load(None, ["model.actor=m", "prompts.path=p.jsonl"], {}, files=True)
+        config_load.load(None, ["model.actor=m", "prompts.path=p.jsonl"], {}, files=True)

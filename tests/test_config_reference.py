@@ -10,9 +10,9 @@ from pathlib import Path
 import fastjsonschema
 import pytest
 
-from pipeline.config import Config
-from pipeline.config_advice import SECTIONS
-from pipeline.config_reference import bounds, reference, schema
+from pipeline.config.advice import SECTIONS
+from pipeline.config.reference import bounds, reference, schema
+from pipeline.config.schema import Config
 from tests.test_config_mistakes import MISTAKES
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,7 @@ validate = fastjsonschema.compile(SCHEMA, use_default=False)
 
 def test_the_page_is_what_the_fields_say() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == reference(), (
-        "python -m pipeline.config_reference > docs/configuration.md"
+        "python -m pipeline.config.reference > docs/configuration.md"
     )
 
 

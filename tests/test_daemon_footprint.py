@@ -83,7 +83,7 @@ def test_supervisor_and_buffer_are_light_and_without_torch(tmp_path: Path, task:
             assert resident_bytes(pid) < MOST_RESIDENT_BYTES, f"{name}: {resident_bytes(pid):,} B"
 
 
-@pytest.mark.parametrize("module", ["pipeline.supervisor", "pipeline.buffer_process", "pipeline.cli"])
+@pytest.mark.parametrize("module", ["pipeline.supervisor.supervisor", "pipeline.buffer.process", "pipeline.cli.main"])
 def test_module_loads_nothing_heavy(module: str) -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", f"import sys, {module}; print(*sys.modules)"],
@@ -201,7 +201,7 @@ def test_signal_while_the_loop_is_made_or_closed_leaves_nothing(tmp_path: Path, 
         f"#!{sys.executable}\n"
         "import asyncio, os, selectors, signal, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pipeline.cli import main\n"
+        "from pipeline.cli.main import main\n"
         f"whole = getattr({moment})\n"
         "def signalled(*arguments):\n"
         "    made = whole(*arguments)\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint_notes import read_latest
-from pipeline.metrics_reader import MetricsReader
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
 from tests.test_daemon_kills import balanced, finish, spooled_rows
 

@@ -12,10 +12,10 @@ import sys
 import msgspec
 import pytest
 
-from pipeline import extent_file
-from pipeline.checkpoint_notes import read_latest
-from pipeline.metrics_slab import MetricsSlab
-from pipeline.spool import Books
+from pipeline.buffer.spool import Books
+from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.storage import extent_file
+from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon import PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -261,8 +261,8 @@ FAILING_TICK = """
 import sys
 from pathlib import Path
 
-from pipeline.cli import main
-from pipeline.supervisor import Supervisor
+from pipeline.cli.main import main
+from pipeline.supervisor.supervisor import Supervisor
 
 _tick = Supervisor._tick
 

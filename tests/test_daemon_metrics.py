@@ -22,9 +22,9 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from pipeline.config import Config
-from pipeline.metrics import INFO, METRICS, OWN, SlotName
-from pipeline.metrics import Metric as Declared
+from pipeline.config.schema import Config
+from pipeline.telemetry.metrics import INFO, METRICS, OWN, SlotName
+from pipeline.telemetry.metrics import Metric as Declared
 from tests.daemon import SMALL, Daemon, Metrics, get, status_of, task, telling_reward, total, wait_until
 
 pytestmark = [

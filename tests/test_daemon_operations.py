@@ -85,7 +85,7 @@ def test_live_keys_hold_at_once_and_the_others_are_named(daemon: Daemon) -> None
     assert scraped(daemon, "rlhfd_config_last_reload_successful") == 1
     assert scraped(daemon, "rlhfd_config_last_reload_success_timestamp_seconds") >= before_s
     for name in ("buffer-0", "rollout-0", "trainer-0"):
-        daemon.wait_logged(f" INFO {name} pipeline.role: configuration taken up")
+        daemon.wait_logged(f" INFO {name} pipeline.runtime.role: configuration taken up")
 
     # Asked again, the restart is still wanting; taken back, nothing is.
     assert daemon.ask("reload").stdout == "needs a restart: rollout.temperature = 0.5, was 1.0\n"

@@ -143,11 +143,11 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
                 lambda: next((name for name, pid in before.items() if not is_alive(pid)), ""), "an actor is gone"
             )
 
-            daemon.wait_logged(f"WARNING supervisor pipeline.supervisor: {lost} ended (exit code 1)")
+            daemon.wait_logged(f"WARNING supervisor pipeline.supervisor.supervisor: {lost} ended (exit code 1)")
             step = daemon.status()["step"]
             # The other machine's one core is taken: one worker is left, and the log says what the other waits for.
             daemon.wait_logged(
-                f"WARNING {lost} pipeline.launchers.ray: waits for the cluster to have a place: gpus=0 cpus=1"
+                f"WARNING {lost} pipeline.rollout.ray: waits for the cluster to have a place: gpus=0 cpus=1"
             )
             daemon.wait_until(lambda: daemon.status()["state"] == "ready", "it is ready without it")
             daemon.wait_step(step + 5)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import pipeline
-from pipeline.models import action_log_probs, load_actor, load_tokenizer
+from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.loading import action_log_probs, load_actor, load_tokenizer
 from pipeline.prompts import Prompt
-from pipeline.vision_prompts import VisionPrompts
-from pipeline.vision_rows import VisionRows
+from pipeline.rollout.vision_prompts import VisionPrompts
 from tests import tiny_vision
 from tests.daemon import Daemon, total
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.metrics import BY_NAME
+from pipeline.telemetry.metrics import BY_NAME
 from tests.test_alerts import GPU, STEP_S, TARGET, with_target
 
 ROOT = Path(__file__).parent.parent

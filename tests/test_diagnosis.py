@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from pipeline.diagnosis import ProcessView, RunView, ShareWindow, culprit, duration, explain, waits_outside
-from pipeline.metrics import Progress
-from pipeline.watchdog import HangLimits, Standing
+from pipeline.supervisor.diagnosis import ProcessView, RunView, ShareWindow, culprit, duration, explain, waits_outside
+from pipeline.supervisor.hangs import HangLimits, Standing
+from pipeline.telemetry.metrics import Progress
 
 NOW_S = 10_000.0
 LIMITS = HangLimits(300, 120, 600, 1800)

@@ -20,15 +20,15 @@ import pytest
 import torch
 
 import pipeline
-from pipeline.arena import Arena
 from pipeline.errors import CheckpointError, ConfigError, GaveUpError
-from pipeline.fleet import Fleet
-from pipeline.launchers.local import allow_descriptors
-from pipeline.metrics import SlotName
-from pipeline.metrics_slab import MetricsSlab
-from pipeline.placement import Place
-from pipeline.restarts import RestartLimits
-from pipeline.weights import WeightsPublisher
+from pipeline.models.weights.store import WeightsPublisher
+from pipeline.runtime.child_process import allow_descriptors
+from pipeline.storage.arena import Arena
+from pipeline.supervisor.fleet import Fleet
+from pipeline.supervisor.placement import Place
+from pipeline.supervisor.restarts import RestartLimits
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.slab import MetricsSlab
 from tests.test_checkpoints import files_of_at_most
 from tests.test_quarantine import place
 from tests.test_trainer import Bench
@@ -103,7 +103,7 @@ def limits_after(soft: int, hard: int, children: int, scorers: int, clients: int
     code = f"""
 import resource
 from pipeline.errors import ConfigError
-from pipeline.launchers.local import allow_descriptors
+from pipeline.runtime.child_process import allow_descriptors
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 try:
     allow_descriptors({children}, {scorers}, {clients})
@@ -219,10 +219,10 @@ def test_steps_that_teach_nothing_are_told_once_and_versions_go_on(
     idle(bench, list(range(2, 30)))
     trainer = bench.trainer(max_steps=30)
 
-    with caplog.at_level(logging.WARNING, "pipeline.trainer"):
+    with caplog.at_level(logging.WARNING, "pipeline.trainer.trainer"):
         bench.run(trainer)
 
-    told = [record.getMessage() for record in caplog.records if record.name == "pipeline.trainer"]
+    told = [record.getMessage() for record in caplog.records if record.name == "pipeline.trainer.trainer"]
     assert told == ["nothing to learn from, in every group all rewards are equal: steps_in_a_row=20"]
     assert trainer.step == 30 and trainer._version.version == 30
 
@@ -230,10 +230,10 @@ def test_steps_that_teach_nothing_are_told_once_and_versions_go_on(
 def test_a_step_that_teaches_something_begins_the_count_anew(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     idle(bench, [*range(1, 20), *range(21, 40)])
 
-    with caplog.at_level(logging.WARNING, "pipeline.trainer"):
+    with caplog.at_level(logging.WARNING, "pipeline.trainer.trainer"):
         bench.run(bench.trainer(max_steps=40))
 
-    assert not [record for record in caplog.records if record.name == "pipeline.trainer"]
+    assert not [record for record in caplog.records if record.name == "pipeline.trainer.trainer"]
 
 
 # Clocks.

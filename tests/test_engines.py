@@ -8,23 +8,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.arena import Arena
-from pipeline.codec import ExtentReader, gather
 from pipeline.errors import ConfigError
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.generation import Sampling
-from pipeline.generation.actors import ActorGenerator
-from pipeline.generation.engines import load_engine
-from pipeline.generation.transformers import LeanGenerator
-from pipeline.messages import Sealed, Ticket, Welcome
-from pipeline.metrics import SlotName
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.experience.codec import ExtentReader, gather
+from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.prompts import PromptSource
-from pipeline.roller import Roller
-from pipeline.rollout import RolloutWorker
-from pipeline.rollout_metrics import RolloutMetrics
-from pipeline.rollout_models import RolloutModels
-from pipeline.weights import WeightsPublisher, flatten
+from pipeline.rollout.generation.engines import load_engine
+from pipeline.rollout.generation.hf_generate import ActorGenerator
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.loader import RolloutModels
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.roller import Roller
+from pipeline.rollout.worker import RolloutWorker
+from pipeline.runtime.messages import Sealed, Ticket, Welcome
+from pipeline.storage.arena import Arena
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.slab import MetricsSlab
 from tests import tiny, whole_rows
 from tests.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
 from tests.test_rollout import Sent
@@ -137,7 +137,7 @@ def no_engine(actor, **_):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_engine", "cannot import pipeline.generation.no_such_engine"),
+        ("no_such_engine", "cannot import pipeline.rollout.generation.interface.no_such_engine"),
         ("tests.no_such_module:new_engine", "cannot import tests.no_such_module"),
         ("tests.whole_rows:old_engine", "tests.whole_rows has no function old_engine"),
         ("tests.test_engines:no_engine", "the object of tests.test_engines:no_engine has no method generate"),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import RewardError
-from pipeline.experience import Experience
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.models import Critic
+from pipeline.experience.types import Experience
+from pipeline.models.loading import Critic
+from pipeline.rollout.maker import NaiveExperienceMaker
 from tests import tiny
 from tests.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 

@@ -21,7 +21,7 @@ GIVEN = """
 import sys
 import torch
 import pipeline
-from pipeline.models import load_actor
+from pipeline.models.loading import load_actor
 from own_trainer import policy_gradient_loss
 actor = load_actor(sys.argv[1], dtype="float32", device="cpu")
 optimizer = torch.optim.SGD(actor.parameters(), lr=1e-3)

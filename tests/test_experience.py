@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.batching import (
+from pipeline.experience.batching import (
     make_experience_batch,
     split_experience_batch,
 )
-from pipeline.experience import (
+from pipeline.experience.types import (
     BufferItem,
     BufferItemVL,
     Experience,

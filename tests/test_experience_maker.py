@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline import codec
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
-from pipeline.config import TrainerConfig
+from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
-from pipeline.experience import Experience
-from pipeline.experience_maker import ExperienceMaker, NaiveExperienceMaker
-from pipeline.generation import Responses, Sampling
-from pipeline.learner import Learner
-from pipeline.models import Critic, action_log_probs, action_values
-from pipeline.rewards import FunctionReward
+from pipeline.experience import codec
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import Experience
+from pipeline.models.loading import Critic, action_log_probs, action_values
+from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
+from pipeline.rollout.rewards import FunctionReward
+from pipeline.trainer.learner import Learner
 from tests import tiny
 
 PAD, EOS = 0, 1

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, DaemonConfig
-from pipeline.ending import Ending
+from pipeline.config.schema import Config, DaemonConfig
 from pipeline.errors import ExitCode
-from pipeline.fleet import Fleet, Slot
-from pipeline.launchers.local import Starter
-from pipeline.messages import Message
-from pipeline.metrics import SlotName
-from pipeline.metrics_slab import MetricsSlab
-from pipeline.placement import Place
-from pipeline.restarts import RestartLimits
+from pipeline.runtime.child_process import Starter
+from pipeline.runtime.messages import Message
+from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.placement import Place
+from pipeline.supervisor.restarts import RestartLimits
+from pipeline.supervisor.shutdown import Ending
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.slab import MetricsSlab
 
 
 class Idlers(Fleet):

@@ -12,11 +12,11 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from pipeline.errors import FieldError, ShapeError
-from pipeline.generation import ResponseGenerator, Sampling
-from pipeline.generation.actors import ActorGenerator
-from pipeline.generation.cache import RoomyLayer
-from pipeline.generation.stops import parse_stop_token_ids, response_lengths
-from pipeline.generation.transformers import LeanGenerator, fits_lean_loop, sample_tokens
+from pipeline.rollout.generation.hf_generate import ActorGenerator
+from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
+from pipeline.rollout.generation.kv_cache import RoomyLayer
+from pipeline.rollout.generation.stops import parse_stop_token_ids, response_lengths
+from pipeline.rollout.generation.transformers import LeanGenerator, fits_lean_loop, sample_tokens
 from tests import tiny
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -59,7 +59,7 @@ def test_greedy_responses_equal_one_forward_a_token(build: type[LlamaForCausalLM
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
 @torch.no_grad()
 def test_reported_log_probs_are_the_actors(build: type[LlamaForCausalLM]) -> None:
-    from pipeline.models import action_log_probs
+    from pipeline.models.loading import action_log_probs
 
     model = build()
 
@@ -339,7 +339,7 @@ def test_large_vocabularies_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch
     noise = torch.rand(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole = sample_tokens(logits, noise)
 
-    monkeypatch.setattr("pipeline.generation.transformers._SAMPLE_ELEMENTS", 12)
+    monkeypatch.setattr("pipeline.rollout.generation.transformers._SAMPLE_ELEMENTS", 12)
 
     assert torch.equal(sample_tokens(logits, noise), whole)
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipeline import codec
-from pipeline.arena import Arena
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.generation import Sampling
-from pipeline.generation.transformers import LeanGenerator
-from pipeline.gpus import LIBRARY, Nvml
-from pipeline.metrics_slab import MetricsSlab
-from pipeline.models import action_log_probs
-from pipeline.pinned import PinnedMemory, pin_arena
-from pipeline.stream import Connection
-from pipeline.torch_memory import show_memory
-from pipeline.weights import WeightsPublisher, WeightsReader
+from pipeline.experience import codec
+from pipeline.models.loading import action_log_probs
+from pipeline.models.torch_memory import show_memory
+from pipeline.models.weights.pinned import PinnedMemory, pin_arena
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.storage.arena import Arena
+from pipeline.supervisor.gpus import LIBRARY, Nvml
+from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer.connection import Connection
 from tests import tiny
 from tests.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
 from tests.experiences import made_up

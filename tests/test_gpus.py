@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.gpus import Gpu, GpuWatch, Nvml, NvmlError, gpu_series
+from pipeline.supervisor.gpus import Gpu, GpuWatch, Nvml, NvmlError, gpu_series
 from tests.daemon import wait_until
 
 GIB = 1 << 30
@@ -104,7 +104,7 @@ def test_each_gpu_is_a_series_of_each_family_that_it_can_tell() -> None:
 
 
 def test_memory_and_load_are_laid_out_as_in_nvml_h() -> None:
-    from pipeline.gpus import _Memory, _Utilization
+    from pipeline.supervisor.gpus import _Memory, _Utilization
 
     assert ctypes.sizeof(_Memory) == 24 and (_Memory.total.offset, _Memory.free.offset, _Memory.used.offset) == (
         0,

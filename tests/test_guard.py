@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, DaemonConfig
-from pipeline.fleet import Slot
-from pipeline.guard import Guard, is_stopped
+from pipeline.config.schema import Config, DaemonConfig
+from pipeline.supervisor.fleet import Slot
+from pipeline.supervisor.watchdog import Guard, is_stopped
 from tests.test_fleet import Idlers
 
 LIMIT_S = 100.0

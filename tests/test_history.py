@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.history import SPAN_S, History, HistoryRecorder, Point
-from pipeline.metrics import SlotName
-from pipeline.metrics_reader import MetricsReader
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.telemetry.history import SPAN_S, History, HistoryRecorder, Point
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
 
 
 def point(number: int) -> Point:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.experience import Experience
-from pipeline.insert_gate import find_fault
-from pipeline.messages import FaultReason
-from pipeline.quarantine_reader import read
+from pipeline.experience.quarantine_reader import read
+from pipeline.experience.types import Experience
+from pipeline.rollout.insert_gate import find_fault
+from pipeline.runtime.messages import FaultReason
 from tests.daemon import SMALL, Daemon, task, telling_reward, total
 from tests.experiences import made_up, made_up_vl
 
@@ -158,7 +158,7 @@ def test_nothing_is_changed_by_the_look() -> None:
 BAD = "1111>"
 ENGINE = """
 import dataclasses
-from pipeline.generation import transformers
+from pipeline.rollout.generation.interface import transformers
 
 class Broken:
     def __init__(self, engine):

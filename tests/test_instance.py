@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline import instance
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
-from pipeline.instance import InstanceLock, InstanceRecord
+from pipeline.runtime import lock as instance_lock
+from pipeline.runtime.lock import InstanceLock, InstanceRecord
 from tests.instances import process, record, serving
 
 
@@ -36,13 +36,13 @@ class TestLock:
             assert (tmp_path / "lock").exists()
 
             with InstanceLock(tmp_path):
-                assert instance.holder(tmp_path) == os.getpid()
+                assert instance_lock.holder(tmp_path) == os.getpid()
 
     def test_lock_is_free_again_after_the_context(self, tmp_path: Path) -> None:
         with InstanceLock(tmp_path):
             pass
 
-        assert instance.holder(tmp_path) is None
+        assert instance_lock.holder(tmp_path) is None
         with InstanceLock(tmp_path):
             pass
 
@@ -58,7 +58,7 @@ class TestLock:
             other = InstanceLock(tmp_path / "run")
             other.__enter__()
 
-        assert instance.holder(tmp_path / "run") == os.getpid()
+        assert instance_lock.holder(tmp_path / "run") == os.getpid()
         other.__exit__(None, None, None)
 
     def test_lock_file_that_its_holder_removes_meanwhile_is_not_taken_for_the_lock(self, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ class TestLock:
         ended.start()
         with InstanceLock(tmp_path):
             ended.join()
-            assert instance.holder(tmp_path) == os.getpid()
+            assert instance_lock.holder(tmp_path) == os.getpid()
 
     def test_start_survives_somebody_looking_at_the_lock(self, tmp_path: Path) -> None:
         descriptor = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -90,7 +90,7 @@ class TestLock:
             child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
         with child:
             # The kernel closes what is not inherited a moment after Popen returns.
-            assert instance.wait_until_released(tmp_path, 5)
+            assert instance_lock.wait_until_released(tmp_path, 5)
             assert child.poll() is None
             child.kill()
 
@@ -126,14 +126,14 @@ class TestFind:
         with InstanceLock(tmp_path):
             record(tmp_path).write(tmp_path)
 
-            assert instance.find(tmp_path) == record(tmp_path)
+            assert instance_lock.find(tmp_path) == record(tmp_path)
 
     @pytest.mark.parametrize("name", ["missing", "file/below", "."])
     def test_directory_without_a_lock_is_not_running(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "file").touch()
 
         with pytest.raises(NotRunningError, match="no instance runs in"):
-            instance.find(tmp_path / name)
+            instance_lock.find(tmp_path / name)
 
     def test_record_of_a_killed_instance_is_not_running(self, tmp_path: Path) -> None:
         with process(tmp_path) as child:
@@ -142,23 +142,23 @@ class TestFind:
             child.wait()
 
             with pytest.raises(NotRunningError):
-                instance.find(tmp_path)
+                instance_lock.find(tmp_path)
 
     def test_instance_without_a_record_yet_is_starting(self, tmp_path: Path) -> None:
         with InstanceLock(tmp_path), pytest.raises(UnreachableError, match="is starting"):
-            instance.find(tmp_path)
+            instance_lock.find(tmp_path)
 
     def test_record_of_a_dead_one_is_not_taken_for_the_one_that_starts(self, tmp_path: Path) -> None:
         record(tmp_path, pid=os.getpid() + 1).write(tmp_path)
 
         with InstanceLock(tmp_path), pytest.raises(UnreachableError, match="is starting"):
-            instance.find(tmp_path)
+            instance_lock.find(tmp_path)
 
     def test_torn_record_is_an_error_that_names_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "instance.json").write_text('{"pid": 1')
 
         with InstanceLock(tmp_path), pytest.raises(UnreachableError, match=r"instance\.json is no record"):
-            instance.find(tmp_path)
+            instance_lock.find(tmp_path)
 
 
 class TestRecord:
@@ -204,14 +204,14 @@ class TestSharedMemoryDirectory:
         (tmp_path / "link").symlink_to(tmp_path / "run")
         monkeypatch.chdir(tmp_path)
 
-        directory = instance.shm_directory(tmp_path / "run")
+        directory = instance_lock.shm_directory(tmp_path / "run")
 
-        assert directory == instance.shm_directory("run") == instance.shm_directory("x/../run/")
-        assert directory == instance.shm_directory(Path("link"))
-        assert directory != instance.shm_directory("other")
+        assert directory == instance_lock.shm_directory("run") == instance_lock.shm_directory("x/../run/")
+        assert directory == instance_lock.shm_directory(Path("link"))
+        assert directory != instance_lock.shm_directory("other")
 
     def test_name_has_the_user_and_stays_short(self, tmp_path: Path) -> None:
-        directory = instance.shm_directory(tmp_path / ("long/" * 100))
+        directory = instance_lock.shm_directory(tmp_path / ("long/" * 100))
 
         assert directory.parent == Path("/dev/shm")
         assert directory.name.startswith(f"rlhfd-{os.geteuid()}-") and len(directory.name.rpartition("-")[2]) == 10
@@ -220,10 +220,10 @@ class TestSharedMemoryDirectory:
 class TestTerminate:
     def test_holder_gets_sigterm(self, tmp_path: Path) -> None:
         with process(tmp_path) as child:
-            instance.terminate(tmp_path)
+            instance_lock.terminate(tmp_path)
 
             assert child.wait() == -signal.SIGTERM
-            assert instance.wait_until_released(tmp_path, 0)
+            assert instance_lock.wait_until_released(tmp_path, 0)
 
     def test_process_that_got_a_dead_holders_pid_is_left_alone(self, tmp_path: Path) -> None:
         innocent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -231,24 +231,24 @@ class TestTerminate:
             (tmp_path / "lock").write_text(f"{innocent.pid}\n")
 
             with pytest.raises(NotRunningError):
-                instance.terminate(tmp_path)
+                instance_lock.terminate(tmp_path)
 
             assert innocent.poll() is None
             innocent.kill()
 
     def test_nobody_there_is_not_running(self, tmp_path: Path) -> None:
         with pytest.raises(NotRunningError):
-            instance.terminate(tmp_path)
+            instance_lock.terminate(tmp_path)
 
     def test_wait_ends_at_its_deadline(self, tmp_path: Path) -> None:
         with InstanceLock(tmp_path):
-            assert not instance.wait_until_released(tmp_path, 0.05)
+            assert not instance_lock.wait_until_released(tmp_path, 0.05)
 
 
 def knock(folder: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(10)
-    client.connect(str(folder / instance.CONTROL_SOCKET))
+    client.connect(str(folder / instance_lock.CONTROL_SOCKET))
     return client
 
 
@@ -263,36 +263,36 @@ def answer_to(folder: Path, sent: bytes, *, end: bool = False) -> dict[str, Any]
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance, "_CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(instance_lock, "_CLIENT_TIMEOUT_S", 0.2)
 
 
 class TestControl:
     def test_command_and_fields_reach_the_handler(self, tmp_path: Path) -> None:
         with serving(tmp_path) as server:
-            assert instance.request(server, "stop", 5, now=True) == {"echo": {"command": "stop", "now": True}}
+            assert instance_lock.request(server, "stop", 5, now=True) == {"echo": {"command": "stop", "now": True}}
 
     def test_large_answer_arrives_whole(self, tmp_path: Path) -> None:
         async def much(request: dict[str, Any]) -> dict[str, Any]:
             return {"text": "x" * 3_000_000}
 
         with serving(tmp_path, much) as server:
-            assert len(instance.request(server, "status", 10)["text"]) == 3_000_000
+            assert len(instance_lock.request(server, "status", 10)["text"]) == 3_000_000
 
     def test_error_of_the_handler_is_raised_at_the_client(self, tmp_path: Path) -> None:
         async def refuse(request: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError("not now")
 
         with serving(tmp_path, refuse) as server, pytest.raises(RlhfdError, match=r"^not now$"):
-            instance.request(server, "reload", 5)
+            instance_lock.request(server, "reload", 5)
 
     def test_socket_is_for_the_owner_alone_and_replaces_a_dead_ones(self, tmp_path: Path) -> None:
         dead = socket.socket(socket.AF_UNIX)
-        dead.bind(str(tmp_path / instance.CONTROL_SOCKET))
+        dead.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
         dead.close()
 
         with serving(tmp_path) as server:
-            assert stat.S_IMODE((tmp_path / instance.CONTROL_SOCKET).stat().st_mode) == 0o600
-            assert instance.request(server, "status", 5)
+            assert stat.S_IMODE((tmp_path / instance_lock.CONTROL_SOCKET).stat().st_mode) == 0o600
+            assert instance_lock.request(server, "status", 5)
 
     @pytest.mark.parametrize(
         "sent",
@@ -337,7 +337,7 @@ class TestControl:
     @pytest.mark.usefixtures("impatient")
     def test_silent_client_is_cut_off_and_holds_nobody_up(self, tmp_path: Path) -> None:
         with serving(tmp_path) as server, knock(tmp_path) as silent:
-            assert instance.request(server, "status", 5)
+            assert instance_lock.request(server, "status", 5)
 
             assert b"error" in silent.recv(1000)
             assert silent.recv(1000) == b""
@@ -349,7 +349,7 @@ class TestControl:
 
         with serving(tmp_path, much) as server, knock(tmp_path) as deaf:
             deaf.sendall(b"{}\n")
-            assert instance.request(server, "status", 10)
+            assert instance_lock.request(server, "status", 10)
 
             deadline = time.monotonic() + 10
             while True:
@@ -366,27 +366,27 @@ class TestControl:
                 for _ in range(40):
                     crowd.enter_context(knock(tmp_path))
                 with pytest.raises(RlhfdError, match="too many clients"):
-                    instance.request(server, "status", 5)
+                    instance_lock.request(server, "status", 5)
 
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
                 with contextlib.suppress(RlhfdError):
-                    assert instance.request(server, "status", 5)
+                    assert instance_lock.request(server, "status", 5)
                     return
             pytest.fail("still too many clients")
 
     def test_other_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with serving(tmp_path) as server:
             if os.geteuid():
-                monkeypatch.setattr(instance.os, "geteuid", lambda: os.getuid() + 1)
+                monkeypatch.setattr(instance_lock.os, "geteuid", lambda: os.getuid() + 1)
                 with pytest.raises(RlhfdError, match=r"uid \d+ may not control"):
-                    instance.request(server, "stop", 5)
+                    instance_lock.request(server, "stop", 5)
                 return
             descriptor = os.open(tmp_path, os.O_PATH)
-            (tmp_path / instance.CONTROL_SOCKET).chmod(0o666)
+            (tmp_path / instance_lock.CONTROL_SOCKET).chmod(0o666)
             code = (
                 "import socket; client = socket.socket(socket.AF_UNIX);"
-                f"client.connect('/proc/self/fd/{descriptor}/{instance.CONTROL_SOCKET}');"
+                f"client.connect('/proc/self/fd/{descriptor}/{instance_lock.CONTROL_SOCKET}');"
                 "print(client.recv(1000))"
             )
             tmp_path.chmod(0o755)
@@ -401,29 +401,29 @@ class TestControl:
 class TestRequest:
     def test_missing_socket_is_unreachable(self, tmp_path: Path) -> None:
         with pytest.raises(UnreachableError, match="cannot be reached"):
-            instance.request(record(tmp_path), "status", 5)
+            instance_lock.request(record(tmp_path), "status", 5)
 
     def test_server_that_never_answers_is_unreachable_in_time(self, tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(tmp_path / instance.CONTROL_SOCKET))
+            listener.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
             listener.listen()
 
             with pytest.raises(UnreachableError, match=r"does not answer within 0.1 s"):
-                instance.request(record(tmp_path), "status", 0.1)
+                instance_lock.request(record(tmp_path), "status", 0.1)
 
     def test_server_whose_queue_is_full_is_unreachable_in_time(self, tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as queue:
-            listener.bind(str(tmp_path / instance.CONTROL_SOCKET))
+            listener.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
             listener.listen(0)
             queue.enter_context(knock(tmp_path))
 
             with pytest.raises(UnreachableError, match="does not answer within"):
-                instance.request(record(tmp_path), "status", 0.1)
+                instance_lock.request(record(tmp_path), "status", 0.1)
 
     @pytest.mark.parametrize("sent", [b"", b"nonsense\n", b"[]\n", b'{"half":'])
     def test_answer_that_is_no_json_line_is_unreachable(self, tmp_path: Path, sent: bytes) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(tmp_path / instance.CONTROL_SOCKET))
+            listener.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
             listener.listen()
 
             def serve() -> None:
@@ -436,5 +436,5 @@ class TestRequest:
             thread.start()
 
             with pytest.raises(UnreachableError, match="no JSON line"):
-                instance.request(record(tmp_path), "status", 5)
+                instance_lock.request(record(tmp_path), "status", 5)
             thread.join()

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
-from pipeline.config import TrainerConfig
+from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import Experience, ExperienceVL
-from pipeline.learner import Learner
-from pipeline.models import Critic, action_log_probs, action_values
-from pipeline.optimizer import ModelOptimizer, learning_rate_ratio
-from pipeline.step_stats import StepStats
-from pipeline.training_batch import TrainingBatch
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.models.loading import Critic, action_log_probs, action_values
+from pipeline.trainer.batch import TrainingBatch
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio
+from pipeline.trainer.step_stats import StepStats
 from tests import tiny
 
 Algorithm = Literal["ppo", "grpo"]

@@ -5,11 +5,11 @@ import copy
 
 import pytest
 
-from pipeline.admission import oldest_rows
+from pipeline.buffer.admission import oldest_rows
 from pipeline.errors import LedgerError
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import ExtentState, LedgerLayout
-from pipeline.ledger_tables import Run, add_prompts, between
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import ExtentState, LedgerLayout
+from pipeline.storage.tables import Run, add_prompts, between
 
 LAYOUT = LedgerLayout(extents=6, rows_per_extent=4)
 

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import DROP_REASONS
-from pipeline.ledger_tables import Run
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import DROP_REASONS
+from pipeline.storage.tables import Run
 from tests.test_ledger import LAYOUT, DyingMemory, Killed, fresh, indexed, walked
 
 WORLD_SIZE = 2

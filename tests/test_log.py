@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import log as logs
+from pipeline.telemetry import log as logs
 
 log = logging.getLogger("pipeline.example")
 
@@ -49,7 +49,7 @@ def test_text_line_names_time_level_process_and_logger(stderr: Captured) -> None
     logs.configure("trainer-0")
     record = logging.makeLogRecord(
         {
-            "name": "pipeline.weights",
+            "name": "pipeline.models.weights.store",
             "levelname": "INFO",
             "levelno": logging.INFO,
             "msg": "weights published: version=%d nbytes=%d",
@@ -62,7 +62,7 @@ def test_text_line_names_time_level_process_and_logger(stderr: Captured) -> None
     logging.getLogger().handle(record)
 
     assert stderr.getvalue() == (
-        "2001-09-09T01:46:40.250Z INFO trainer-0 pipeline.weights: weights published: version=3 nbytes=4096\n"
+        "2001-09-09T01:46:40.250Z INFO trainer-0 pipeline.models.weights.store: weights published: version=3 nbytes=4096\n"
     )
 
 

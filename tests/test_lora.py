@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from pipeline.config import TrainerConfig
+from pipeline.config.schema import TrainerConfig
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.learner import Learner
-from pipeline.lora import Saved, adapt, adapter_of, load_adapter, merged, published, without_peft_names
-from pipeline.weights import WeightsPublisher, WeightsReader, flatten
+from pipeline.models.lora import Saved, adapt, adapter_of, load_adapter, merged, published, without_peft_names
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.trainer.learner import Learner
 from tests import tiny
 from tests.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
 

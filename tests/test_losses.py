@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.errors import ShapeError
-from pipeline.losses import masked_mean, masked_moments, mean_and_stddev, policy_loss, value_loss, whiten
+from pipeline.trainer.losses import masked_mean, masked_moments, mean_and_stddev, policy_loss, value_loss, whiten
 
 NAN = float("nan")
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from pipeline import ledger_records
-from pipeline.metrics import (
+from pipeline.storage import records
+from pipeline.telemetry.metrics import (
     CONSERVATION,
     CONSERVATION_WORDS,
     DROP_REASONS,
@@ -96,13 +96,13 @@ def test_conservation_block_holds_every_series_it_owns() -> None:
 
 
 def test_reasons_for_a_drop_are_the_ledgers() -> None:
-    assert DROP_REASONS == ledger_records.DROP_REASONS
+    assert DROP_REASONS == records.DROP_REASONS
 
 
 def test_catalogue_and_slab_import_neither_torch_nor_numpy() -> None:
     code = """
 import sys
-import pipeline.activity, pipeline.metrics_reader
+import pipeline.telemetry.activity, pipeline.telemetry.reader
 print(*sorted({"torch", "numpy", "prometheus_client", "transformers"} & set(sys.modules)))
 """
 

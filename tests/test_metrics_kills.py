@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.metrics import CONSERVATION_WORDS, Conservation, SlotName
-from pipeline.metrics_reader import HistogramReading, MetricsReader
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.telemetry.metrics import CONSERVATION_WORDS, Conservation, SlotName
+from pipeline.telemetry.reader import HistogramReading, MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
 from tests.slabs import BLOCK, PROMPTS, ROOT, SLOTS, STEPS, begun, value
 
 
@@ -121,7 +121,7 @@ def test_conservation_block_is_whole_wherever_its_writer_is_killed(path: Path, s
 _WRITE_UNTIL_KILLED = """
 import mmap, os, sys
 from pathlib import Path
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.telemetry.slab import MetricsSlab
 
 slab = MetricsSlab.attach(Path(sys.argv[1]))
 writer = slab.writer("rollout", int(sys.argv[2]))

@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from pipeline.gpus import Gpu, gpu_series
-from pipeline.metrics import METRICS, SlotName
-from pipeline.metrics_reader import MetricsReader
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.supervisor.gpus import Gpu, gpu_series
+from pipeline.telemetry.metrics import METRICS, SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
 from tests.slabs import BLOCK, ROOT, SLOTS, begun
 
 INFO = {
@@ -235,7 +235,7 @@ def test_scrape_of_64_workers_is_quick(path: Path, lives: int) -> None:
 def test_build_info_names_versions_without_importing_torch() -> None:
     code = """
 import json, sys
-from pipeline.metrics_reader import build_info
+from pipeline.telemetry.reader import build_info
 print(json.dumps([build_info(), "torch" in sys.modules]))
 """
 

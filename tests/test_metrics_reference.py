@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.metrics import METRICS
-from pipeline.metrics_reference import reference
+from pipeline.telemetry.metrics import METRICS
+from pipeline.telemetry.metrics_reference import reference
 
 ROOT = Path(__file__).parent.parent
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 def test_reference_of_the_metrics_is_what_the_catalogue_says() -> None:
     shown = (ROOT / "docs/metrics.md").read_text()
 
-    assert shown == reference(), "python -m pipeline.metrics_reference > docs/metrics.md"
+    assert shown == reference(), "python -m pipeline.telemetry.metrics_reference > docs/metrics.md"
 
 
 def test_every_metric_has_one_line_with_its_help_and_the_values_of_its_labels() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, FieldError, LedgerError
-from pipeline.metrics import Progress
-from pipeline.metrics_reader import HistogramReading, MetricsReader
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.telemetry.metrics import Progress
+from pipeline.telemetry.reader import HistogramReading, MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
 from tests.slabs import BLOCK, PROMPTS, SLOTS, STEPS, begun, value
 
 
@@ -320,7 +320,7 @@ def test_slab_that_means_something_else_is_made_anew(
     begun(slab, "trainer").counter(STEPS).inc(7)
     slots = SLOTS[:-1] if change == "slots" else SLOTS
     if change == "catalogue":
-        monkeypatch.setattr("pipeline.metrics_writer.METRICS", ())
+        monkeypatch.setattr("pipeline.telemetry.writer.METRICS", ())
     content = bytearray(path.read_bytes())
     if change == "torn":
         content[48] = 0xFF

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
 
-from pipeline.batching import make_experience_batch
 from pipeline.errors import ConfigError, ShapeError
-from pipeline.experience import BufferItem
-from pipeline.models import (
+from pipeline.experience.batching import make_experience_batch
+from pipeline.experience.types import BufferItem
+from pipeline.models.loading import (
     Critic,
     SequenceReward,
     action_log_probs,

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.buffer_process import NewestWeights
-from pipeline.messages import Ack, Lease, Published, Ticket
-from pipeline.weights import WeightsPublisher, WeightsReader
-from pipeline.weights_header import NEWEST, PAGE_BYTES, newest_version, slot_mark
+from pipeline.buffer.process import NewestWeights
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
+from pipeline.runtime.messages import Ack, Lease, Published, Ticket
+from pipeline.storage.weights_header import NEWEST, PAGE_BYTES, newest_version, slot_mark
 from tests.test_buffer import LIMITS, Bench, sealed, trainer, worker
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import oom
+from pipeline.supervisor import oom
 from tests.slabs import ROOT
 
 _PROGRAM = """

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.advantages import k3_kl
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import Experience
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.generation.stops import parse_stop_token_ids
+from pipeline.experience.advantages import k3_kl
+from pipeline.experience.types import Experience
+from pipeline.rollout.generation.stops import parse_stop_token_ids
+from pipeline.rollout.maker import NaiveExperienceMaker
 from tests import tiny
 from tests.tables import EOS, PAD, TableActor, TableCritic, Tokenizer
 

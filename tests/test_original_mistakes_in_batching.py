@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.errors import FieldError
-from pipeline.experience import BufferItem, BufferItemVL
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import BufferItem, BufferItemVL
 from tests.items import item_of, vl_item
 
 

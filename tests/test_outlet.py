@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import log_file
-from pipeline.outlet import Outlet, never_blocking
+from pipeline.telemetry import log_file
+from pipeline.telemetry.stdio import Outlet, never_blocking
 from tests.daemon import SMALL, START_TIMEOUT_S, Daemon, status_of, task, wait_until  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +55,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 def run(code: str, **streams: int) -> subprocess.Popen[bytes]:
     """Start a program that has `never_blocking`, `os` and `sys`."""
-    head = "import os, sys\nfrom pipeline.outlet import never_blocking\n"
+    head = "import os, sys\nfrom pipeline.telemetry.stdio import never_blocking\n"
     return subprocess.Popen([sys.executable, "-c", head + code], cwd=ROOT, **streams)
 
 

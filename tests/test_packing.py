@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
-from pipeline.advantages import k3_kl
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import BufferItem, Experience, ExperienceVL
-from pipeline.losses import masked_mean, policy_loss, value_loss
-from pipeline.models import Critic, action_log_probs, action_values
-from pipeline.packing import packed_action_log_probs, packed_action_values
+from pipeline.experience.advantages import k3_kl
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import BufferItem, Experience, ExperienceVL
+from pipeline.models.loading import Critic, action_log_probs, action_values
+from pipeline.models.packing import packed_action_log_probs, packed_action_values
+from pipeline.trainer.losses import masked_mean, policy_loss, value_loss
 from tests import tiny
 from tests.experiences import made_up
 from tests.test_token_log_probs import gemma2

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from prometheus_client.exposition import choose_encoder
 
-from pipeline.config import MetricsConfig
+from pipeline.config.schema import MetricsConfig
 from pipeline.errors import ConfigError
-from pipeline.page import OPENMETRICS_TYPE, TEXT_TYPE, Access, HttpServer, wants_openmetrics
+from pipeline.supervisor.web.server import OPENMETRICS_TYPE, TEXT_TYPE, Access, HttpServer, wants_openmetrics
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -439,7 +439,7 @@ async def served_to_either(certificate: MetricsConfig, scheme: str) -> AsyncIter
 def test_no_more_connections_are_held_than_the_bound_whoever_comes_at_once(
     scheme: str, certificate: MetricsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pipeline.page.MOST_CONNECTIONS", 20)
+    monkeypatch.setattr("pipeline.supervisor.web.server.MOST_CONNECTIONS", 20)
 
     async def check(stack: contextlib.ExitStack) -> None:
         async with served_to_either(certificate, scheme) as (server, trusted):
@@ -469,7 +469,7 @@ def test_no_more_connections_are_held_than_the_bound_whoever_comes_at_once(
 
 @pytest.mark.needs("openssl")
 def test_who_does_not_shake_hands_is_cut(certificate: MetricsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.page._REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pipeline.supervisor.web.server._REQUEST_TIMEOUT_S", 0.1)
 
     async def check() -> None:
         async with served_to_either(certificate, "https") as (server, _):
@@ -499,7 +499,7 @@ def test_the_end_leaves_nobody_who_shakes_hands(certificate: MetricsConfig) -> N
 def test_without_a_descriptor_nobody_is_let_in_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pipeline.door._PAUSE_S", 0.1)
+    monkeypatch.setattr("pipeline.supervisor.web.connections._PAUSE_S", 0.1)
 
     async def check() -> None:
         async with served() as server:
@@ -521,7 +521,7 @@ def test_without_a_descriptor_nobody_is_let_in_until_there_is_one(
 
 
 def test_a_client_that_sends_no_whole_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.page._REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pipeline.supervisor.web.server._REQUEST_TIMEOUT_S", 0.1)
 
     async def check() -> None:
         async with served() as server:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.samples import Sample, SampledResponse, SampleWriter, folder_of
+from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
 from tests.browser import PROGRAM, Browser, Page
 from tests.daemon import SMALL, Daemon, Metrics, get, task, total, wait_until
 

@@ -4,7 +4,7 @@ import logging
 import subprocess
 import sys
 
-from pipeline.pinned import PinnedMemory
+from pipeline.models.weights.pinned import PinnedMemory
 
 
 class Runtime:
@@ -55,7 +55,7 @@ def test_a_process_that_ends_without_closing_gives_it_back():
     """In a process of its own, for it is the end of one that is looked at."""
     program = (
         "from tests.test_pinned import Runtime\n"
-        "from pipeline.pinned import PinnedMemory\n"
+        "from pipeline.models.weights.pinned import PinnedMemory\n"
         "class Telling(Runtime):\n"
         "    def cudaHostUnregister(self, address): print('given back', address)\n"
         "memory = PinnedMemory(4096, 1, 'the arena', runtime=Telling())\n"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.placement import place, visible_gpus, worker_count
+from pipeline.supervisor.placement import place, visible_gpus, worker_count
 
 
 def config(**sections):

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline import weights
-from pipeline.policy_versions import PolicyVersions
+from pipeline.models.weights import store
+from pipeline.models.weights.versions import PolicyVersions
 from tests.test_ledger import DyingMemory, Killed
 
 ENDLESS = 1 << 30
@@ -26,7 +26,7 @@ def training(value):
     return {"progress": torch.tensor([value, value]), "actor.exp_avg.a": torch.full((3, 2), float(value))}
 
 
-class DyingMapping(weights._Mapping):
+class DyingMapping(store._Mapping):
     """A mapping whose writer dies when the budget of stores is spent, in the middle of a tensor if that is one."""
 
     budget: ClassVar = [ENDLESS]
@@ -60,7 +60,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.original, weights._Mapping = weights._Mapping, DyingMapping
+        self.original, store._Mapping = store._Mapping, DyingMapping
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "weights"
         self.values = 0
@@ -71,7 +71,7 @@ class VersionsMachine(RuleBasedStateMachine):
     def begin(self):
         self.trainer = PolicyVersions(self.path)
         self.publish(0, 0, rollback=False)
-        self.reader = weights.WeightsReader(self.path)
+        self.reader = store.WeightsReader(self.path)
 
     def publish(self, version, value, *, rollback):
         return self.trainer.publish(
@@ -125,7 +125,7 @@ class VersionsMachine(RuleBasedStateMachine):
         assert all(tensor.eq(self.value).all() for tensor in into.values())
 
     def teardown(self):
-        weights._Mapping = self.original
+        store._Mapping = self.original
         self.folder.cleanup()
 
 
@@ -134,14 +134,14 @@ TestVersionsMachine.settings = settings(max_examples=80, stateful_step_count=25,
 
 
 def test_without_room_for_the_training_state_the_weights_are_published_alone(tmp_path, monkeypatch, caplog):
-    free = weights.refuse_larger_than_free
+    free = store.refuse_larger_than_free
     asked = []
 
     def room_for_weights_alone(folder, nbytes, what):
         asked.append(nbytes)
         free(folder, nbytes if len(asked) == 1 else 1 << 62, what)
 
-    monkeypatch.setattr(weights, "refuse_larger_than_free", room_for_weights_alone)
+    monkeypatch.setattr(store, "refuse_larger_than_free", room_for_weights_alone)
     trainer = PolicyVersions(tmp_path / "weights")
 
     with caplog.at_level(logging.WARNING):
@@ -168,5 +168,5 @@ def test_a_damaged_training_state_is_never_used_as_if_it_were_whole(tmp_path):
     damaged = trainer.publish(0, model(1.0), training(1), trained_through=0)
     trainer._training._slots[0].views["progress"][0] = 99
 
-    with pytest.raises(weights.WeightsError, match="no whole copy"):
+    with pytest.raises(store.WeightsError, match="no whole copy"):
         trainer.restore_training(damaged, training(0))

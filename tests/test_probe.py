@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pipeline.errors import MistrustedError
-from pipeline.messages import Sealed
-from pipeline.metrics_reader import MetricsReader
-from pipeline.probe import answer, check, tolerance_nats
-from pipeline.weights import WeightsPublisher, WeightsReader
-from pipeline.weights_header import Probe, WeightsVersion
+from pipeline.models.weights.probe import answer, check, tolerance_nats
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
+from pipeline.runtime.messages import Sealed
+from pipeline.storage.weights_header import Probe, WeightsVersion
+from pipeline.telemetry.reader import MetricsReader
 from tests import tiny
 from tests.test_rollout import Bench
 

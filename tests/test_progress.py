@@ -6,11 +6,11 @@ import types
 
 import torch
 
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.generation import Sampling
-from pipeline.generation.actors import ActorGenerator
-from pipeline.generation.transformers import LeanGenerator
-from pipeline.rewards import FunctionReward
+from pipeline.rollout.generation.hf_generate import ActorGenerator
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.rewards import FunctionReward
 from tests import tiny
 from tests.test_learner import TRAINER, experience_for, new_learner
 from tests.test_rollout import Bench

@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pipeline import codec, extent_file
-from pipeline.arena import Arena
+from pipeline.buffer.quarantine import Quarantine
 from pipeline.errors import DecodeError
-from pipeline.ledger_records import ExtentRecord, LedgerLayout
-from pipeline.quarantine import Quarantine
-from pipeline.quarantine_reader import read
+from pipeline.experience import codec
+from pipeline.experience.quarantine_reader import read
+from pipeline.storage import extent_file
+from pipeline.storage.arena import Arena
+from pipeline.storage.records import ExtentRecord, LedgerLayout
 from tests.experiences import made_up
 
 LAYOUT = LedgerLayout(extents=4, rows_per_extent=4)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import BufferConfig, Config, DaemonConfig, RolloutConfig
-from pipeline.config_changes import Change, compare, is_live, with_live
+from pipeline.config.changes import Change, compare, is_live, with_live
+from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig
 from pipeline.errors import ConfigError
-from pipeline.role import Report, RoleContext
+from pipeline.runtime.role import Report, RoleContext
 
 RUNNING = Config()
 
@@ -56,7 +56,7 @@ def test_live_keys_are_taken_and_the_others_stay() -> None:
 
 
 def test_what_does_not_go_together_with_what_stays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline import config_changes
+    from pipeline.config import changes as config_changes
 
     external = RUNNING.model_copy(update={"trainer": RUNNING.trainer.model_copy(update={"kind": "external"})})
     wanted = RUNNING.model_copy(update={"buffer": BufferConfig(journal_interval_s=5)})
@@ -98,7 +98,7 @@ else:
     os.setsid()
 # Not as whoever runs the tests has it: under nohup that is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-from pipeline.reload import Hangup
+from pipeline.supervisor.reload import Hangup
 hangup, out = Hangup(), int(sys.argv[3])
 signal.signal(signal.SIGHUP, lambda *_: os.write(out, hangup.meaning().encode() + b"\\n"))
 os.write(out, b"up\\n")

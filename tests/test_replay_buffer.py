@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pipeline import DetachedReplayBuffer
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.errors import (
     ArenaFullError,
     BufferClosedError,
@@ -21,9 +20,10 @@ from pipeline.errors import (
     FieldError,
     ShapeError,
 )
-from pipeline.experience import BufferItem, Experience, ExperienceVL
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import LedgerLayout
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import BufferItem, Experience, ExperienceVL
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import LedgerLayout
 from tests.daemon import is_alive
 from tests.experiences import made_up
 from tests.replay_crew import Crew, numbered, numbers_of

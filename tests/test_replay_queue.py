@@ -5,10 +5,8 @@ import random
 
 import pytest
 
-from pipeline.arena import ExtentAllocator
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import LedgerLayout
-from pipeline.messages import (
+from pipeline.replay.queue import ReplayQueue
+from pipeline.runtime.messages import (
     Ack,
     Ask,
     Books,
@@ -26,7 +24,9 @@ from pipeline.messages import (
     WantRoom,
     Welcome,
 )
-from pipeline.replay.queue import ReplayQueue
+from pipeline.storage.arena import ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import LedgerLayout
 
 LAYOUT = LedgerLayout(extents=64, rows_per_extent=8)
 

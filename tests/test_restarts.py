@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from pipeline.config import DaemonConfig
-from pipeline.restarts import RestartLimits, RestartPolicy
+from pipeline.config.schema import DaemonConfig
+from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
 
 LIMITS = RestartLimits(first_delay_s=1.0, longest_delay_s=4.0, healthy_s=100.0, starts=5, window_s=600.0)
 

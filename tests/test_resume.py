@@ -6,16 +6,16 @@ import shutil
 import pytest
 import torch
 
-from pipeline.checkpoint_notes import read_latest
-from pipeline.checkpoints import CheckpointNote, save_checkpoint
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, WeightsError
-from pipeline.learner import Learner
-from pipeline.models import Critic
-from pipeline.resume import Resumption, Start
-from pipeline.training_state import Progress, tensors_of
-from pipeline.weights import WeightsPublisher
-from pipeline.workspace import identity_of
+from pipeline.models.loading import Critic
+from pipeline.models.weights.store import WeightsPublisher
+from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.runtime.workspace import identity_of
+from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.resume import Resumption, Start
+from pipeline.trainer.state import Progress, tensors_of
 from tests import tiny
 from tests.test_checkpoints import Tokenizer
 from tests.test_stream import House

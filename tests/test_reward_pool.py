@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError, DeadlineError
-from pipeline.reward_pool import RewardPool
-from pipeline.vision_rows import VisionRows
+from pipeline.experience.vision_rows import VisionRows
+from pipeline.rollout.reward_pool import RewardPool
 from tests.daemon import is_alive, task, wait_until  # noqa: F401 - a fixture
 
 FUNCTIONS = """

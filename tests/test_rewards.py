@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, RewardError
-from pipeline.rewards import FunctionReward, checked_scores, load_reward_function
+from pipeline.rollout.rewards import FunctionReward, checked_scores, load_reward_function
 
 IDS = torch.tensor([[5, 6, 7, 1, 0], [5, 8, 1, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])

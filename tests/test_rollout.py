@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 
-from pipeline import codec
-from pipeline.arena import Arena
 from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
-from pipeline.messages import Drain, Failed, Faulty, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
-from pipeline.metrics import SlotName
-from pipeline.metrics_reader import MetricsReader
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.experience import codec
+from pipeline.models.weights.store import WeightsPublisher
 from pipeline.prompts import PromptSource
-from pipeline.roller import Roller, refuse_broken_reward, seed_of
-from pipeline.rollout import RolloutWorker
-from pipeline.rollout_metrics import RolloutMetrics
-from pipeline.rollout_models import RolloutModels
-from pipeline.weights import WeightsPublisher
+from pipeline.rollout.loader import RolloutModels
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.roller import Roller, refuse_broken_reward, seed_of
+from pipeline.rollout.worker import RolloutWorker
+from pipeline.runtime.messages import Drain, Failed, Faulty, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
+from pipeline.storage.arena import Arena
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
 from tests.experiences import made_up
 
 MAX_LENGTH = 11

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, WeightsError
-from pipeline.models import load_actor, load_tokenizer
-from pipeline.rollout_models import load_models
-from pipeline.rollout_node import Errand, NodeTelemetry, RolloutNode
-from pipeline.weights import WeightsCopy, WeightsPublisher, WeightsReader
+from pipeline.models.loading import load_actor, load_tokenizer
+from pipeline.models.weights.store import WeightsCopy, WeightsPublisher, WeightsReader
+from pipeline.rollout.loader import load_models
+from pipeline.rollout.remote import Errand, NodeTelemetry, RolloutNode
 from tests.daemon import task, wait_until  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
     assert [name for name, _ in answer.stages] == [name for name, _ in counted.stages]
     assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in answer.stages}
     assert all(seconds > 0 for _, seconds in answer.stages)
-    logging.getLogger("pipeline.roller").warning("on the way")
+    logging.getLogger("pipeline.rollout.roller").warning("on the way")
     assert [record.msg for record in node.roll(8, 1).records] == ["on the way"]
     assert sent(node.roll(8, 3)).scores == answer.scores, "told once"
     local.close()
@@ -183,7 +183,7 @@ def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of,
 
 def test_records_can_be_logged_by_another_process_with_their_fields(task, node_of, monkeypatch):  # noqa: F811
     node = node_of(config_of(task))
-    log = logging.getLogger("pipeline.roller")
+    log = logging.getLogger("pipeline.rollout.roller")
     log.warning("prompt set aside: position=%d reason=%s", 7, "too long")
     try:
         raise ValueError("once")

@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import journald, log_lines
-from pipeline.config import Config
-from pipeline.journald import Journal
-from pipeline.log import JsonFormatter, TextFormatter
-from pipeline.log_file import LogFile, predecessor, read
-from pipeline.run_log import RunLog
+from pipeline.config.schema import Config
+from pipeline.telemetry import journald, log_lines
+from pipeline.telemetry.journald import Journal
+from pipeline.telemetry.log import JsonFormatter, TextFormatter
+from pipeline.telemetry.log_file import LogFile, predecessor, read
+from pipeline.telemetry.run_log import RunLog
 
 STAMP = "2026-11-21T07:30:01.250Z"
 
 
-def record(message: str, *args: object, level: int = logging.INFO, name: str = "pipeline.weights") -> logging.LogRecord:
+def record(
+    message: str, *args: object, level: int = logging.INFO, name: str = "pipeline.models.weights.store"
+) -> logging.LogRecord:
     return logging.LogRecord(name, level, "x.py", 1, message, args, None)
 
 
@@ -35,7 +37,7 @@ def test_a_record_is_taken_apart_as_it_was_logged(formatter: type[TextFormatter]
 
     line = log_lines.parse(formatter("trainer-0").format(logged), "trainer-0")
 
-    assert (line.level, line.logger, line.event) == ("warning", "pipeline.weights", "weights published")
+    assert (line.level, line.logger, line.event) == ("warning", "pipeline.models.weights.store", "weights published")
     assert line.fields == {"version": "3", "path": "/a"}
     assert line.message == "weights published: version=3 path=/a"
 
@@ -71,7 +73,7 @@ def test_fields_of_a_text_line_are_its_whole_rest_or_none() -> None:
     "text",
     [
         "a print of a reward function",
-        f"{STAMP} ERROR buffer-0 pipeline.buffer: forged",
+        f"{STAMP} ERROR buffer-0 pipeline.buffer.buffer: forged",
         '{"process": "buffer-0", "level": "error", "event": "forged"}',
         "{" * 5000,
         '{"level": "error"}',
@@ -85,8 +87,8 @@ def test_what_a_process_prints_is_its_own_at_level_info_whatever_it_claims(text:
 
 
 def test_a_stored_line_says_whose_it_is() -> None:
-    ours = f"{STAMP} INFO rollout-0 pipeline.rollout: ready"
-    forged = f"{STAMP} INFO buffer-0 pipeline.buffer: forged"
+    ours = f"{STAMP} INFO rollout-0 pipeline.rollout.worker: ready"
+    forged = f"{STAMP} INFO buffer-0 pipeline.buffer.buffer: forged"
 
     assert log_lines.stored(ours, "rollout-0", as_json=False) == ours
     for as_json in (False, True):
@@ -258,7 +260,7 @@ def test_a_line_in_the_journal_has_its_role_and_fields_and_none_of_them_can_be_f
 ) -> None:
     monkeypatch.setattr(journald, "is_standard_error", lambda _: True)
     monkeypatch.setattr(journald, "own_unit", lambda: "rlhfd.service")
-    monkeypatch.setattr("pipeline.run_log.Journal", lambda: Journal(str(tmp_path / "journal")))
+    monkeypatch.setattr("pipeline.telemetry.run_log.Journal", lambda: Journal(str(tmp_path / "journal")))
     config = Config()
 
     with RunLog(config, "supervisor") as kept:

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import Config
-from pipeline.rollout_samples import RolloutSamples, pieces, reward_names
-from pipeline.samples import Sample, SampledResponse, SampleReader, SampleWriter
-from pipeline.samples_view import Filter, render, visible
+from pipeline.cli.samples import Filter, render, visible
+from pipeline.config.schema import Config
+from pipeline.rollout.sample_recorder import RolloutSamples, pieces, reward_names
+from pipeline.telemetry.samples import Sample, SampledResponse, SampleReader, SampleWriter
 from tests.daemon import PROGRAM, clean_environment, wait_until
 from tests.experiences import made_up
 
@@ -143,7 +143,7 @@ def test_of_many_only_the_newest_are_read_at_first_and_all_that_come_after(tmp_p
 
 def test_a_writer_killed_at_any_moment_leaves_whole_records_only(tmp_path: Path) -> None:
     program = (
-        "import itertools, pathlib; from pipeline.samples import Sample, SampleWriter\n"
+        "import itertools, pathlib; from pipeline.telemetry.samples import Sample, SampleWriter\n"
         f"writer = SampleWriter(pathlib.Path({str(tmp_path)!r}), 0, {MOST_BYTES})\n"
         "for number in itertools.count(): writer.write(\n"
         "    Sample(float(number), 0, number, 0, 0, 'x' * (number % 3000), 0, '', 1, []))\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sdnotify import Notifier
-from pipeline.service import Service, status_line
-from pipeline.top import Snapshot
+from pipeline.supervisor.live import Snapshot
+from pipeline.supervisor.sdnotify import Notifier
+from pipeline.supervisor.systemd import Service, status_line
 
 
 @pytest.fixture(params=["file", "abstract"])

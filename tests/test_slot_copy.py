@@ -6,9 +6,9 @@ import pytest
 import torch
 import xxhash
 
-from pipeline import slot_copy
 from pipeline.errors import WeightsError
-from pipeline.slot_copy import Slot
+from pipeline.models.weights import slot_copy
+from pipeline.models.weights.slot_copy import Slot
 
 SHAPES = {"a": ((3, 50), torch.float32), "none": ((0, 4), torch.float32), "b": ((7,), torch.bfloat16),
           "one": ((), torch.int64), "c": ((11, 3, 5), torch.float16)}  # fmt: skip

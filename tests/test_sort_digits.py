@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline import prompts, sort_digits
-from pipeline.config import Config, DaemonConfig, ModelConfig, PromptsConfig
+from pipeline.config.schema import Config, DaemonConfig, ModelConfig, PromptsConfig
 from pipeline.errors import DeadlineError
 
 FEW_STEPS = 3

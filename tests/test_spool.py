@@ -4,18 +4,19 @@ import msgspec
 import pytest
 import torch
 
-from pipeline import codec, extent_file
-from pipeline.admission import Limits
-from pipeline.arena import Arena, ExtentAllocator
-from pipeline.buffer import Buffer
-from pipeline.checkpoint_notes import Latest, write_latest
-from pipeline.config import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import DROP_REASONS, LedgerLayout
-from pipeline.ledger_tables import Run
-from pipeline.messages import Credit, Drain, Hello, Lease, Published, Sealed, Ticket, WantTickets
-from pipeline.spool import Spool
-from pipeline.workspace import identity_of
+from pipeline.buffer.admission import Limits
+from pipeline.buffer.buffer import Buffer
+from pipeline.buffer.spool import Spool
+from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig
+from pipeline.experience import codec
+from pipeline.runtime.latest_checkpoint import Latest, write_latest
+from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Sealed, Ticket, WantTickets
+from pipeline.runtime.workspace import identity_of
+from pipeline.storage import extent_file
+from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import DROP_REASONS, LedgerLayout
+from pipeline.storage.tables import Run
 from tests.experiences import made_up
 from tests.test_buffer import Counts
 from tests.test_ledger import DyingMemory, Killed

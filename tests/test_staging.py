@@ -5,11 +5,12 @@ import threading
 import pytest
 import torch
 
-from pipeline import codec, staging
-from pipeline.arena import Arena
-from pipeline.ledger_records import LedgerLayout
-from pipeline.messages import ExtentRows, Lease
-from pipeline.staging import Staging
+from pipeline.experience import codec
+from pipeline.runtime.messages import ExtentRows, Lease
+from pipeline.storage.arena import Arena
+from pipeline.storage.records import LedgerLayout
+from pipeline.trainer import prefetch
+from pipeline.trainer.prefetch import Staging
 from tests.experiences import made_up
 
 LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
@@ -89,7 +90,7 @@ def test_once_it_is_forgotten_nothing_of_the_arena_is_read(shelf, monkeypatch, e
         go_on.wait(10.0)
         return codec.gather(*args, **kwargs)
 
-    monkeypatch.setattr(staging, "codec", type("Slow", (), {"ExtentReader": codec.ExtentReader, "gather": slow}))
+    monkeypatch.setattr(prefetch, "codec", type("Slow", (), {"ExtentReader": codec.ExtentReader, "gather": slow}))
     stage.begin(lease, CPU)
     assert reading.wait(10.0)
     end = threading.Thread(target=lambda: (getattr(stage, ending)(), ended.set()))

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from pipeline import codec
-from pipeline.admission import Limits
-from pipeline.arena import Arena, ExtentAllocator
-from pipeline.buffer import Buffer
+from pipeline.buffer.admission import Limits
+from pipeline.buffer.buffer import Buffer
 from pipeline.errors import DeadlineError
-from pipeline.launchers.serial import Post
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import DROP_REASONS, LedgerLayout
-from pipeline.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
-from pipeline.stream import Connection
+from pipeline.experience import codec
+from pipeline.runtime.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
+from pipeline.serial import Post
+from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import DROP_REASONS, LedgerLayout
+from pipeline.trainer.connection import Connection
 from tests.experiences import made_up
 from tests.test_buffer import Counts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.instance import shm_directory
+from pipeline.runtime.lock import shm_directory
 from tests import daemon
 from tests.daemon import PROGRAM
 from tests.daemon import task as task

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeline import systemd_units
-from pipeline.cli import main
-from pipeline.config_file import CONFIG_VARIABLE
+from pipeline.cli import systemd_units
+from pipeline.cli.main import main
+from pipeline.cli.systemd_units import Unit, plan, verify
+from pipeline.config.load import CONFIG_VARIABLE
 from pipeline.errors import ConfigError
-from pipeline.log_file import LogFile, path_in
-from pipeline.systemd_units import Unit, plan, verify
+from pipeline.telemetry.log_file import LogFile, path_in
 
 SHIPPED = systemd_units.SHIPPED_DIR
 

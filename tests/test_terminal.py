@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline import log_file, top_screen
-from pipeline.collect_env import report
+from pipeline.cli import top as top_view
+from pipeline.cli.collect_env import report
+from pipeline.telemetry import log_file
 from tests.test_cli import STATUS
 
 WHY = {
@@ -29,7 +30,7 @@ WHY = {
 
 class TestTop:
     def test_a_row_tells_what_a_process_is_at(self) -> None:
-        lines = top_screen.text(STATUS, WHY).splitlines()
+        lines = top_view.text(STATUS, WHY).splitlines()
 
         assert [re.split(r"\s{2,}", line) for line in lines] == [
             ["process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices"],
@@ -42,7 +43,7 @@ class TestTop:
     def test_the_screen_has_panel_cares_sentences_and_processes(self) -> None:
         console = Console(file=io.StringIO(), width=160, color_system=None)
 
-        console.print(top_screen.screen(STATUS, WHY))
+        console.print(top_view.screen(STATUS, WHY))
 
         assert isinstance(console.file, io.StringIO)
         shown = console.file.getvalue()
@@ -55,7 +56,7 @@ class TestTop:
     def test_a_narrow_screen_leaves_columns_out_and_cuts_none_short(self, width: int, last: str) -> None:
         console = Console(file=io.StringIO(), width=width, color_system=None)
 
-        console.print(top_screen.screen(STATUS, WHY, width=width))
+        console.print(top_view.screen(STATUS, WHY, width=width))
 
         assert isinstance(console.file, io.StringIO)
         head, *lines = console.file.getvalue().splitlines()[-6:-2]
@@ -66,8 +67,8 @@ class TestTop:
     def test_an_answer_of_another_version_is_no_error(self) -> None:
         console = Console(file=io.StringIO(), width=160)
 
-        console.print(top_screen.screen({}, {}))
-        assert top_screen.text({}, {}).startswith("process")
+        console.print(top_view.screen({}, {}))
+        assert top_view.text({}, {}).startswith("process")
 
 
 class TestReport:
@@ -130,7 +131,7 @@ class TestLastErrors:
 class TestCompletion:
     def completed(self, *words: str) -> list[str]:
         asked = {"_RLHFD_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-        code = "from pipeline.cli import main; main(prog_name='rlhfd')"
+        code = "from pipeline.cli.main import main; main(prog_name='rlhfd')"
         told = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True, check=True
         )
@@ -146,7 +147,7 @@ class TestCompletion:
         ("shell", "word"), [("bash", "complete -o"), ("zsh", "#compdef rlhfd"), ("fish", "complete ")]
     )
     def test_each_shell_gets_its_script(self, shell: str, word: str) -> None:
-        code = f"from pipeline.cli import main; main(['completion', '{shell}'])"
+        code = f"from pipeline.cli.main import main; main(['completion', '{shell}'])"
         script = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
         assert word in script and "_RLHFD_COMPLETE" in script

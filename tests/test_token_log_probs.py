@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
-from pipeline import token_log_probs
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.models import action_log_probs
-from pipeline.token_log_probs import plain_head
+from pipeline.models import chunked_log_probs
+from pipeline.models.chunked_log_probs import plain_head
+from pipeline.models.loading import action_log_probs
+from pipeline.rollout.maker import NaiveExperienceMaker
 from tests import tiny
 
 V = tiny.VOCABULARY_SIZE
@@ -42,7 +42,7 @@ class MostPositions(TorchDispatchMode):
 @contextmanager
 def at_most_logits_of(positions: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The head's weight is V x 16, and transposed it looks like the logits of 16 positions.
-    monkeypatch.setattr(token_log_probs, "CHUNK_ELEMENTS", positions * V)
+    monkeypatch.setattr(chunked_log_probs, "CHUNK_ELEMENTS", positions * V)
     with MostPositions() as most:
         yield
     assert 0 < most.seen <= max(positions, 16)

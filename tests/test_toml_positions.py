@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.toml_positions import KeyPath, line_and_column, scan, syntax_errors
+from pipeline.config.toml_positions import KeyPath, line_and_column, scan, syntax_errors
 
 TRICKY = "ab01 _-.\"'#=[]{},\\\té→\n"
 DATES = ["1979-05-27T07:32:00Z", "1979-05-27 07:32:00", "07:32:00"]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeline.top import LiveView, RateWindow, Snapshot, line, panel, sparkline
+from pipeline.supervisor.live import LiveView, RateWindow, Snapshot, line, panel, sparkline
 from tests.slabs import ROOT
 
 SNAPSHOT = Snapshot(
@@ -293,7 +293,7 @@ def test_terminal_that_hangs_up_silences_the_view(terminal: Terminal, caplog: py
         view.update(step(number))
     view.stop()
 
-    assert [record.getMessage() for record in caplog.records if record.name == "pipeline.top"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "pipeline.supervisor.live"] == [
         "output is gone, the run goes on: error=[Errno 5] Input/output error"
     ]
 
@@ -319,7 +319,7 @@ def test_pipe_that_nobody_reads_does_not_block() -> None:
 def test_reader_that_leaves_changes_neither_the_run_nor_its_exit_code() -> None:
     code = """
 import sys
-from pipeline.top import LiveView, Snapshot
+from pipeline.supervisor.live import LiveView, Snapshot
 now_s = 0.0
 view = LiveView(clock_s=lambda: now_s)
 sys.stdin.readline()

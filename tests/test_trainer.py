@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.config import Config
-from pipeline.metrics import SlotName
-from pipeline.metrics_reader import MetricsReader
-from pipeline.metrics_slab import MetricsSlab
-from pipeline.step_stats import StepStats
-from pipeline.trainer import Trainer
-from pipeline.trainer_metrics import TrainerMetrics
+from pipeline.config.schema import Config
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.step_stats import StepStats
+from pipeline.trainer.trainer import Trainer
 from tests.test_stream import House
 
 

@@ -31,7 +31,7 @@ IN_STEP = (
 DIES_WHILE_PUBLISHING = """
 import os, signal, sys
 if any("template_process" in word for word in sys.orig_argv):
-    import pipeline.slot_copy as slot_copy
+    import pipeline.models.weights.slot_copy as slot_copy
     told = slot_copy.combined
     def fingerprint(digests):
         if "trainer" not in open("/proc/self/cmdline").read():
@@ -47,7 +47,7 @@ if any("template_process" in word for word in sys.orig_argv):
 COPIES_ELSEWHERE = """
 import sys
 if any("template_process" in word for word in sys.orig_argv):
-    import pipeline.weights as weights
+    import pipeline.models.weights.store as weights
     fetch = weights.WeightsReader.fetch
     def fetch_elsewhere(reader, into, **options):
         if "rollout" not in open("/proc/self/cmdline").read():
@@ -136,7 +136,7 @@ def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path
         (daemon.state_dir / "checkpoints").write_text("in the way")
         daemon.signal(signal.SIGINT)
         assert daemon.wait() == 1, daemon.errors
-        assert f"ERROR trainer-0 pipeline.trainer: checkpoint {daemon.state_dir}" in daemon.errors
+        assert f"ERROR trainer-0 pipeline.trainer.trainer: checkpoint {daemon.state_dir}" in daemon.errors
         assert "training ended: steps=" in daemon.errors
 
 

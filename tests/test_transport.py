@@ -9,11 +9,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages
 from pipeline.errors import DecodeError
-from pipeline.messages import Ack, Drain, ExtentRows, Faulty, Hello, Lease, Sealed
-from pipeline.metrics_slab import MetricsSlab
-from pipeline.transport import Mailbox, Outbox, Traffic
+from pipeline.runtime import messages
+from pipeline.runtime.messages import Ack, Drain, ExtentRows, Faulty, Hello, Lease, Sealed
+from pipeline.runtime.transport import Mailbox, Outbox, Traffic
+from pipeline.telemetry.slab import MetricsSlab
 from tests.slabs import SLOTS, begun, value
 
 EXAMPLES = [

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.batching import (
+from pipeline.errors import FieldError
+from pipeline.experience.batching import (
     make_experience_batch,
     split_experience_batch,
 )
-from pipeline.errors import FieldError
-from pipeline.experience import (
+from pipeline.experience.types import (
     BufferItemVL,
     ExperienceVL,
 )

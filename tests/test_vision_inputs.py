@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
-from pipeline.generation import Sampling
-from pipeline.generation.transformers import LeanGenerator
-from pipeline.models import Critic, action_log_probs, action_values, load_actor, load_critic, sees_images
-from pipeline.vision_inputs import vision_inputs
-from pipeline.vision_rows import VisionRows
+from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.loading import Critic, action_log_probs, action_values, load_actor, load_critic, sees_images
+from pipeline.models.vision_inputs import vision_inputs
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import LeanGenerator
 from tests import tiny, tiny_vision
 from tests.tiny_vision import EOS, IMAGE, PAD
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
-from pipeline.config import TrainerConfig
+from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError
-from pipeline.experience import Experience, ExperienceVL
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.learner import Learner
-from pipeline.models import Critic, action_values
-from pipeline.rewards import FunctionReward
-from pipeline.training_state import digest_after
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.models.loading import Critic, action_values
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.rewards import FunctionReward
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.state import digest_after
 from tests import tiny, tiny_vision
 from tests.test_vision_inputs import MIXED, reference_log_probs
 from tests.tiny_vision import EOS, PAD

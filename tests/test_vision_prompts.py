@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 
 from pipeline.errors import ConfigError, PromptError
-from pipeline.experience_maker import NaiveExperienceMaker
-from pipeline.models import load_tokenizer
+from pipeline.models.loading import load_tokenizer
 from pipeline.prompts import Prompt, PromptSource
-from pipeline.rewards import FunctionReward
-from pipeline.roller import Roller, refuse_broken_reward
-from pipeline.vision_prompts import VisionPrompts
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.rewards import FunctionReward
+from pipeline.rollout.roller import Roller, refuse_broken_reward
+from pipeline.rollout.vision_prompts import VisionPrompts
 from tests import tiny, tiny_vision
 from tests.tiny_vision import END, IMAGE, START
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.metrics import Progress
-from pipeline.watchdog import HangLimits, PauseWatch, RunWatch, Standing, hung
+from pipeline.supervisor.hangs import HangLimits, PauseWatch, RunWatch, Standing, hung
+from pipeline.telemetry.metrics import Progress
 
 LIMITS = HangLimits(hang_timeout_s=300, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=1800)
 NOW_S = 10_000.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError, WeightsError
-from pipeline.weights import WeightsPublisher, WeightsReader, flatten
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
 
 
 def tensors(value=0.0):
@@ -105,7 +105,7 @@ def test_a_publisher_killed_half_way_leaves_the_version_before(path, monkeypatch
     def die(digests):
         raise Killed
 
-    monkeypatch.setattr("pipeline.slot_copy.combined", die)
+    monkeypatch.setattr("pipeline.models.weights.slot_copy.combined", die)
     with pytest.raises(Killed):
         publisher.publish(3, tensors(3.0))
     monkeypatch.undo()

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.experience import Experience
-from pipeline.experience_maker import NaiveExperienceMaker
+from pipeline.experience.types import Experience
+from pipeline.rollout.maker import NaiveExperienceMaker
 from tests.tables import EOS, PAD, TableActor, TableCritic, TableReward, Tokenizer
 
 ACTOR = {4: (0.1, 0.8, 0.1), 5: (0.2, 0.4, 0.4), 2: (0.5, 0.1, 0.4), 3: (0.8, 0.1, 0.1)}

@@ -5,10 +5,10 @@ import stat
 
 import pytest
 
-from pipeline.codec_bounds import row_bytes_bound
-from pipeline.config import Config
+from pipeline.config.schema import Config
+from pipeline.config.sizes import row_bytes_bound
 from pipeline.errors import ConfigError
-from pipeline.workspace import Workspace, limits_of
+from pipeline.runtime.workspace import Workspace, limits_of
 
 
 def config(**buffer):

@@ -22,8 +22,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from pipeline.experience import ExperienceVL
-from pipeline.vision_rows import VisionRows
+from pipeline.experience.types import ExperienceVL
+from pipeline.experience.vision_rows import VisionRows
 
 SYMBOLS = (
     "<pad>", "<eos>", "<unk>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",

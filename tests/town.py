@@ -9,9 +9,8 @@ import random
 
 import msgspec
 
-from pipeline.admission import Limits
-from pipeline.ledger_records import ExtentState
-from pipeline.messages import (
+from pipeline.buffer.admission import Limits
+from pipeline.runtime.messages import (
     Credit,
     Damaged,
     Faulty,
@@ -25,6 +24,7 @@ from pipeline.messages import (
     Ticket,
     WantTickets,
 )
+from pipeline.storage.records import ExtentState
 from tests.test_buffer import Bench
 
 WORKERS = 2
@@ -42,7 +42,7 @@ class Worker:
 
 @dataclasses.dataclass
 class Rank:
-    """A trainer rank, with the rules of `pipeline.stream.Connection`."""
+    """A trainer rank, with the rules of `pipeline.trainer.connection.Connection`."""
 
     incarnation: int
     queue: list[Lease] = dataclasses.field(default_factory=list)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from pipeline.generation import Responses
-from pipeline.generation.stops import response_lengths
-from pipeline.generation.transformers import sample_tokens
+from pipeline.rollout.generation.interface import Responses
+from pipeline.rollout.generation.stops import response_lengths
+from pipeline.rollout.generation.transformers import sample_tokens
 
 
 def new_engine(actor: Any, *, directory: Path, device: Any, on_progress: Any) -> WholeRows:

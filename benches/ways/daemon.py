@@ -20,17 +20,18 @@ import torch
 
 from benches.ways import QUEUED_BATCHES, Send
 from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays
-from pipeline import buffer_process, codec
-from pipeline.arena import Arena
-from pipeline.config import BufferConfig, Config, DaemonConfig, MetricsConfig, RolloutConfig, TrainerConfig
+from pipeline.buffer import process as buffer_process
+from pipeline.config.schema import BufferConfig, Config, DaemonConfig, MetricsConfig, RolloutConfig, TrainerConfig
 from pipeline.errors import DeadlineError
-from pipeline.experience import Experience, ExperienceVL
-from pipeline.messages import Hello, Sealed, Settled, Ticket, WantTickets, Welcome
-from pipeline.metrics_slab import MetricsSlab, SlotName
-from pipeline.role import RoleContext
-from pipeline.stream import Connection, open_connection
-from pipeline.transport import BUFFER, Mailbox, Outbox, worker_name
-from pipeline.workspace import Workspace
+from pipeline.experience import codec
+from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.runtime.messages import Hello, Sealed, Settled, Ticket, WantTickets, Welcome
+from pipeline.runtime.role import RoleContext
+from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, worker_name
+from pipeline.runtime.workspace import Workspace
+from pipeline.storage.arena import Arena
+from pipeline.telemetry.slab import MetricsSlab, SlotName
+from pipeline.trainer.connection import Connection, open_connection
 
 # Half of what may be queued is with the trainer, half before it: reserved, or sealed and not leased yet.
 _PREFETCH = QUEUED_BATCHES // 2

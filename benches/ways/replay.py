@@ -8,8 +8,8 @@ from typing import Any
 from benches.ways import QUEUED_BATCHES, Send
 from benches.ways.daemon import arrays_of, experience_of
 from benches.workload import BATCH_ROWS, SHAPES, Arrays
-from pipeline.experience import Experience
-from pipeline.replay_buffer import DetachedReplayBuffer
+from pipeline.experience.types import Experience
+from pipeline.replay.buffer import DetachedReplayBuffer
 
 
 class Way:

@@ -9,12 +9,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from pipeline.admission import oldest_rows, ready_rows
-from pipeline.arena import Extent, ExtentAllocator
+from pipeline.buffer.admission import oldest_rows, ready_rows
 from pipeline.errors import ArenaFullError
-from pipeline.ledger import Ledger
-from pipeline.ledger_records import ExtentRecord, ExtentState
-from pipeline.messages import (
+from pipeline.runtime.messages import (
     Ack,
     Ask,
     Books,
@@ -34,6 +31,9 @@ from pipeline.messages import (
     WantRoom,
     Welcome,
 )
+from pipeline.storage.arena import Extent, ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import ExtentRecord, ExtentState
 
 log = logging.getLogger(__name__)
 

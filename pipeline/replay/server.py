@@ -15,12 +15,12 @@ import threading
 import time
 from pathlib import Path
 
-from pipeline.arena import Arena, ExtentAllocator
-from pipeline.ledger import Ledger
-from pipeline.messages import Join, Message, PeerDied
-from pipeline.replay.link import Settings, is_held, remember_lease, remembered_leases, unlock, write_private
+from pipeline.replay.client import Settings, is_held, remember_lease, remembered_leases, unlock, write_private
 from pipeline.replay.queue import ReplayQueue
-from pipeline.transport import BUFFER, Mailbox, Outbox
+from pipeline.runtime.messages import Join, Message, PeerDied
+from pipeline.runtime.transport import BUFFER, Mailbox, Outbox
+from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.ledger import Ledger
 
 _LOOK_S = 0.25
 _MOST_STARTS = 5
@@ -99,7 +99,7 @@ class ReplayServer:
 
 def main(folder: str, owner_pid: str) -> None:
     """Serve until the owner says so or dies."""
-    from pipeline.log import configure
+    from pipeline.telemetry.log import configure
 
     configure("replay-server")
     _set_title(f"rlhfd: replay buffer of pid {owner_pid}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import LedgerError
-from pipeline.metrics_slab import MetricsSlab
+from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon import Daemon, is_alive, wait_until
 
 RECOVERY_TIMEOUT_S = 120.0

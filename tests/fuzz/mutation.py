@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline import messages
+from pipeline.runtime import messages
 
 ABSURD_INTEGERS = (-(2**63), -(2**53), -2, -1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 ABSURD_TEXTS = ("", "-", "worker", "worker-", "worker-x", "worker--1", "trainer-x", "trainer-1e9", "buffer", "\0", "\n",

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pipeline import messages
+from pipeline.runtime import messages
 from tests.fuzz.mutation import KINDS, damaged, forged, wrong_types
 
 # No peer of the instance, for whoever has this user's rights may speak in a peer's name: that is trusted.

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pipeline.config_file import ConfigErrors, load, render
+from pipeline.config.load import ConfigErrors, load, render
 from tests.fuzz.mutation import damaged
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(1800)]

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from pipeline import messages
 from pipeline.errors import DecodeError, GaveUpError
-from pipeline.messages import Ack, Published, Release, Sealed
+from pipeline.runtime import messages
+from pipeline.runtime.messages import Ack, Published, Release, Sealed
 from tests.fuzz.mutation import KINDS, damaged, forged, wrong_types
 from tests.test_buffer import Bench, trainer, worker
 

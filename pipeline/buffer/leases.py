@@ -1,0 +1,250 @@
+"""The buffer's leases: which batch goes to which trainer rank, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pipeline.buffer import admission
+from pipeline.buffer.admission import Limits
+from pipeline.buffer.observer import AsideReason, LeaseEnd, Observer
+from pipeline.runtime.messages import Ack, Credit, Damaged, ExtentRows, Lease, Message, Published, Release
+from pipeline.runtime.transport import trainer_name
+from pipeline.storage.arena import Extent, ExtentAllocator
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import Chosen, ExtentRecord
+from pipeline.storage.tables import MOST_LEASES
+
+# A trainer that dies twice at the same rows would die at them for ever.
+_DEATHS = 2
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[str, Message], None]
+# Keeps rows, why (one word) and what happened.
+Quarantine = Callable[[Chosen, str, str], None]
+
+
+class Leases:
+    """Batches that are out, and those that are due; lease j belongs to rank ``j mod world_size``."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        limits: Limits,
+        peers: dict[str, int],
+        send: Send,
+        observer: Observer,
+        allocator: ExtentAllocator,
+        quarantine: Quarantine,
+    ) -> None:
+        """Take over the leases of a ledger.
+
+        Args:
+            ledger: Says which are out.
+            limits: What bounds the buffer.
+            peers: Incarnation of each peer that is known; the buffer's own.
+            send: Delivers a message to a peer by name.
+            observer: Told of everything worth counting.
+            allocator: Gets the room of extents back whose last row left.
+            quarantine: Keeps a copy of rows that are never delivered again.
+        """
+        self._ledger = ledger
+        self._limits = limits
+        self._peers = peers
+        self._send = send
+        self._observer = observer
+        self._allocator = allocator
+        self._quarantine = quarantine
+        self._credit: dict[str, int] = {}
+        self._leased_s: dict[int, float] = {}
+
+    def credit(self, credit: Credit) -> None:
+        """Note how many batches a rank can hold."""
+        self._credit[credit.trainer] = min(credit.batches, MOST_LEASES // self._limits.world_size)
+
+    def forget(self, peer: str) -> None:
+        """Lease nothing more to a peer that is gone."""
+        self._credit.pop(peer, None)
+
+    def rebase(self) -> None:
+        """A trainer begins from the newest version: what was trained since then is in no version to come."""
+        totals, world_size = self._ledger.totals, self._limits.world_size
+        lowest = min([totals.leases, *self._ledger.leases(), *self._ledger.vacant[:1]])
+        through = lowest // world_size * world_size
+        if through > totals.trained_through:
+            self._ledger.rebase(through)
+
+    def lease_batches(self, now_s: float) -> None:
+        """Lease the batches that are due, those whose numbers are vacant first; none before there is a version."""
+        if self._ledger.totals.policy_version < 0:
+            return
+        outstanding: dict[str, int] = {}
+        for lease in self._ledger.leases():
+            name = trainer_name(lease % self._limits.world_size)
+            outstanding[name] = outstanding.get(name, 0) + 1
+        while True:
+            # Before each one: the next batch may be of a later version than the last.
+            self._drop_stale()
+            # Ranks take turns: in lock-step training no rank may run ahead of another's batch.
+            trainer = trainer_name(self._ledger.next_lease() % self._limits.world_size)
+            if outstanding.get(trainer, 0) >= self._credit.get(trainer, 0):
+                return
+            chosen = admission.next_batch(self._ledger, self._limits)
+            if chosen is None:
+                return
+            for record, rows in chosen:
+                self._observer.leased(len(rows), now_s - record.sealed_s)
+            lease = self._ledger.lease(chosen)
+            self._leased_s[lease] = now_s
+            outstanding[trainer] = outstanding.get(trainer, 0) + 1
+            self._send_lease(trainer, lease, chosen)
+
+    def _send_lease(self, trainer: str, lease: int, chosen: Chosen) -> None:
+        parts = [
+            ExtentRows(record.offset, record.nbytes, record.checksum, record.policy_version, record.ticket, rows)
+            for record, rows in chosen
+        ]
+        deliveries = max([record.most_deliveries(rows) for record, rows in chosen])
+        version = admission.version_of_lease(self._ledger, self._limits, lease)
+        position = admission.uncovered_position(self._ledger, lease)
+        self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position))
+
+    def redeliver(self, rank: int, *, held: list[int], now_s: float) -> None:
+        """Give a rank the leases of its predecessor again, save those behind a number that is vacant."""
+        world_size = self._limits.world_size
+        vacant = next((lease for lease in self._ledger.vacant if lease % world_size == rank), None)
+        if vacant is not None:
+            self._take_back(rank, vacant, "holder_died", now_s)
+        for lease in sorted(self._ledger.leases()):
+            if lease % world_size == rank and lease not in held:
+                chosen = self._ledger.redeliver(lease)
+                self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), 0.0)
+                self._send_lease(trainer_name(rank), lease, chosen)
+
+    def acknowledge(self, ack: Ack, now_s: float) -> None:
+        """Count a batch as trained."""
+        if ack.lease in self._ledger.leases():
+            self._end("acked", ack.lease, now_s)
+            self.free(self._ledger.acknowledge(ack.lease))
+        else:
+            self._observer.duplicate()
+
+    def release(self, release: Release, now_s: float) -> None:
+        """Take a batch back; its rows are ready again."""
+        if release.lease in self._ledger.leases():
+            self._end("nacked", release.lease, now_s)
+            self._ledger.requeue(release.lease)
+        else:
+            self._observer.duplicate()
+
+    def _end(self, result: LeaseEnd, lease: int, now_s: float) -> None:
+        rows = sum(len(rows) for _, rows in self._ledger.leases()[lease])
+        self._observer.lease_ended(result, rows, now_s - self._leased_s.pop(lease, now_s))
+
+    def damaged(self, damaged: Damaged, now_s: float) -> None:
+        """Take back what a trainer found damaged and all that it held behind it; quarantine what is damaged.
+
+        Other leases with rows of the same extent stay as they are: their own trainers look at it before they use it.
+        """
+        rank = int(damaged.trainer.partition("-")[2])
+        known = self._peers.get(damaged.trainer)
+        parts = self._ledger.leases().get(damaged.lease, [])
+        found = [record for record, _ in parts if record.ticket in damaged.tickets]
+        if known == damaged.incarnation or not found:
+            self._observer.duplicate()
+            return
+        if known is not None:
+            self._peers[damaged.trainer] = damaged.incarnation
+        log.error("damaged experience: trainer=%s lease=%d tickets=%s reason=%s",
+                  damaged.trainer, damaged.lease, damaged.tickets, damaged.reason)  # fmt: skip
+        self._take_back(rank, damaged.lease, "nacked", now_s)
+        self._set_aside("checksum", [(record, admission.ready_rows(record)) for record in found], damaged.reason)
+
+    def blame(self, trainer: str, lease: int, now_s: float) -> None:
+        """Note that a trainer died at a batch; rows at which one died twice are not delivered again.
+
+        A successor that was there before the word of it has the batch already, and takes no other one under its
+        number: it is left with it, and only its own death would set the rows aside.
+        """
+        rank = int(trainer.partition("-")[2])
+        if lease not in self._ledger.leases() or lease % self._limits.world_size != rank:
+            return
+        self._ledger.blame(lease)
+        if trainer in self._peers:
+            return
+        poison = [
+            (record, chosen)
+            for record, rows in self._ledger.leases()[lease]
+            if (chosen := [row for row in rows if record.items[row].deaths >= _DEATHS])
+        ]
+        if poison:
+            self._take_back(rank, lease, "holder_died", now_s)
+            self._set_aside("killed_trainer", poison, f"{trainer} died {_DEATHS} times at lease {lease}")
+
+    def _drop_stale(self) -> None:
+        if self._limits.drop_stale and (stale := admission.stale_rows(self._ledger, self._limits)):
+            log.warning("stale experiences dropped: rows=%d", sum(len(rows) for _, rows in stale))
+            for part in stale:
+                self.free(self._ledger.drop([part], "stale"))
+
+    def _take_back(self, rank: int, start: int, result: LeaseEnd, now_s: float) -> None:
+        """Make a rank's batches from this number on ready again; a rank takes its batches in order of their numbers."""
+        for lease in sorted(self._ledger.leases()):
+            if lease >= start and lease % self._limits.world_size == rank:
+                self._end(result, lease, now_s)
+                self._ledger.requeue(lease)
+
+    def _set_aside(self, reason: AsideReason, poison: Chosen, detail: str) -> None:
+        for record, rows in poison:
+            log.error("experience quarantined: ticket=%d position=%d rows=%d reason=%s",
+                      record.ticket, record.position, len(rows), detail)  # fmt: skip
+            self._observer.set_aside(reason, len(rows))
+        self._quarantine(poison, reason, detail)
+        for part in poison:
+            self.free(self._ledger.drop([part], "quarantined"))
+
+    def publish(self, published: Published, now_s: float) -> None:
+        """Note a new version; the leases that it includes are trained."""
+        totals, versions = self._ledger.totals, self._ledger.versions
+        newest = published.version == totals.policy_version and versions.knows(published.version, published.fingerprint)
+        if published.rollback and published.version <= totals.policy_version:
+            if newest:
+                # Said again to a buffer that had noted it: what was leased since is not void.
+                self._observer.duplicate()
+                return
+            log.warning("rolled back: version=%d instead of %d", published.version, totals.policy_version)
+            undone = admission.undone(self._ledger, published.position, self._limits.group_size)
+            log.info(
+                "prompts whose training is undone are issued again: prompts=%d", sum(run.prompts for run in undone)
+            )
+            world_size = self._limits.world_size
+            self._ledger.roll_back(published.version, published.fingerprint, world_size=world_size, redo=undone)
+            return
+        for lease in [lease for lease in self._ledger.leases() if lease < published.trained_through]:
+            self._end("acked", lease, now_s)
+            self.free(self._ledger.acknowledge(lease))
+        if published.version > totals.policy_version:
+            through = max(published.trained_through, totals.trained_through)
+            self._ledger.publish(published.version, published.fingerprint, through)
+        else:
+            self._observer.duplicate()
+
+    def drop_rolled_back(self, now_s: float) -> None:
+        """End leases that a rollback left void, and drop what was written by weights that exist no more.
+
+        The prompts are issued again. A buffer killed on the way finds the rest in its ledger.
+        """
+        for lease in [lease for lease in self._ledger.leases() if lease < self._ledger.totals.trained_through]:
+            self._end("nacked", lease, now_s)
+            self._ledger.requeue(lease)
+        for record, rows in admission.rolled_back_rows(self._ledger):
+            prompts = admission.prompts_of(record, rows, self._limits.group_size)
+            log.warning("experience of rolled back weights dropped: ticket=%d version=%d rows=%d",
+                        record.ticket, record.policy_version, len(rows))  # fmt: skip
+            self.free(self._ledger.drop([(record, rows)], "rolled_back", redo=prompts))
+
+    def free(self, records: list[ExtentRecord]) -> None:
+        """Give the room of extents back."""
+        for record in records:
+            self._allocator.release(Extent(record.offset, record.nbytes))

@@ -1,0 +1,134 @@
+"""What the buffer counts."""
+
+from __future__ import annotations
+
+import time
+from typing import get_args
+
+from pipeline.buffer.buffer import Buffer
+from pipeline.buffer.observer import AsideReason, Kept, LeaseEnd, TicketEnd
+from pipeline.runtime.messages import FaultReason
+from pipeline.telemetry.metrics import Conservation
+from pipeline.telemetry.slab import SlotWriter
+
+
+class BufferMetrics:
+    """Writes the buffer's slot; its `Observer`."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        self._pushes = writer.counter("rlhfd_buffer_pushes_total", result="accepted")
+        self._aside = {
+            reason: writer.counter("rlhfd_quarantined_total", reason=reason)
+            for reason in (
+                "checksum",
+                "killed_trainer",
+                "fingerprint",
+                "rolled_back",
+                "invalid",
+                *get_args(FaultReason),
+            )
+        }
+        self._files = {
+            result: writer.counter("rlhfd_quarantine_files_total", result=result)
+            for result in ("kept", "full", "error")
+        }
+        self._journals = {
+            whole: writer.counter("rlhfd_journal_writes_total", result="ok" if whole else "error")
+            for whole in (True, False)
+        }
+        self._refused = {
+            reason: writer.counter("rlhfd_buffer_pushes_total", result=result)
+            for reason, result in (
+                ("rolled_back", "stale"),
+                *((reason, "invalid") for reason in ("fingerprint", "invalid", *get_args(FaultReason))),
+            )
+        }
+        self._repeats = writer.counter("rlhfd_items_duplicate_total", point="push")
+        self._tickets = {
+            result: writer.counter("rlhfd_tickets_total", result=result) for result in ("sealed", "reissued", "failed")
+        }
+        self._leases = {
+            result: writer.counter("rlhfd_leases_total", result=result) for result in ("acked", "nacked", "holder_died")
+        }
+        self._requeued = {
+            reason: writer.counter("rlhfd_items_requeued_total", reason=reason) for reason in ("holder_died", "nacked")
+        }
+        self._staleness = writer.histogram("rlhfd_policy_staleness_versions", point="push")
+        self._age = writer.histogram("rlhfd_buffer_item_age_seconds")
+        self._lease_s = writer.histogram("rlhfd_lease_duration_seconds")
+        self._oldest = writer.gauge("rlhfd_buffer_oldest_item_timestamp_seconds")
+        self._capacity_items = writer.gauge("rlhfd_buffer_capacity_items")
+        self._capacity_bytes = writer.gauge("rlhfd_buffer_capacity_bytes")
+        self._paused = writer.gauge("rlhfd_paused")
+
+    def sealed(self, rows: int, staleness_versions: int) -> None:
+        """Count rows that came in."""
+        self._pushes.inc()
+        self._staleness.observe(float(max(0, staleness_versions)), rows)
+
+    def ticket_ended(self, result: TicketEnd) -> None:
+        """Count a settled or reissued ticket."""
+        self._tickets[result].inc()
+
+    def leased(self, rows: int, age_s: float) -> None:
+        """Count rows that went to a trainer."""
+        self._age.observe(max(0.0, age_s), rows)
+
+    def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
+        """Count the end of a lease."""
+        self._leases[result].inc()
+        if result in self._requeued:
+            self._requeued[result].inc(rows)
+        else:
+            self._lease_s.observe(max(0.0, duration_s))
+
+    def set_aside(self, reason: AsideReason, rows: int) -> None:
+        """Count rows that were refused or quarantined."""
+        self._aside[reason].inc(rows)
+        if reason in self._refused:
+            self._refused[reason].inc()
+
+    def quarantine_file(self, result: Kept) -> None:
+        """Count what became of a copy of quarantined rows."""
+        self._files[result].inc()
+
+    def journal_written(self, whole: bool) -> None:
+        """Count a write of the journal, or one that failed."""
+        self._journals[whole].inc()
+
+    def duplicate(self) -> None:
+        """Count a repeated message."""
+        self._repeats.inc()
+
+    def publish(self, buffer: Buffer, now_s: float, capacity_bytes: int) -> None:
+        """Show the books as they stand, all of one moment."""
+        ledger, limits = buffer.ledger, buffer.limits
+        totals = ledger.totals
+        index, oldest_s = ledger.index, ledger.index.oldest_seal_s()
+        reserved = list(ledger.reserved_extents())
+        self._writer.publish_group(
+            Conservation(
+                sealed=totals.sealed,
+                trained=totals.trained,
+                dropped=tuple(totals.dropped),
+                ready_items=ledger.ready,
+                leased_items=ledger.leased,
+                writing_items=ledger.reserved,
+                # An extent that is in part ready counts as ready, for its bytes cannot be divided.
+                ready_bytes=index.ready_bytes,
+                leased_bytes=index.sealed_bytes - index.ready_bytes,
+                writing_bytes=sum(record.nbytes for record in reserved),
+                leases_active=len(ledger.leases()),
+                tickets_outstanding=len(reserved),
+            )
+        )
+        if oldest_s is None:
+            self._oldest.clear()
+        else:
+            self._oldest.set(time.time() - (now_s - oldest_s))
+        if limits.limit_batches:
+            self._capacity_items.set(limits.limit_batches * limits.sample_batch_size)
+        self._capacity_bytes.set(capacity_bytes)
+        self._paused.set(float(buffer.paused))
+        self._writer.beat()

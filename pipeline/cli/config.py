@@ -1,0 +1,74 @@
+"""Commands about the configuration: `rlhfd config check`, `config show`, `config schema`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from pipeline.cli.options import configured, load
+from pipeline.errors import ConfigError
+
+
+@click.group()
+def config() -> None:
+    """Check and show the configuration.
+
+    \b
+    Examples:
+      rlhfd config check --config grpo.toml
+      rlhfd config show --effective --origin
+      rlhfd config schema > config.schema.json
+    """
+
+
+@config.command(short_help="Print every error at once, each with its place.")
+@configured
+def check(path: Path | None, sets: tuple[str, ...]) -> None:
+    """Print every error at once, each with its place; exit 78 if there is one.
+
+    \b
+    Examples:
+      rlhfd config check
+      rlhfd config check --config grpo.toml --set rollout.workers=8
+    """
+    from pipeline.runtime import workspace
+
+    loaded = load(path, sets, files=True)
+    try:
+        workspace.refuse_sizes(loaded.config)
+    except ConfigError as error:
+        raise ConfigError(loaded.placed(str(error))) from error
+    click.echo(f"{loaded.path or 'embedded defaults'}: ok")
+
+
+@config.command()
+@configured
+@click.option("--effective", is_flag=True, help="Everything that is in force, not only what was set.")
+@click.option("--origin", is_flag=True, help="Where each value comes from, as a comment.")
+def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool) -> None:
+    """Print the configuration as TOML.
+
+    \b
+    Examples:
+      rlhfd config show
+      RLHFD_ROLLOUT__WORKERS=8 rlhfd config show --effective --origin
+    """
+    from pipeline.config import load as config_load
+
+    click.echo(config_load.render(load(path, sets, files=False), effective=effective, origin=origin), nl=False)
+
+
+@config.command(short_help="Print the JSON schema, for editors.")
+def schema() -> None:
+    """Print the JSON schema: every key with its type, bounds, default and meaning.
+
+    \b
+    Examples:
+      rlhfd config schema > config.schema.json     # then: #:schema config.schema.json
+      rlhfd config schema | jq '.properties.rollout.properties | keys'
+    """
+    from pipeline.config import reference
+
+    click.echo(json.dumps(reference.schema(), indent=2))

@@ -1,0 +1,345 @@
+"""The command line: starts an instance in the foreground, finds a running one, checks and shows the configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.cli.config import config
+from pipeline.cli.options import (
+    REQUEST_TIMEOUT_S,
+    ask,
+    configured,
+    finding,
+    load,
+    replace_unknown_characters,
+    runtime_dir_of,
+)
+from pipeline.cli.service import logs, systemd
+from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
+
+# Everything else is imported by the command that needs it: `rlhfd --help` and completion answer at once.
+
+
+class _Commands(click.Group):
+    """Turns our errors into lines on standard error and their exit codes."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except RlhfdError as error:
+            click.echo(str(error), err=True)
+            context.exit(int(error.exit_code))
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from pipeline.runtime.lock import installed_version
+
+        click.echo(f"rlhfd {installed_version()}")
+        context.exit()
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 not running, 4 unreachable, 70 gave up, 78 bad configuration.",
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
+)
+def main() -> None:
+    """Keep the rollout GPUs and the trainer GPUs of an RLHF run busy at the same time.
+
+    \b
+    Examples:
+      rlhfd start                              the embedded run: a small model learns to sort digits
+      rlhfd config check --config grpo.toml    every error at once, with its line
+      rlhfd start --config grpo.toml           in the foreground; Ctrl-C drains and ends it
+      rlhfd status                             from another terminal
+    """
+
+
+@main.command(short_help="Start an instance; SIGTERM or Ctrl-C ends it in order.")
+@configured
+@click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
+@click.option("--fresh", is_flag=True, help="Start anew, whatever checkpoint there is; sets trainer.resume=never.")
+def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -> None:
+    """Start an instance in the foreground; SIGTERM or Ctrl-C drains it and ends it.
+
+    It goes on from the last checkpoint of the same run, if that did not take all of its steps.
+
+    \b
+    Examples:
+      rlhfd start
+      rlhfd start --config grpo.toml --set rollout.workers=4 --set 'rollout.devices=[0, 1, 2, 3]'
+      rlhfd start --serial --set trainer.max_steps=3
+      rlhfd start --fresh
+    """
+    loaded = load(path, (*sets, "trainer.resume=never") if fresh else sets, files=True)
+    if serial:
+        from pipeline.serial import run
+    else:
+        from pipeline.supervisor.supervisor import run
+    try:
+        sys.exit(int(run(loaded)))
+    except ConfigError as error:
+        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
+
+
+@main.command()
+@finding
+@click.option("--timeout-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds to wait.")
+def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
+    """Drain the running instance and wait until it has ended.
+
+    \b
+    Examples:
+      rlhfd stop
+      rlhfd stop --runtime-dir /run/rlhfd --timeout-s 300
+    """
+    from pipeline.runtime import lock
+
+    folder = runtime_dir_of(runtime_dir, path)
+    try:
+        lock.request(lock.find(folder), "stop", REQUEST_TIMEOUT_S)
+    except NotRunningError:
+        raise
+    except RlhfdError as error:
+        click.echo(f"{error}; sending SIGTERM", err=True)
+        lock.terminate(folder)
+    if not lock.wait_until_released(folder, timeout_s):
+        click.echo(f"pid {lock.holder(folder)} in {folder} has not ended within {timeout_s:g} s", err=True)
+        sys.exit(int(ExitCode.FAILED))
+
+
+@main.command()
+@finding
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+    """Show what the running instance does.
+
+    \b
+    Examples:
+      rlhfd status
+      rlhfd status --json | jq .step
+    """
+    from pipeline.cli import status as status_view
+
+    answer = ask("status", path, runtime_dir)
+    replace_unknown_characters()
+    click.echo(json.dumps(answer, indent=2) if as_json else status_view.render(answer))
+
+
+@main.command()
+@finding
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+    """Say in a few sentences what holds the running instance back.
+
+    \b
+    Examples:
+      rlhfd why
+      rlhfd why --json | jq .last_minute
+    """
+    answer = ask("why", path, runtime_dir)
+    click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
+
+
+@main.command(short_help="Show the run and its processes on a full screen.")
+@finding
+@click.option("--json", "as_json", is_flag=True, help="Print one reading as JSON: the answers of status and why.")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between readings.")
+def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: float) -> None:
+    """Show the run and what each process is at, on a full screen until Ctrl-C; in a pipe, one table.
+
+    \b
+    Examples:
+      rlhfd top
+      rlhfd top | sort -k4
+      rlhfd top --json | jq '.why.processes[] | select(.stopped)'
+    """
+    status, why = ask("status", path, runtime_dir), ask("why", path, runtime_dir)
+    if as_json:
+        click.echo(json.dumps({"status": status, "why": why}, indent=2))
+        return
+    from rich.console import Console
+
+    from pipeline.cli import top as top_view
+
+    replace_unknown_characters()
+    console = Console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        click.echo(top_view.text(status, why))
+        return
+    try:
+        top_view.run(lambda command: ask(command, path, runtime_dir), console, interval_s)
+    except KeyboardInterrupt:
+        pass  # how one leaves
+
+
+@main.command("collect-env", short_help="Print what a bug report needs.")
+@configured
+@click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR", help="Of the running instance.")
+def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None) -> None:
+    """Print what a bug report needs: versions, machine, GPUs, limits, configuration, the last errors.
+
+    No secret and no text of a prompt or response is in it; read it before you send it all the same.
+
+    \b
+    Examples:
+      rlhfd collect-env > report.txt
+      rlhfd collect-env --config grpo.toml
+    """
+    from pipeline.cli import collect_env
+
+    replace_unknown_characters()
+    click.echo(collect_env.report(path, sets, os.environ, runtime_dir))
+
+
+@main.command(short_help="Print the completion of a shell: bash, zsh or fish.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes a shell complete commands, options and keys of the configuration.
+
+    \b
+    Examples:
+      rlhfd completion bash > ~/.local/share/bash-completion/completions/rlhfd
+      rlhfd completion zsh > "${fpath[1]}/_rlhfd"
+      rlhfd completion fish > ~/.config/fish/completions/rlhfd.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
+    click.echo(shell_class(main, {}, "rlhfd", "_RLHFD_COMPLETE").source())
+
+
+@main.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True},
+    short_help="Measure rlhfd on this machine (checkouts only).",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure rlhfd on this machine; of a checkout only: its bin/bench, which takes --help."""
+    program = Path(__file__).parents[2] / "bin" / "bench"
+    if not program.exists():
+        raise RlhfdError(f"the benchmarks come with a checkout of rlhfd; there is no {program}")
+    os.execv(program, [str(program), *arguments])
+
+
+@main.command(short_help="Read the configuration file again, and say what holds.")
+@finding
+@click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait.")
+def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
+    """Have the running instance read its configuration file again, and wait for the result; so does SIGHUP.
+
+    What can change while it runs is in force then; what needs a restart is named. A file with a mistake changes
+    nothing: every mistake is printed with its place, and the exit code is 78.
+
+    \b
+    Examples:
+      rlhfd reload
+      rlhfd reload --runtime-dir /run/rlhfd
+    """
+    answer = ask("reload", path, runtime_dir, timeout_s)
+    if not answer.get("ok"):
+        click.echo("\n".join(answer.get("errors") or ["not reloaded"]), err=True)
+        sys.exit(int(ExitCode.BAD_CONFIG))
+    for change in answer.get("in_force") or []:
+        click.echo(f"in force: {_change(change)}")
+    for change in answer.get("needs_restart") or []:
+        click.echo(f"needs a restart: {_change(change)}")
+    if not answer.get("in_force") and not answer.get("needs_restart"):
+        click.echo(f"{answer.get('config') or 'no configuration file'}: nothing has changed")
+
+
+def _change(change: dict[str, Any]) -> str:
+    return f"{change['key']} = {json.dumps(change['after'])}, was {json.dumps(change['before'])}"
+
+
+@main.command(short_help="Issue no more tickets until `rlhfd resume`.")
+@finding
+def pause(path: Path | None, runtime_dir: Path | None) -> None:
+    """Issue no more tickets until `rlhfd resume`: what is rolled out goes on being trained, then the run rests.
+
+    Rollouts under way finish. Processes, models and shared memory stay. An orderly end forgets it.
+
+    \b
+    Examples:
+      rlhfd pause
+      rlhfd pause --runtime-dir /run/rlhfd
+    """
+    is_in_force = ask("pause", path, runtime_dir)["in_force"]
+    click.echo("paused" if is_in_force else "paused as soon as the buffer is there")
+
+
+@main.command()
+@finding
+def resume(path: Path | None, runtime_dir: Path | None) -> None:
+    """Issue tickets again after `rlhfd pause`.
+
+    \b
+    Examples:
+      rlhfd resume
+      rlhfd resume --runtime-dir /run/rlhfd
+    """
+    is_in_force = ask("resume", path, runtime_dir)["in_force"]
+    click.echo("resumed" if is_in_force else "resumed as soon as the buffer is there")
+
+
+@main.command(short_help="Show sampled rollouts with reward and advantage.")
+@finding
+@click.option("--last", type=click.IntRange(min=0), default=10, show_default=True, help="How many, the newest.")
+@click.option("--follow", "-f", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.option("--min-reward", type=float, metavar="R", help="Only where a response got at least R.")
+@click.option("--max-reward", type=float, metavar="R", help="Only where a response got at most R.")
+@click.option("--contains", default="", metavar="TEXT", help="Only with TEXT in prompt, answer or a response.")
+@click.option("--worker", type=click.IntRange(min=0), metavar="N", help="Only of worker N.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
+def samples(
+    path: Path | None,
+    runtime_dir: Path | None,
+    last: int,
+    follow: bool,
+    min_reward: float | None,
+    max_reward: float | None,
+    contains: str,
+    worker: int | None,
+    as_json: bool,
+) -> None:
+    """Show sampled rollouts: prompt, responses with reward and advantage; of a run that has ended, too.
+
+    \b
+    Examples:
+      rlhfd samples --last 3
+      rlhfd samples --follow --min-reward 0.9
+      rlhfd samples --json --contains 7302 | jq '.responses[].reward'
+    """
+    from pipeline.cli.samples import Filter, show
+    from pipeline.telemetry.samples import SampleReader, folder_of
+
+    reader = SampleReader(folder_of(_state_dir(runtime_dir, path)))
+    show(reader, Filter(min_reward, max_reward, contains, worker), last=last, follow=follow, as_json=as_json)
+
+
+def _state_dir(directory: Path | None, path: Path | None) -> Path:
+    """Return the running instance's state directory; where none runs, the configured one."""
+    from pipeline.runtime import lock
+
+    try:
+        record = lock.find(runtime_dir_of(directory, path))
+    except NotRunningError:
+        return load(path, (), files=False).config.daemon.state_dir
+    return Path(json.loads((Path(record.shm_dir) / "config.json").read_text())["daemon"]["state_dir"])
+
+
+main.add_command(config)
+main.add_command(logs)
+main.add_command(systemd)

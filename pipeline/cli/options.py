@@ -1,0 +1,89 @@
+"""What commands have in common: their options, and how they find a configuration or a running instance."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.config.load import LoadedConfig
+
+REQUEST_TIMEOUT_S = 5.0
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+config_option = click.option(
+    "--config",
+    "path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Configuration file; else the one that RLHFD_CONFIG names, else the embedded run.",
+)
+
+
+def configured(command: _Command) -> _Command:
+    """Give a command the options of a configuration: ``--config`` and ``--set``."""
+    sets = click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        shell_complete=lambda context, option, typed: _complete_key(context, option, typed),
+        help="Set one value, above the file and the environment (RLHFD_SECTION__KEY); may be repeated.",
+    )
+    return config_option(sets(command))
+
+
+def finding(command: _Command) -> _Command:
+    """Give a command the options by which it finds a running instance."""
+    directory = click.option(
+        "--runtime-dir",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Runtime directory of the instance; else RLHFD_RUNTIME_DIR, else the configuration's.",
+    )
+    return directory(config_option(command))
+
+
+def load(path: Path | None, sets: tuple[str, ...], *, files: bool) -> LoadedConfig:
+    """Return the configuration that these options ask for."""
+    from pipeline.config import load as config_load
+
+    return config_load.load(path, sets, os.environ, files=files)
+
+
+def runtime_dir_of(directory: Path | None, path: Path | None) -> Path:
+    """Return the runtime directory of the instance that these options name."""
+    if directory is not None:
+        return directory
+    from pipeline.config import load as config_load
+
+    return config_load.find_runtime_dir(path, os.environ)
+
+
+def ask(
+    command: str, path: Path | None, directory: Path | None, timeout_s: float = REQUEST_TIMEOUT_S
+) -> dict[str, Any]:
+    """Return what the running instance answers to a command."""
+    from pipeline.runtime import lock
+
+    return lock.request(lock.find(runtime_dir_of(directory, path)), command, timeout_s)
+
+
+def replace_unknown_characters() -> None:
+    """A terminal that cannot show an arrow gets a question mark, not a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _complete_key(context: click.Context, option: click.Parameter, typed: str) -> list[str]:
+    from pipeline.config.advice import SECTIONS
+
+    keys = [f"{section}.{name}=" for section, model in SECTIONS.items() for name in type(model).model_fields]
+    return [key for key in keys if key.startswith(typed)]

@@ -1,0 +1,129 @@
+"""Kept rollouts as text: which of them are wanted, and how one looks on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import unicodedata
+from collections.abc import Iterator
+from typing import Final
+
+import click
+import msgspec
+
+from pipeline.telemetry.samples import Sample, SampledResponse, SampleReader
+
+_UP: Final = (153, 75, 33)
+_DOWN: Final = (223, 215, 208)
+_LARGE: Final = (0.5, 1.0)
+_POLL_S: Final = 0.5
+_SIGNS: Final = {"\n": "⏎", "\t": "→"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """Which samples are wanted; None and the empty text ask for nothing.
+
+    Attributes:
+        min_reward: Of the best response.
+        max_reward: Of the worst one.
+        text: In prompt, answer or a response, in any case.
+        worker: Number of the worker.
+    """
+
+    min_reward: float | None = None
+    max_reward: float | None = None
+    text: str = ""
+    worker: int | None = None
+
+    def wants(self, sample: Sample) -> bool:
+        """Whether a sample is one of them."""
+        rewards = [response.reward for response in sample.responses]
+        if self.worker is not None and sample.worker != self.worker:
+            return False
+        if self.min_reward is not None and max(rewards, default=-1e308) < self.min_reward:
+            return False
+        if self.max_reward is not None and min(rewards, default=1e308) > self.max_reward:
+            return False
+        texts = [sample.prompt, sample.answer, *("".join(response.pieces) for response in sample.responses)]
+        return any(self.text.lower() in text.lower() for text in texts)
+
+
+def show(reader: SampleReader, wanted: Filter, *, last: int, follow: bool, as_json: bool) -> None:
+    """Print samples, the newest last.
+
+    Args:
+        reader: Gives them.
+        wanted: Which of them.
+        last: How many of those that are there.
+        follow: Whether to wait for more until ^C.
+        as_json: A JSON object a line, in place of text.
+    """
+    found = [sample for sample in reader.read() if wanted.wants(sample)]
+    found = found[len(found) - min(last, len(found)) :]
+    if not found and not follow:
+        click.echo("no rollouts were kept (samples.per_minute), or none is like that", err=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            for sample in found:
+                click.echo(msgspec.json.encode(sample) if as_json else f"{render(sample)}\n")
+            if not follow:
+                return
+            time.sleep(_POLL_S)
+            found = [sample for sample in reader.read() if wanted.wants(sample)]
+
+
+def render(sample: Sample) -> str:
+    """Return a sample as lines: where it comes from, the prompt, then its responses, the best first."""
+    rewards = [response.reward for response in sample.responses]
+    facts = [
+        time.strftime("%H:%M:%S", time.localtime(sample.unix_s)),
+        f"worker {sample.worker}",
+        f"ticket {sample.ticket}",
+        f"version {sample.policy_version}",
+        *([f"mean reward {sum(rewards) / len(rewards):.3g}"] if len(rewards) > 1 else []),
+        *([f"{len(rewards)} of {sample.group_size} responses"] if len(rewards) < sample.group_size else []),
+    ]
+    answer = f"   answer {visible(sample.answer)}" if sample.answer else ""
+    lines = [click.style("  ".join(facts), dim=True), f"  {click.style(visible(sample.prompt), bold=True)}{answer}"]
+    for response in sorted(sample.responses, key=lambda response: -response.reward):
+        lines += _response(response)
+    return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """Return a text with a sign for each character that a terminal would obey, or that shows nothing."""
+    return "".join(_sign(character) for character in text)
+
+
+def _sign(character: str) -> str:
+    # Cc and Cf: control characters, and those that turn the direction of what follows.
+    if unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp"):
+        return character
+    return _SIGNS.get(character) or (
+        chr(0x2400 + ord(character)) if ord(character) < 0x20 else "\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def _response(response: SampledResponse) -> Iterator[str]:
+    whole = len(response.advantages) == 1
+    advantage = response.advantages[0] if whole else sum(response.advantages) / max(1, len(response.advantages))
+    text = "".join(
+        _coloured(visible(piece), advantage if whole else response.advantages[at])
+        for at, piece in enumerate(response.pieces)
+    )
+    notes = "" if response.stopped else click.style("  cut at the limit", dim=True)
+    if len(response.pieces) < response.tokens:
+        notes += click.style(f"  the first {len(response.pieces)} of {response.tokens} tokens", dim=True)
+    yield f"  {response.reward:>8.4g}  {advantage:>+6.2f}  {text}{notes}"
+    if len(response.parts) > 1:
+        parts = ", ".join(f"{name.rpartition(':')[2]} {value:.4g}" for name, value in response.parts.items())
+        yield click.style(f"{'':20}{parts}", dim=True)
+
+
+def _coloured(text: str, value: float) -> str:
+    if not value:
+        return text
+    depth = sum(abs(value) > large for large in _LARGE)
+    return click.style(text, fg=(_UP if value > 0 else _DOWN)[depth])

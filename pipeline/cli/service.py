@@ -1,0 +1,168 @@
+"""Commands of those who operate a service: `rlhfd systemd install`, `rlhfd systemd uninstall`, `rlhfd logs`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
+
+_instance = click.option(
+    "--instance",
+    "name",
+    metavar="NAME",
+    help="The unit rlhfd@NAME, of a configuration of its own; left out: rlhfd, the one service.",
+)
+
+
+@click.group()
+def systemd() -> None:
+    """Install rlhfd as a systemd service, or remove it.
+
+    \b
+    Examples:
+      sudo bin/rlhfd systemd install --config grpo.toml
+      bin/rlhfd systemd install --dry-run
+      sudo bin/rlhfd systemd install --instance b --config b.toml
+      sudo bin/rlhfd systemd uninstall --instance b
+    """
+
+
+@systemd.command(short_help="Write the unit of this checkout, and verify it.")
+@_instance
+@click.option("--config", "path", type=click.Path(path_type=Path), metavar="FILE",
+              help="Configuration file; else RLHFD_CONFIG's or, with --instance, /etc/rlhfd/NAME.toml.")  # fmt: skip
+@click.option("--user", metavar="USER", help="Who it runs as; else who called sudo, or calls.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written, verified by systemd where that is there.")
+def install(name: str | None, path: Path | None, user: str | None, dry_run: bool) -> None:
+    """Write the unit of this checkout, verify it, and say how it is started.
+
+    Nothing is started. The configuration is checked first; run it again after the checkout was moved.
+
+    \b
+    Examples:
+      sudo bin/rlhfd systemd install --config grpo.toml
+      sudo bin/rlhfd systemd install --config grpo.toml --user trainer
+      sudo bin/rlhfd systemd install --instance b --config b.toml
+    """
+    import shutil
+
+    from pipeline.cli import systemd_units
+
+    unit = systemd_units.Unit(name)
+    planned = systemd_units.plan(unit, path, user, os.environ)
+    for note in planned.notes:
+        click.echo(f"note: {note}", err=True)
+    if dry_run:
+        for file, text in planned.files.items():
+            click.echo(f"# {systemd_units.UNIT_DIR / file}\n{text}")
+        if shutil.which("systemd-analyze"):
+            systemd_units.verify(planned.files, unit)
+        return
+    systemd_units.install(planned)
+    for file in planned.files:
+        click.echo(f"wrote {systemd_units.UNIT_DIR / file}")
+    service = unit.name.removesuffix(".service")
+    click.echo(
+        f"{service} runs {planned.config} as {planned.user}. Next:\n"
+        f"  systemctl enable --now {service}    start it, now and at each boot\n"
+        f"  systemctl status {service}          one line of what it does\n"
+        f"  rlhfd status --runtime-dir {unit.runtime_dir}\n"
+        f"  rlhfd logs --runtime-dir {unit.runtime_dir} --follow\n"
+        f"  systemctl reload {service}          after a change of {planned.config}"
+    )
+
+
+@systemd.command(short_help="Stop the service and remove its unit; checkpoints stay.")
+@_instance
+def uninstall(name: str | None) -> None:
+    """Stop the service in order and remove its unit; checkpoints stay.
+
+    \b
+    Examples:
+      sudo bin/rlhfd systemd uninstall
+      sudo bin/rlhfd systemd uninstall --instance b
+    """
+    from pipeline.cli import systemd_units
+
+    for line in systemd_units.uninstall(systemd_units.Unit(name)):
+        click.echo(line)
+
+
+@click.command(short_help="Show the log of all processes, or of one role.")
+@click.argument("role", default="")
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is logged from now on, until Ctrl-C.")
+@click.option("--lines", "-n", type=click.IntRange(min=0), default=100, show_default=True, help="Lines from before.")
+@click.option("--config", "path", type=click.Path(path_type=Path), metavar="FILE",
+              help="Configuration file; else the one that RLHFD_CONFIG names, else the embedded run.")  # fmt: skip
+@click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR",
+              help="Runtime directory of the instance; else RLHFD_RUNTIME_DIR, else the configuration's.")  # fmt: skip
+def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Path | None) -> None:
+    """Show the log of all processes, or of ROLE: supervisor, buffer, rollout, rollout-0, trainer, trainer-0.
+
+    From the systemd journal where systemd runs the instance, else from state_dir/log; also when it has ended.
+
+    \b
+    Examples:
+      rlhfd logs
+      rlhfd logs rollout-0 --follow
+      rlhfd logs trainer -n 20 --runtime-dir /run/rlhfd-b
+    """
+    place = _place(path, runtime_dir)
+    if not place:
+        raise RlhfdError("no log is kept: daemon.log_file_bytes is 0")
+    unit = place.removeprefix("journal:")
+    if unit != place:
+        _show_journal(unit, role, follow, lines)
+    _show_file(Path(place), role, follow, lines)
+
+
+def _place(path: Path | None, runtime_dir: Path | None) -> str:
+    """Return where the log is: a path, or ``journal:`` and a unit."""
+    from pipeline.cli.systemd_units import Unit
+    from pipeline.config import load as config_load
+    from pipeline.runtime import lock
+    from pipeline.telemetry import log_file
+
+    folder = runtime_dir or config_load.find_runtime_dir(path, os.environ)
+    with contextlib.suppress(NotRunningError, UnreachableError):
+        return lock.find(folder).log
+    if unit := Unit.of_runtime_dir(folder.absolute()):
+        return f"journal:{unit.name}"
+    config = config_load.load(path, (), os.environ).config
+    if folder.absolute() != Path(config.daemon.runtime_dir).absolute():
+        raise NotRunningError(f"no instance runs in {folder}: name its configuration by --config to see the last log")
+    return str(log_file.path_in(Path(config.daemon.state_dir)))
+
+
+def _show_journal(unit: str, role: str, follow: bool, lines: int) -> None:
+    """Become journalctl, which knows pagers, colours and permissions."""
+    command = ["journalctl", f"--unit={unit}", f"--lines={lines}", "--no-pager", *(["--follow"] if follow else [])]
+    if role:
+        name, dash, index = role.rpartition("-")
+        is_one = bool(dash) and index.isdigit()
+        command += [f"RLHFD_ROLE={name}", f"RLHFD_WORKER={index}"] if is_one else [f"RLHFD_ROLE={role}"]
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        raise RlhfdError(f"{unit} logs to the journal, and journalctl is not on this machine") from None
+
+
+def _show_file(path: Path, role: str, follow: bool, lines: int) -> None:
+    from pipeline.telemetry import log_file
+
+    try:
+        for found in log_file.read(path, lines, role, follow=follow):
+            click.echo("\n".join(found))
+    except FileNotFoundError:
+        raise NotRunningError(f"there is no log yet: {path}") from None
+    except BrokenPipeError:
+        # Whoever read has seen enough; what is buffered would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        pass

@@ -1,0 +1,125 @@
+"""`rlhfd top`: a running instance on a full screen, asked anew each second; one table where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.cli.status import cares, duration, size, table
+from pipeline.errors import UnreachableError
+from pipeline.supervisor.live import Snapshot, panel
+
+_COLUMNS = ("process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices")
+# On a narrow terminal the later ones are left out, none is cut short.
+_BY_WORTH = ("process", "pid", "state", "doing", "for", "restarts", "memory", "on", "devices", "last minute")
+_GAP = 2
+_COLOURS = {"ready": "green", "failed": "red", "stopped": "red"}
+_WORTH_SHOWING = 0.02
+
+Ask = Callable[[str], dict[str, Any]]
+
+
+def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row a process: what it is at, and what it spent the last minute on."""
+    doing = {process["name"]: process for process in why.get("processes") or []}
+    found: list[tuple[str, ...]] = []
+    for process in status.get("processes") or []:
+        role, index = process["role"], process["index"]
+        at = doing.get(role if role == "buffer" else f"{role}-{index}", {})
+        working_on = at.get("working_on", -1)
+        what = {"rollout": "ticket", "trainer": "lease"}.get(role, "")
+        shares = at.get("last_minute") or {}
+        found.append(
+            (
+                f"{role} {index}",
+                str(process.get("pid") or "–"),
+                "stopped" if at.get("stopped") else str(process.get("state") or "–"),
+                str(at.get("activity") or "–"),
+                duration(at.get("since_s")),
+                f"{what} {working_on:,}" if what and working_on >= 0 else "–",
+                " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _WORTH_SHOWING)[:48]
+                or "–",
+                str(process.get("restarts", "–")),
+                size(process.get("resident_bytes")),
+                str(process.get("devices") or "–"),
+            )
+        )
+    return found
+
+
+def text(status: Mapping[str, Any], why: Mapping[str, Any]) -> str:
+    """Return the table as plain lines."""
+    return "\n".join(table(_COLUMNS, rows(status, why)))
+
+
+def screen(
+    status: Mapping[str, Any], why: Mapping[str, Any], *, width: int = 200, ascii_only: bool = False
+) -> RenderableType:
+    """Return what a screen so many columns wide shows: the panel of `start`, what holds the run back, the processes."""
+    buffer, processes = status.get("buffer") or {}, status.get("processes") or []
+    workers = [process for process in processes if process["role"] == "rollout"]
+    shot = Snapshot(
+        state=str(status.get("state") or "–"),
+        algorithm=str(status.get("algorithm") or ""),
+        model=str(status.get("model") or ""),
+        step=status.get("step") or 0,
+        max_steps=status.get("max_steps") or 0,
+        reward_mean=status.get("reward_mean"),
+        reward_history=tuple(status.get("reward_history") or ()),
+        tokens_per_s=status.get("tokens_per_s"),
+        items_ready=buffer.get("ready_items") or 0,
+        items_capacity=buffer.get("capacity_items") or 0,
+        staleness_mean=status.get("staleness_mean_versions"),
+        policy_version=status.get("policy_version"),
+        workers_ready=sum(process.get("state") == "ready" for process in workers),
+        workers_total=len(workers),
+        metrics_url=str(status.get("metrics_url") or ""),
+    )
+    found = rows(status, why)
+    fitting = _fitting(found, width)
+    grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
+    for column in fitting:
+        grid.add_column(column, no_wrap=True, overflow="ellipsis")
+    for row in found:
+        cells = dict(zip(_COLUMNS, row, strict=True))
+        grid.add_row(*(Text(cells[name], style=_COLOURS.get(cells[name], "") if name == "state" else "")
+                       for name in fitting))  # fmt: skip
+    said = [Text(sentence) for sentence in why.get("sentences") or []]
+    care = [Text(f"ATTENTION: {one}", style="bold red") for one in cares(status)]
+    foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run goes on", style="dim")
+    return Group(panel(shot, ascii_only=ascii_only), *care, *said, Text(), grid, Text(), foot)
+
+
+def _fitting(found: list[tuple[str, ...]], width: int) -> list[str]:
+    """Return the columns that have room beside each other, in the order in which they are shown."""
+    kept: set[str] = set()
+    for name in _BY_WORTH:
+        place = _COLUMNS.index(name)
+        width -= max(len(cell) for cell in (name, *(row[place] for row in found))) + _GAP
+        if width < 0:
+            break
+        kept.add(name)
+    return [name for name in _COLUMNS if name in kept]
+
+
+def run(ask: Ask, console: Console, interval_s: float) -> None:
+    """Show it until Ctrl-C, or until the instance has ended.
+
+    Raises:
+        NotRunningError: If the instance has ended.
+    """
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                shown = screen(ask("status"), ask("why"), width=console.width, ascii_only=console.options.ascii_only)
+            except UnreachableError as error:
+                # It may start, or be busy for a moment: what comes next is shown.
+                shown = Text(str(error), style="bold red")
+            live.update(shown, refresh=True)
+            time.sleep(interval_s)

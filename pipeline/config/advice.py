@@ -1,0 +1,227 @@
+"""What is wrong with a key or a value, in words, and what was probably meant.
+
+A value that is suggested has passed the checks that the wrong one failed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.config.schema import BUILTINS, Config
+
+SECTIONS: dict[str, BaseModel] = {name: info.default for name, info in Config.model_fields.items()}
+
+_TYPE_MESSAGES = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "finite_number": "must be finite",
+    "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
+}
+_SHOWN_CHARACTERS = 60
+_ALL_KEYS = "`rlhfd config show --effective` lists all"
+# As other trainers call them.
+_ELSEWHERE = {
+    "lr": "trainer.learning_rate",
+    "actor_learning_rate": "trainer.learning_rate",
+    "beta": "trainer.kl_coef",
+    "kl_beta": "trainer.kl_coef",
+    "init_kl_coef": "rollout.kl_coef",
+    "epsilon": "trainer.clip_range",
+    "eps_clip": "trainer.clip_range",
+    "cliprange": "trainer.clip_range",
+    "max_grad_norm": "trainer.gradient_clip_norm",
+    "max_norm": "trainer.gradient_clip_norm",
+    "num_train_steps": "trainer.max_steps",
+    "total_steps": "trainer.max_steps",
+    "save_steps": "trainer.save_every",
+    "save_total_limit": "trainer.keep_checkpoints",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
+    "warmup_ratio": "trainer.warmup_steps",
+    "train_batch_size": "buffer.sample_batch_size",
+    "rollout_batch_size": "rollout.batch_size",
+    "lambda": "rollout.lam",
+    "gae_lambda": "rollout.lam",
+    "group_size": "rollout.num_generations",
+    "n_samples_per_prompt": "rollout.num_generations",
+    "num_return_sequences": "rollout.num_generations",
+    "max_new_tokens": "rollout.max_length",
+    "max_tokens": "rollout.max_length",
+    "max_seq_len": "rollout.max_length",
+    "num_workers": "rollout.workers",
+    "gpus": "rollout.devices",
+    "reward_fn": "rollout.reward_functions",
+    "reward_funcs": "rollout.reward_functions",
+    "pretrain": "model.actor",
+    "model_name_or_path": "model.actor",
+    "ref_model": "model.reference",
+    "critic_pretrain": "model.critic",
+    "reward_model": "model.reward",
+    "reward_pretrain": "model.reward",
+    "torch_dtype": "model.dtype",
+    "precision": "model.dtype",
+    "dataset": "prompts.path",
+    "prompt_data": "prompts.path",
+    "output_dir": "daemon.state_dir",
+    "checkpoint_dir": "daemon.state_dir",
+    "log_file": "daemon.log_format",
+    "nproc_per_node": "trainer.world_size",
+    "staleness": "buffer.max_staleness",
+    "buffer_size": "buffer.limit",
+}
+_WORDS = {
+    "yes": True, "on": True, "true": True, "no": False, "off": False, "false": False, "warn": "warning",
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+}  # fmt: skip
+_DURATION = re.compile(r"([\d.]+)\s*(ms|s|sec|seconds?|m|min|minutes?|h|hours?|d|days?)")
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZE = re.compile(r"([\d.]+)\s*([KMGT]?)i?B?", re.IGNORECASE)
+
+
+def problem_of_section(section: str, table: object) -> str:
+    """Return what is wrong with a table or key at the top of a file; nothing, if it is a section."""
+    if section in SECTIONS:
+        return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {toml(table)}"
+    if isinstance(table, dict):
+        close = _close(section, SECTIONS)
+        return f"unknown section {key(section)}, " + (
+            f"did you mean {close}?" if close else f"the sections are {', '.join(SECTIONS)}"
+        )
+    return f"unknown key {key(section)}, {_meant('', section)}"
+
+
+def problem_of_key(section: str, name: str) -> str:
+    """Return what is wrong with a key of a section; nothing, if there is such a key."""
+    if name in type(SECTIONS[section]).model_fields:
+        return ""
+    return f"unknown key {section}.{key(name)}, {_meant(section, name)}"
+
+
+def _meant(section: str, name: str) -> str:
+    lower = name.lower().replace("-", "_")
+    names = type(SECTIONS[section]).model_fields if section else {}
+    all_keys = {f"{home}.{field}": field for home, model in SECTIONS.items() for field in type(model).model_fields}
+    same = [full for full, field in all_keys.items() if field == lower]
+    found = (
+        (lower if lower in names else "")
+        or (same[0] if same else "")
+        or _ELSEWHERE.get(lower, "")
+        or _close(lower, names)
+        or next((field for field in names if field.startswith(f"{lower}_") or field.endswith(f"_{lower}")), "")
+        or next((full for full, field in all_keys.items() if field == _close(lower, all_keys.values())), "")
+    )
+    return f"did you mean {found.removeprefix(f'{section}.') if section else found}?" if found else _ALL_KEYS
+
+
+def _close(wrong: str, right: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(wrong.lower(), right, n=1)), "")
+
+
+def describe(section: str, name: str, given: Any, details: ErrorDetails) -> str:
+    """Return what is wrong with a value, with what was given and, where that can be told, what was meant.
+
+    Args:
+        section: Of the key.
+        name: The key.
+        given: The whole value; the error may be about a part of it.
+        details: What pydantic found.
+    """
+    problem = _TYPE_MESSAGES.get(details["type"]) or re.sub(r"^\w+ should ", "must ", details["msg"])
+    problem = problem.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    if details["type"] == "literal_error":
+        problem = problem.replace("'", '"')
+    shown = toml(details["input"])
+    shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
+    return f"{problem}, got {shown}{_suggestion(section, name, given, details)}"
+
+
+def _suggestion(section: str, name: str, given: Any, details: ErrorDetails) -> str:
+    field = type(SECTIONS[section]).model_fields[name]
+    check = TypeAdapter(type(SECTIONS[section]))
+    if isinstance(given, str) and given.lower() in ("none", "null", "") and field.default is None:
+        return ", leave the key out for none"
+    wrong = details["input"]
+    for value in _values(name, wrong, details):
+        whole = [value if one is wrong else one for one in given] if len(details["loc"]) > 1 else value
+        try:
+            check.validate_python({name: whole})
+        except ValidationError:
+            continue
+        if value != wrong or type(value) is not type(wrong):
+            return f", did you mean {toml(value)}?"
+    return ""
+
+
+def _values(name: str, given: Any, details: ErrorDetails) -> Iterator[Any]:
+    """Yield what may have been meant, the likeliest first; most of it is wrong for any one key."""
+    if isinstance(given, bool):
+        yield from (int(given), str(given).lower())
+    elif isinstance(given, int | float):
+        yield from (bool(given), [given], *([int(given)] if given == given // 1 else []))
+        if details["type"] == "less_than_equal" and 10 <= given <= 100:
+            yield round(given / 100, 6)
+        yield str(given)
+    elif isinstance(given, str):
+        yield from _values_of_text(name, given.strip(), details)
+    elif isinstance(given, list):
+        numbers = [int(one) if isinstance(one, str) and one.strip().isdigit() else one for one in given]
+        yield [one for position, one in enumerate(numbers) if one not in numbers[:position] and one not in ("", [])]
+        yield from (list(map(str, given)), *given[:1])
+
+
+def _values_of_text(name: str, text: str, details: ErrorDetails) -> Iterator[Any]:
+    lower = text.lower()
+    if lower in _WORDS:
+        yield _WORDS[lower]
+    if name.endswith("_s") and (match := _DURATION.fullmatch(lower)):
+        unit = "ms" if match[2] == "ms" else match[2][0]
+        seconds = float(match[1]) * _SECONDS[unit]
+        yield int(seconds) if seconds == int(seconds) else seconds
+    if name.endswith("_bytes") and (match := _SIZE.fullmatch(text)):
+        unit = match[2].upper()
+        number = float(match[1])
+        while unit and number != int(number) and unit != "K":
+            number, unit = number * 1024, "KMGT"["KMGT".index(unit) - 1]
+        yield f"{int(number)}{unit}iB" if unit else int(number)
+    for parse in (int, float):
+        try:
+            yield parse(text.replace(",", "").replace(" ", ""))
+        except ValueError:
+            pass
+    expected = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
+    yield from difflib.get_close_matches(lower, expected, n=1, cutoff=0.7)
+    if numbers := [int(number) for number in re.findall(r"\d+", text)]:
+        yield from (numbers[0], numbers) if len(numbers) == 1 else (numbers,)
+    yield from difflib.get_close_matches(text, BUILTINS, n=1)
+    yield re.sub(r"(\.py)?[:.]+(?=[A-Za-z_]\w*$)", ":", text)
+    yield [text]
+    yield re.sub(r"[^a-z0-9-]+", "-", lower).strip("-")
+
+
+def key(name: str) -> str:
+    """Return a key as TOML has it."""
+    return name if re.fullmatch(r"[\w.-]+", name) else toml(name)
+
+
+def toml(value: object) -> str:
+    """Return a value as TOML has it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | Path():
+            return json.dumps(str(value), ensure_ascii=not str(value).isprintable())
+        case list() | tuple():
+            return f"[{', '.join(map(toml, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{key(name)} = {toml(inner)}' for name, inner in value.items())}}}"
+    return str(value)

@@ -1,0 +1,441 @@
+"""Reading a configuration: file, environment and ``--set`` into one `Config`, every error at once and with its place.
+
+Precedence, highest first: ``--set section.key=value``, the variable ``RLHFD_SECTION__KEY``, the file, the defaults. The
+file is the one that was asked for, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR is a short name
+for RLHFD_DAEMON__RUNTIME_DIR and goes before it.
+
+A key that is unknown or set twice is shown at the key, a value that is wrong at the value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline import prompts
+from pipeline.config.advice import SECTIONS, describe, problem_of_key, problem_of_section, toml
+from pipeline.config.conflicts import conflicts
+from pipeline.config.schema import BUILTIN_PREFIX, Config
+from pipeline.config.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
+from pipeline.errors import ConfigError
+from pipeline.supervisor import placement
+
+CONFIG_VARIABLE = "RLHFD_CONFIG"
+RUNTIME_DIR_VARIABLE = "RLHFD_RUNTIME_DIR"
+
+_PREFIX = "RLHFD_"
+_FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
+_SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
+_MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
+_PATH_KEYS = {
+    *_FOLDER_KEYS, *_MODEL_KEYS, *_SECRET_KEYS, "prompts.path",
+}  # fmt: skip
+
+
+class ConfigErrors(ConfigError):
+    """Everything that is wrong with a configuration, a line each."""
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        super().__init__("\n".join(errors))
+        self.errors = tuple(errors)
+
+
+class Origin(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+        layer: What set it.
+        place: ``config.toml:8:15``, ``--set rollout.workers``, or the variable's name; empty for a default.
+    """
+
+    layer: Literal["default", "file", "environment", "set"]
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked configuration, its paths absolute.
+
+    Attributes:
+        config: The configuration.
+        origins: Of the values that are no defaults, by ``section.key``.
+        path: The file that was read, if any.
+        sets: The assignments of the command line.
+        environ: The variables that count.
+    """
+
+    config: Config
+    origins: Mapping[str, Origin]
+    path: Path | None
+    sets: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def where(self, key: str) -> str:
+        """Return what an error about ``section.key`` starts with: its place and name."""
+        return _where(self.origins.get(key, Origin("default")), key)
+
+    def placed(self, error: str) -> str:
+        """Return an error of one line that begins with its key, with the key's place before it."""
+        key = re.match(r"[a-z]+\.[a-z_]+", error)
+        origin = self.origins.get(key[0]) if key else None
+        if key is None or origin is None:
+            return error
+        return f"{origin.place}: {error}" if origin.layer == "file" else f"{origin.place}{error[key.end() :]}"
+
+
+def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, files: bool = False) -> LoadedConfig:
+    """Read and check a configuration.
+
+    Relative paths are taken from the file's folder where the file or a default gives them, and from the current folder
+    where the environment or ``--set`` does, or where there is no file.
+
+    Args:
+        path: The file, or None for the one that RLHFD_CONFIG names, or none at all.
+        sets: Assignments ``section.key=value``, the value in TOML or else a bare string.
+        environ: The environment.
+        files: Check as well what the configuration names on disk: models, prompts, folders.
+
+    Raises:
+        ConfigErrors: If anything is wrong, naming all of it.
+    """
+    path = path or _path_in(environ)
+    errors: list[str] = []
+    values = _from_file(path, errors) if path else {}
+    values |= _from_environment(environ, errors)
+    values |= _from_sets(sets, errors)
+    config = _validate(values, path.parent if path else Path(), errors)
+    origins = {key: value.origin for key, value in values.items()}
+    ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
+    loaded = LoadedConfig(config, origins, path, tuple(sets), ours)
+    if files:
+        errors += _problems_of_files(loaded)
+    if errors:
+        raise ConfigErrors(sorted(errors, key=_by_place(path)))
+    return loaded
+
+
+def load_again(loaded: LoadedConfig) -> LoadedConfig:
+    """Read the same file again, under the same environment and ``--set``, and check all that `load` does with `files`.
+
+    Raises:
+        ConfigErrors: As `load`.
+    """
+    return load(loaded.path, loaded.sets, loaded.environ, files=True)
+
+
+def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
+    """Return the runtime directory alone, whatever else is wrong: a running instance can be stopped with a broken file.
+
+    Args:
+        path: As in `load`.
+        environ: The environment.
+
+    Raises:
+        ConfigErrors: If the file cannot be read.
+    """
+    for variable in (RUNTIME_DIR_VARIABLE, "RLHFD_DAEMON__RUNTIME_DIR"):
+        if environ.get(variable):
+            return Path(_resolve("daemon.runtime_dir", environ[variable], Path()))
+    path = path or _path_in(environ)
+    errors: list[str] = []
+    _, tables, _ = _parse_file(path, errors) if path else ("", {}, None)
+    if errors:
+        raise ConfigErrors(errors)
+    daemon = tables.get("daemon")
+    folder = daemon.get("runtime_dir") if isinstance(daemon, dict) else None
+    if not isinstance(folder, str) or not folder:
+        folder = str(Config().daemon.runtime_dir)
+    return Path(_resolve("daemon.runtime_dir", folder, path.parent if path else Path()))
+
+
+def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
+    """Write a configuration as TOML: what was set, or everything that is in force.
+
+    Args:
+        loaded: The configuration.
+        effective: Show defaults too, and the values that keys take which were left out.
+        origin: Add where each value comes from, as a comment.
+    """
+    config = loaded.config
+    in_force = {
+        "buffer.sample_batch_size": config.sample_batch_size,
+        "buffer.row_bytes": config.row_bytes,
+        "rollout.batch_size": config.prompts_per_ticket,
+        "rollout.kl_coef": config.rollout_kl_coef,
+        "trainer.kl_coef": config.trainer_kl_coef,
+    }
+    blocks = []
+    for section, defaults in SECTIONS.items():
+        lines = []
+        for name in type(defaults).model_fields:
+            key = f"{section}.{name}"
+            if key not in loaded.origins and not effective:
+                continue
+            value = get(config, key)
+            value = in_force.get(key) if value is None else value
+            line = f"# {name} is left out" if value is None else f"{name} = {toml(value)}"
+            place = loaded.origins.get(key, Origin("default")).place or "default"
+            lines.append(f"{line}  # {place}" if origin and value is not None else line)
+        if lines:
+            blocks.append("\n".join([f"[{section}]", *lines, ""]))
+    return "\n".join(blocks)
+
+
+def get(config: Config, key: str) -> Any:
+    """Return the value of ``section.key``."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _path_in(environ: Mapping[str, str]) -> Path | None:
+    return Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None
+
+
+@dataclass
+class _Value:
+    value: Any
+    origin: Origin
+    # As typed on the command line, where `--set daemon.name=7` means a name.
+    text: str | None = None
+    element_origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
+
+
+def _from_file(path: Path, errors: list[str]) -> dict[str, _Value]:
+    text, tables, positions = _parse_file(path, errors)
+    values = {}
+
+    def origin(offset: int) -> Origin:
+        line, column = line_and_column(text, offset)
+        return Origin("file", f"{path}:{line}:{column}")
+
+    for section, table in tables.items():
+        if problem := problem_of_section(section, table):
+            errors.append(f"{origin(positions.marks[section,].key).place}: {problem}")
+            continue
+        for name, value in table.items():
+            key, mark = f"{section}.{name}", positions.marks[section, name]
+            if problem := problem_of_key(section, name):
+                errors.append(f"{origin(mark.key).place}: {problem}")
+                continue
+            elements = {
+                inner[2:]: origin(mark.value) for inner, mark in positions.marks.items() if inner[:2] == (section, name)
+            }
+            values[key] = _Value(_resolve(key, value, path.parent), origin(mark.value), element_origins=elements)
+    return values
+
+
+def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Positions]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        return text, tomllib.loads(text), scan(text)
+    except OSError as error:
+        errors.append(f"{path}: cannot be read: {error.strerror}{_file_advice(path)}")
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].decode("utf-8-sig")
+        what = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else f"byte 0x{error.object[error.start]:02x}"
+        place = "{}:{}:{}".format(path, *line_and_column(before, len(before)))
+        errors.append(f"{place}: not UTF-8 but {what}, save the file as UTF-8")
+    except tomllib.TOMLDecodeError as error:
+        errors += [f"{path}:{line}:{column}: {what}" for line, column, what in syntax_errors(text, str(error))]
+    except RecursionError:
+        errors.append(f"{path}: nested too deeply")
+    return "", {}, Positions({}, [])
+
+
+def _file_advice(path: Path) -> str:
+    if path.is_dir():
+        found = sorted(path.glob("*.toml"))
+        return f", did you mean {found[0]}?" if found else ""
+    close = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.toml")], n=1)
+    return f", did you mean {path.parent / close[0]}?" if close else ""
+
+
+def _from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str, _Value]:
+    values: dict[str, _Value] = {}
+    for variable in sorted(environ):
+        section, separator, name = variable.removeprefix(_PREFIX).lower().partition("__")
+        if variable.startswith(_PREFIX) and separator:
+            values |= _from_text(section, name, environ[variable], Origin("environment", variable), errors)
+        elif variable.startswith(_PREFIX) and (meant := _variable_meant(variable, environ[variable])):
+            errors.append(f"{variable}: unknown variable, did you mean {meant}?")
+    if folder := environ.get(RUNTIME_DIR_VARIABLE):
+        key = "daemon.runtime_dir"
+        values[key] = _Value(_resolve(key, folder, Path()), Origin("environment", RUNTIME_DIR_VARIABLE))
+    return values
+
+
+def _variable_meant(variable: str, value: str) -> str:
+    """Return which of ours a variable with our prefix was to be; nothing for what is somebody else's.
+
+    Kubernetes gives every container RLHFD_PORT and the like where a service is called rlhfd.
+    """
+    if variable in (CONFIG_VARIABLE, RUNTIME_DIR_VARIABLE) or value.startswith(("tcp://", "udp://")):
+        return ""
+    known = [
+        f"{_PREFIX}{section}__{name}".upper()
+        for section, model in SECTIONS.items()
+        for name in type(model).model_fields
+    ]
+    same = [
+        name
+        for name in known
+        if name.replace("__", "_") == variable or name.endswith(f"__{variable.removeprefix(_PREFIX)}")
+    ]
+    close = difflib.get_close_matches(variable, [*known, CONFIG_VARIABLE, RUNTIME_DIR_VARIABLE], n=1, cutoff=0.85)
+    return next(iter([*same, *close]), "")
+
+
+def _from_sets(sets: Sequence[str], errors: list[str]) -> dict[str, _Value]:
+    values: dict[str, _Value] = {}
+    for assignment in sets:
+        key, separator, text = (part.strip() for part in assignment.partition("="))
+        section, dot, name = key.partition(".")
+        if not (section and dot and name and separator):
+            errors.append(f"--set {assignment}: must be of the form section.key=value{_assignment_meant(assignment)}")
+        else:
+            values |= _from_text(section, name, text, Origin("set", f"--set {key}"), errors)
+    return values
+
+
+def _assignment_meant(assignment: str) -> str:
+    """Say what an assignment of another form was to be, where that can be told."""
+    match = re.fullmatch(r"\s*(?:([A-Za-z_]+)(?:__|[./:-]))?([A-Za-z_]+)\s*(?::=|==|[=:\s])\s*(.+?)\s*", assignment)
+    if match is None:
+        return ""
+    section, name, value = match[1], match[2].lower(), match[3]
+    homes = [home for home, model in SECTIONS.items() if name in type(model).model_fields]
+    home = section if section in homes else homes[0] if homes and section is None else ""
+    return f", did you mean --set {home}.{name}={value}?" if home else ""
+
+
+def _from_text(section: str, name: str, text: str, origin: Origin, errors: list[str]) -> dict[str, _Value]:
+    if problem := problem_of_section(section, {}) or problem_of_key(section, name):
+        errors.append(f"{origin.place}: {problem}")
+        return {}
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        parsed = {}
+    # More than one key: the text holds line breaks and is no single value.
+    value = parsed["value"] if list(parsed) == ["value"] else text
+    key = f"{section}.{name}"
+    return {key: _Value(_resolve(key, value, Path()), origin, text=text)}
+
+
+def _resolve(key: str, value: Any, base: Path) -> Any:
+    if key not in _PATH_KEYS or not isinstance(value, str) or not value or value.startswith(BUILTIN_PREFIX):
+        return value
+    return os.path.abspath(base / os.path.expanduser(value))
+
+
+def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Config:
+    wrong: set[str] = set()
+    sections: dict[str, Any] = {name: _validate_section(name, values, base, errors, wrong) for name in SECTIONS}
+    # Without validation: conflicts are found here, where their places are known.
+    config = Config.model_construct(**sections)
+    for keys, message in conflicts(config):
+        if wrong.isdisjoint(keys):
+            # Defaults go together, so at least one of the keys was set.
+            key = next(key for key in keys if key in values)
+            origin = values[key].origin
+            errors.append(f"{_where(origin, key) if key == keys[0] else f'{origin.place}: {keys[0]}'}: {message}")
+    return config
+
+
+def _validate_section(
+    section: str, values: Mapping[str, _Value], base: Path, errors: list[str], wrong: set[str]
+) -> BaseModel:
+    """Return the section with every value that is right; wrong ones go to `errors`, their keys to `wrong`."""
+    model = type(SECTIONS[section])
+    given = {
+        name: _resolve(f"{section}.{name}", str(getattr(SECTIONS[section], name)), base)
+        for name in model.model_fields
+        if f"{section}.{name}" in _FOLDER_KEYS
+    }
+    given |= {name: values[f"{section}.{name}"].value for name in model.model_fields if f"{section}.{name}" in values}
+    while True:
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                name = str(details["loc"][0])
+                value = values[key := f"{section}.{name}"]
+                bare = None if value.text is None else _resolve(key, value.text, Path())
+                if details["type"] in ("string_type", "path") and bare is not None and given.get(name) != bare:
+                    given[name] = bare
+                    continue
+                given.pop(name, None)
+                wrong.add(key)
+                origin = value.element_origins.get(details["loc"][1:], value.origin)
+                errors.append(f"{_where(origin, key)}: {describe(section, name, value.value, details)}")
+
+
+def _problems_of_files(loaded: LoadedConfig) -> list[str]:
+    errors = []
+    for key in _MODEL_KEYS:
+        source = get(loaded.config, key)
+        if source is None or source.startswith(BUILTIN_PREFIX):
+            continue
+        if not Path(source).is_dir():
+            errors.append(f"{loaded.where(key)}: no such directory: {source} (models are local, none is downloaded)")
+        elif not (Path(source) / "config.json").is_file():
+            errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
+    if not loaded.config.prompts.path.startswith(BUILTIN_PREFIX):
+        try:
+            prompts.check(loaded.config.prompts.path)
+        except ConfigError as error:
+            # Lines about the prompts' own content begin with the place there.
+            where, name = loaded.where("prompts.path"), "prompts.path:"
+            errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
+    errors += [problem for key in _SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
+    try:
+        placement.place(loaded.config, placement.visible_gpus(os.environ), [])
+    except ConfigError as error:
+        errors.append(loaded.placed(str(error)))
+    for key in _FOLDER_KEYS:
+        folder = get(loaded.config, key)
+        nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        if not nearest.is_dir():
+            errors.append(f"{loaded.where(key)}: {nearest} is not a directory")
+        elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
+            errors.append(f"{loaded.where(key)}: {nearest} cannot be written by uid {os.geteuid()}")
+    return errors
+
+
+def _problem_of_secret(loaded: LoadedConfig, key: str) -> str:
+    """What is wrong with a file of the HTTP server: whether it can be used shows when it is."""
+    path: Path | None = get(loaded.config, key)
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        return f"{loaded.where(key)}: cannot read {path}: {error.strerror}"
+    if key != "metrics.tls_cert" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return f"{loaded.where(key)}: {path} is open to other users, it must have mode 0600: chmod 600 {path}"
+    return ""
+
+
+def _where(origin: Origin, key: str) -> str:
+    return {"default": key, "file": f"{origin.place}: {key}"}.get(origin.layer, origin.place)
+
+
+def _by_place(path: Path | None) -> Callable[[str], tuple[float, float]]:
+    """Sort key of errors: those in the file by line and column, then the others as they were found."""
+
+    def place(error: str) -> tuple[float, float]:
+        match = re.match(re.escape(f"{path}:") + r"(\d+):(\d+):", error)
+        return (int(match[1]), int(match[2])) if match else (math.inf, 0)
+
+    return place

@@ -1,0 +1,157 @@
+"""The configuration for people and for editors: docs/configuration.md and a JSON schema, made from the fields.
+
+python -m pipeline.config.reference > docs/configuration.md
+rlhfd config schema > docs/config.schema.json
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from pipeline.config.advice import SECTIONS, toml
+from pipeline.config.changes import is_live
+
+_INTRODUCTION: Final = """\
+# Configuration
+
+<!-- Made by `python -m pipeline.config.reference`; tests/test_config_reference.py keeps it true. -->
+
+A TOML file, `--config FILE` or else what RLHFD_CONFIG names; without one the embedded run. What is set in several
+places is taken from the first of these:
+
+1. `--set section.key=value`, of `start` and `config`
+2. the variable `RLHFD_SECTION__KEY`, such as `RLHFD_ROLLOUT__WORKERS=4`
+3. the file
+4. the default
+
+Values of the first two are TOML, or else text without quotes. Relative paths are taken from the file's folder where
+the file or a default has them, else from the current one.
+
+- `rlhfd config check` prints every mistake at once, with line, column and what was probably meant
+- `rlhfd config show --effective --origin` shows what is in force, and where each value comes from
+- `rlhfd reload` puts keys that are marked *live* in force while an instance runs, and names the others
+- `rlhfd config schema` is for editors: `#:schema FILE` in the first line of a configuration makes those that know it,
+  such as taplo or Even Better TOML, complete keys and mark mistakes
+
+Time is in seconds where a key ends in `_s`. Bytes are a number or a text such as `"64MiB"` or `"2GiB"`. A key that may
+be left out has no default here; its meaning says what follows from that.
+"""
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 7, which editors know) of a configuration file.
+
+    Beside the usual words a key has ``x-reload``: ``live`` or ``restart``.
+    """
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Configuration of rlhfd",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {section: _section_schema(section) for section in SECTIONS},
+    }
+
+
+def reference() -> str:
+    """Return docs/configuration.md."""
+    return "\n".join([_INTRODUCTION, *(line for section in SECTIONS for line in _section_lines(section))])
+
+
+def bounds(field: FieldInfo) -> dict[str, int | float]:
+    """Return what bounds a number, by the words of JSON schema."""
+    found: dict[str, Any] = {}
+    for each in field.metadata:
+        for kind, attribute, word in (
+            (annotated_types.Ge, "ge", "minimum"),
+            (annotated_types.Gt, "gt", "exclusiveMinimum"),
+            (annotated_types.Le, "le", "maximum"),
+            (annotated_types.Lt, "lt", "exclusiveMaximum"),
+        ):
+            if isinstance(each, kind):
+                found[word] = getattr(each, attribute)
+    return found
+
+
+def _section_schema(section: str) -> dict[str, Any]:
+    model = type(SECTIONS[section])
+    described = model.model_json_schema()["properties"]
+    return {
+        "type": "object",
+        "description": model.__doc__,
+        "additionalProperties": False,
+        "properties": {name: _key_schema(section, name, described[name]) for name in model.model_fields},
+    }
+
+
+def _key_schema(section: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
+    field = type(SECTIONS[section]).model_fields[name]
+    for word in ("title", "default", "x-reload", "format"):
+        found.pop(word, None)
+    # TOML has no null: a key is left out instead.
+    choices = [choice for choice in found.pop("anyOf", ()) if choice != {"type": "null"}]
+    if len(choices) == 1:
+        found |= choices[0]
+    elif choices:
+        found["anyOf"] = choices
+    for kind in (found, *found.get("anyOf", ())):
+        for word in ("gt", "lt", "ge", "le", "format"):
+            kind.pop(word, None)
+        if kind.get("type") in ("integer", "number"):
+            kind |= bounds(field)
+    default = SECTIONS[section].model_dump(mode="json")[name]
+    return {
+        **found,
+        **({} if default is None else {"default": default}),
+        "x-reload": "live" if is_live(f"{section}.{name}") else "restart",
+    }
+
+
+def _section_lines(section: str) -> Iterator[str]:
+    model = type(SECTIONS[section])
+    yield f"## [{section}]\n"
+    yield f"{model.__doc__}\n"
+    yield "| key | value | default | reload | meaning |"
+    yield "|---|---|---|---|---|"
+    properties = _section_schema(section)["properties"]
+    for name, described in properties.items():
+        default = f"`{toml(described['default'])}`" if "default" in described else ""
+        live = "live" if described["x-reload"] == "live" else ""
+        meaning = described["description"].replace("|", "\\|")
+        yield f"| `{name}` | {_value(described)} | {default} | {live} | {meaning} |"
+    yield ""
+
+
+def _value(described: dict[str, Any]) -> str:
+    """Say what a value may be."""
+    if "anyOf" in described:
+        return ", or ".join(_value(choice) for choice in described["anyOf"])
+    if "enum" in described:
+        return ", ".join(f"`{toml(one)}`" for one in described["enum"])
+    if "const" in described:
+        return f"`{toml(described['const'])}`"
+    kind = described["type"]
+    if kind == "array":
+        size = f"{described['minItems']} " if described.get("minItems") == described.get("maxItems") is not None else ""
+        return f"list of {size}{_value(described['items'])}"
+    words = {"integer": "integer", "number": "number", "boolean": "`true`, `false`", "string": "text"}[kind]
+    limits = [
+        f"{sign} {_number(described[word])}"
+        for word, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+        if word in described
+    ]
+    return words + (f" {', '.join(limits)}" if limits else "")
+
+
+def _number(value: float) -> str:
+    power = int(value).bit_length() - 1
+    return f"2^{power}" if value == 1 << max(power, 0) and power >= 16 else re.sub(r"\.0$", "", f"{value:,}")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

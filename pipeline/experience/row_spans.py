@@ -1,0 +1,130 @@
+"""Where each row of a batch has its tokens and its actions: what the codec takes out of the padding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from pipeline.errors import FieldError, ShapeError
+from pipeline.experience.extent_format import Array
+from pipeline.experience.types import SCORE_FIELDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """Where each row's tokens lie: columns ``start:end`` of the sequences, ``end - actions:end`` of them actions.
+
+    `end_together`: all rows end in one column. `full_masks`: those that are one on exactly each row's span.
+    """
+
+    start: list[int]
+    end: list[int]
+    actions: list[int]
+    width: int
+    action_columns: int
+    end_together: bool
+    full_masks: list[str]
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], columns: int, mask: Array | None, action_mask: Array | None) -> Spans:
+        """Find the spans of a batch.
+
+        Args:
+            shape: Its rows, and the columns of its sequences, S.
+            columns: Its action columns, A.
+            mask: Its attention mask (B, S), None where every column is a token.
+            action_mask: Its action mask (B, A), None where every action column before the last token is an action.
+
+        Raises:
+            FieldError: If a row has no token, or an action behind its last one.
+        """
+        rows, width = shape
+        start = [0] * rows if mask is None else _starts_of_ones(mask)
+        first = [0] * rows if action_mask is None else _starts_of_ones(action_mask)
+        if start is None or first is None or not width:
+            return cls._in_general(shape, columns, mask, action_mask)
+        # All rows end in the last column, and so do their actions: as most batches have it. Lists, for there are few
+        # rows, and numpy takes as long for three numbers as for a thousand.
+        taken = [columns - column for column in first]
+        actions = [min(width - column, most) for column, most in zip(start, taken, strict=True)]
+        full_masks = [] if mask is None else ["attention_mask"]
+        if action_mask is not None and taken == actions:
+            full_masks.append("action_mask")
+        return cls(start, [width] * rows, actions, width, columns, True, full_masks)
+
+    @classmethod
+    def _in_general(cls, shape: tuple[int, int], columns: int, mask: Array | None, action_mask: Array | None) -> Spans:
+        rows, width = shape
+        start, end, count = _ones(np.ones((rows, width), bool) if mask is None else mask)
+        if not count.all():
+            raise FieldError(f"attention_mask: row {int(np.flatnonzero(count == 0)[0])} has no token")
+        full_masks = []
+        if mask is not None and _is_plain(mask) and (count == end - start).all():
+            full_masks.append("attention_mask")
+        first: Array | int = 0
+        if action_mask is not None:
+            start_of, end_of, taken = _ones(action_mask)
+            first, last = np.where(taken, start_of, columns), np.where(taken, end_of, 0)
+            beyond = np.flatnonzero(last > end - (width - columns))
+            if beyond.size:
+                raise FieldError(f"action_mask: row {int(beyond[0])} masks in an action behind its last token")
+        actions = np.maximum(end - np.maximum(start, width - columns + first), 0)
+        if action_mask is not None and _is_plain(action_mask) and (taken == actions).all():
+            full_masks.append("action_mask")
+        together = bool((end == end[0]).all())
+        return cls(start.tolist(), end.tolist(), actions.tolist(), width, columns, together, full_masks)
+
+
+def action_columns(arrays: Mapping[str, Array]) -> int:
+    """Return A, as `pipeline.experience.checks` counts it for a row: 0 where no field says that there are actions.
+
+    Raises:
+        ShapeError: If a field that has a column an action is not (B, A).
+    """
+    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
+        if (value := arrays.get(name)) is not None:
+            if value.ndim != 2:
+                raise ShapeError(f"{name}: {value.shape}, expected (B, A)")
+            return int(value.shape[1])
+    scores = [arrays[name] for name in SCORE_FIELDS if name in arrays]
+    return max((value.shape[1] for value in scores if value.ndim == 2), default=0)
+
+
+def _starts_of_ones(mask: Array) -> list[int] | None:
+    """Return where each row's ones begin, if all rows are zeros and then ones, at least one; else None."""
+    kind = mask.dtype.kind
+    if not mask.size or kind not in "biu":
+        return None
+    ones = mask if kind == "b" else mask == 1
+    start: list[int] = ones.argmax(1).tolist()
+    count = np.count_nonzero(ones)
+    if count != mask.size - sum(start):
+        return None
+    # From each start on there are ones alone; what is no one and no zero could stand before it.
+    return start if kind == "b" or np.count_nonzero(mask) == count else None
+
+
+def _is_plain(mask: Array) -> bool:
+    """Whether a mask holds zeros and ones alone."""
+    if mask.dtype == bool or not mask.size:
+        return True
+    if mask.dtype.kind in "iu":
+        return bool(mask.min() >= 0 and mask.max() <= 1)
+    return bool((mask == (mask != 0)).all())
+
+
+def _ones(mask: Array) -> tuple[Array, Array, Array]:
+    """Return of each row the column of the first value that is not 0, the one behind the last, and how many there are.
+
+    Of a row without any only the last means something.
+    """
+    present = mask if mask.dtype == bool else mask != 0
+    columns = present.shape[1]
+    if columns == 0:
+        none = np.zeros(len(present), np.int64)
+        return none, none, none
+    right_aligned = present[:, -1].all()
+    end = np.full(len(present), columns) if right_aligned else columns - present[:, ::-1].argmax(axis=1)
+    return present.argmax(axis=1), end, np.count_nonzero(present, axis=1)

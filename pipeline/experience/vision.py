@@ -1,0 +1,157 @@
+"""The pixels of a vision-language batch: which images and videos belong to which row.
+
+Pixels of all images lie end to end in one tensor; a grid (time, height, width) tells how many of its rows an image
+takes, and a count in `info` how many grids a row of the batch has. Each of the three must account for the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import FieldError, ShapeError
+from pipeline.experience.types import VISION_FIELDS, BufferItemVL, ExperienceVL
+
+
+def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[Any]]:
+    """Give each row of a batch its pixels, grids and raw images.
+
+    Args:
+        experience: A batch. Without a count in `info` there must be one grid a row.
+        batch_size: Rows of the batch (B).
+
+    Returns:
+        For each vision field one element a row, None where the row has no image or video.
+
+    Raises:
+        FieldError: If counts, grids, pixels and raw images do not account for each other.
+        ShapeError: If `raw_images` has neither an element a row nor one an image.
+    """
+    columns: dict[str, list[Any]] = {}
+    image_counts = [0] * batch_size
+    for pixels_name, grids_name, count_key in VISION_FIELDS:
+        pixels, grids = getattr(experience, pixels_name), getattr(experience, grids_name)
+        patches = _patches(pixels, grids, pixels_name, grids_name)
+        counts = _counts(experience.info, count_key, grids, batch_size)
+        if grids is None:
+            columns[pixels_name] = columns[grids_name] = [None] * batch_size
+            continue
+        if count_key == "image_num":
+            image_counts = counts
+        grid_rows = grids.split(counts)
+        row_patches = [sum(patches[first : first + n]) for first, n in zip(_starts(counts), counts, strict=True)]
+        pixel_rows = pixels.split(row_patches)
+        columns[grids_name] = [rows if n else None for rows, n in zip(grid_rows, counts, strict=True)]
+        columns[pixels_name] = [rows if n else None for rows, n in zip(pixel_rows, counts, strict=True)]
+    columns["raw_images"] = _split_raw_images(experience.raw_images, image_counts)
+    _check_raw_images(columns["raw_images"], columns["image_grid_thws"])
+    return columns
+
+
+def batch_vision(items: list[BufferItemVL]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Lay the pixels, grids and raw images of the rows end to end.
+
+    Args:
+        items: The rows; one without images, or without videos, has None there.
+
+    Returns:
+        The vision fields of the batch, and the counts for `info`, ``(B,)`` float32 by key.
+
+    Raises:
+        FieldError: If the pixels, the grids, the count and the raw images of a row do not account for each other.
+    """
+    fields: dict[str, Any] = {}
+    counts: dict[str, Tensor] = {}
+    for pixels_name, grids_name, count_key in VISION_FIELDS:
+        row_counts = []
+        for row, item in enumerate(items):
+            pixels, grids = getattr(item, pixels_name), getattr(item, grids_name)
+            _patches(pixels, grids, pixels_name, grids_name, where=f"row {row}: ")
+            row_counts.append(0 if grids is None else len(grids))
+            stated = (item.info or {}).get(count_key)
+            if stated is not None and float(stated) != row_counts[-1]:
+                raise FieldError(
+                    f"row {row}: info[{count_key!r}] is {float(stated):g}, {grids_name} has {row_counts[-1]}"
+                )
+        fields[pixels_name] = _concatenate(pixels_name, [getattr(item, pixels_name) for item in items])
+        fields[grids_name] = _concatenate(grids_name, [getattr(item, grids_name) for item in items])
+        if any(row_counts) or any(count_key in (item.info or {}) for item in items):
+            counts[count_key] = torch.tensor(row_counts, dtype=torch.float32)
+    images = [item.raw_images for item in items]
+    _check_raw_images(images, [item.image_grid_thws for item in items])
+    fields["raw_images"] = None if all(image is None for image in images) else images
+    return fields, counts
+
+
+def _counts(info: dict[str, Tensor] | None, key: str, grids: Tensor | None, batch_size: int) -> list[int]:
+    grid_count = 0 if grids is None else len(grids)
+    if info is not None and key in info:
+        stated = torch.as_tensor(info[key]).reshape(-1).tolist()
+        if len(stated) != batch_size:
+            raise ShapeError(f"info[{key!r}] has {len(stated)} counts, the batch has {batch_size} rows")
+        for row, count in enumerate(stated):
+            if count < 0 or count != count // 1:
+                raise FieldError(f"row {row}: info[{key!r}] is {count}, not a number of grids")
+        counts = [int(count) for count in stated]
+        if sum(counts) != grid_count:
+            raise FieldError(f"info[{key!r}] counts {sum(counts)} grids, the batch has {grid_count}")
+        return counts
+    if grid_count not in (0, batch_size):
+        raise FieldError(f"info[{key!r}] is missing: {grid_count} grids cannot be told apart for {batch_size} rows")
+    return [1 if grid_count else 0] * batch_size
+
+
+def _starts(counts: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(counts)][:-1]
+
+
+def _patches(
+    pixels: Tensor | None, grids: Tensor | None, pixels_name: str, grids_name: str, *, where: str = ""
+) -> list[int]:
+    """Number of pixel rows of each grid, once pixels and grids are known to agree."""
+    if (pixels is None) != (grids is None):
+        missing, there = (pixels_name, grids_name) if pixels is None else (grids_name, pixels_name)
+        raise FieldError(f"{where}{missing} is None, {there} is not: neither is of use without the other")
+    if pixels is None or grids is None:
+        return []
+    if grids.dim() != 2 or grids.shape[1] != 3:
+        raise ShapeError(f"{where}{grids_name} of shape {tuple(grids.shape)} is not (images, 3)")
+    if grids.is_floating_point() or bool((grids < 1).any()):
+        raise FieldError(f"{where}{grids_name} is {grids.tolist()!r:.80}; time, height and width are whole and above 0")
+    patches: list[int] = grids.long().prod(dim=1).tolist()
+    if sum(patches) != len(pixels):
+        raise FieldError(f"{where}{pixels_name} has {len(pixels)} rows, {grids_name} accounts for {sum(patches)}")
+    return patches
+
+
+def _split_raw_images(images: list[Any] | None, image_counts: list[int]) -> list[Any]:
+    if images is None:
+        return [None] * len(image_counts)
+    if len(images) == len(image_counts) and all(image is None or isinstance(image, list) for image in images):
+        return images
+    if len(images) != sum(image_counts):
+        raise ShapeError(f"raw_images has {len(images)} elements: {len(image_counts)} rows, {sum(image_counts)} images")
+    return [images[start : start + n] or None for start, n in zip(_starts(image_counts), image_counts, strict=True)]
+
+
+def _check_raw_images(images: list[Any], grids: list[Tensor | None]) -> None:
+    """Refuse raw images that are not as many as the grids of their row; a row may have kept none."""
+    for row, (raw, row_grids) in enumerate(zip(images, grids, strict=True)):
+        if raw is not None and row_grids is not None and len(raw) != len(row_grids):
+            raise FieldError(f"row {row}: raw_images has {len(raw)} images, image_grid_thws has {len(row_grids)}")
+
+
+def _concatenate(name: str, values: list[Tensor | None]) -> Tensor | None:
+    tensors = [value for value in values if value is not None]
+    if not tensors:
+        return None
+    for row, value in enumerate(values):
+        if value is not None and (value.dtype != tensors[0].dtype or value.shape[1:] != tensors[0].shape[1:]):
+            raise FieldError(
+                f"{name} is {value.dtype} {tuple(value.shape[1:])} in row {row}, "
+                f"{tensors[0].dtype} {tuple(tensors[0].shape[1:])} elsewhere"
+            )
+    return torch.cat(tensors)

@@ -1,1 +1,0 @@
-"""Where a role runs: in processes of this machine, or all of them in one."""

@@ -1,0 +1,86 @@
+"""What a model is called with over whole rows: their tokens, positions taken from the rows, and their pixels."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.errors import FieldError
+from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.vision_inputs import vision_backbone, vision_inputs
+
+
+def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
+    """Number the real tokens of each row from 0, wherever its padding is.
+
+    Args:
+        attention_mask: ``(B, S)``, nonzero where the token is real.
+
+    Returns:
+        ``(B, S)`` int64; 0 in the padding on the left.
+    """
+    return (attention_mask != 0).long().cumsum(dim=-1).sub_(1).clamp_(min=0)
+
+
+def accepted_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the keywords that a callable of somebody else's does not know.
+
+    Args:
+        function: A module (its ``forward`` counts) or any callable.
+        keywords: What it would be called with.
+
+    Returns:
+        The keywords that its signature takes; all of them where it takes any.
+    """
+    target = function.forward if isinstance(function, nn.Module) else function
+    parameters = inspect.signature(target).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return keywords
+    return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def model_inputs(
+    model: Callable[..., Any], input_ids: Tensor, attention_mask: Tensor, vision: VisionRows | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Keywords for a forward pass over whole rows: those that every model takes, and those for who takes them.
+
+    Args:
+        model: Whatever is called.
+        input_ids: ``(B, S)`` int64.
+        attention_mask: ``(B, S)``, 1 where the token is real.
+        vision: Images and videos of the rows, if any.
+
+    Returns:
+        `input_ids` and `attention_mask`; `position_ids`, and pixels and grids by the names that transformers has.
+
+    Raises:
+        FieldError: If rows have images and the model would not see them.
+    """
+    backbone = vision_backbone(model)
+    if backbone is None:
+        if vision is not None and vision.tensors_exist and not _takes_pixels(model):
+            raise FieldError(f"images for a {type(model).__name__}: not a vision-language model of the Qwen2-VL kind")
+        given = {} if vision is None else vision.model_keywords(input_ids.device)
+        given |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        given["position_ids"] = position_ids_from_mask(attention_mask)
+    else:
+        given = vision_inputs(backbone, input_ids, attention_mask, vision)
+    return {name: given.pop(name) for name in ("input_ids", "attention_mask")}, given
+
+
+def is_transformers_model(model: object) -> bool:
+    """Tell whether an object is a model of the transformers library itself, not one that only answers like it."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def _takes_pixels(model: Callable[..., Any]) -> bool:
+    # Models of transformers, and a critic around one, take any keyword and forget those that they do not know.
+    own = getattr(model, "backbone", model)
+    return not is_transformers_model(own) and bool(accepted_keywords(model, {"pixel_values": None}))

@@ -1,0 +1,164 @@
+"""LoRA (arXiv:2106.09685): a few small matrices are trained in place of the model, and they alone are published.
+
+A linear layer y = W x becomes y = W x + (alpha / rank) B A x, with W as it was and B zero at first. Worker and trainer
+compute it in the same way, unmerged, so that the importance ratio of fresh experience is 1; both have the base model.
+Names are peft's without its prefix: ``model.layers.0.self_attn.q_proj.lora_A.weight`` beside the layer's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import CheckpointError, ConfigError
+
+_FOLDER = "adapter"
+_TENSORS = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+_MATRICES = ("lora_A", "lora_B")
+
+
+class LoraSettings(Protocol):
+    """What is read of `pipeline.config.schema.ModelConfig`."""
+
+    @property
+    def lora_rank(self) -> int: ...  # noqa: D102
+
+    @property
+    def lora_alpha(self) -> float: ...  # noqa: D102
+
+    @property
+    def lora_targets(self) -> Sequence[str]: ...  # noqa: D102
+
+
+def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
+    """Give a model's linear layers adapters and freeze all else; with rank 0, leave it alone.
+
+    Args:
+        actor: Changed in place.
+        settings: Rank, alpha, and the last part of the names of the layers that get one.
+        seed: Of A's values; B starts at zero, so that nothing is changed at first.
+
+    Returns:
+        The actor.
+
+    Raises:
+        ConfigError: If a target is the name of no linear layer.
+    """
+    if not settings.lora_rank:
+        return actor
+    linears = {name: module for name, module in actor.named_modules() if isinstance(module, nn.Linear)}
+    chosen = {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in settings.lora_targets}
+    if unknown := set(settings.lora_targets) - {name.rpartition(".")[2] for name in chosen}:
+        kinds = sorted({name.rpartition(".")[2] for name in linears})
+        raise ConfigError(f"model.lora_targets: no linear layer is called {min(unknown)!r}, only {', '.join(kinds)}")
+    actor.requires_grad_(False)
+    draws = torch.Generator().manual_seed(seed)
+    for layer in chosen.values():
+        _add(layer, settings.lora_rank, settings.lora_alpha / settings.lora_rank, draws)
+    return actor
+
+
+def published(model: nn.Module) -> dict[str, Tensor]:
+    """Return what is published of a model, live: its adapters, or all of it where it has none."""
+    return adapter_of(model) or dict(model.state_dict())
+
+
+def adapter_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's adapters by name, live; nothing where it has none."""
+    return {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[-2:-1] in _ENDS}
+
+
+def without_peft_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict under our names, whether it has those or peft's."""
+    return {name.removeprefix(_PEFT_PREFIX).replace(".default.", "."): tensor for name, tensor in state.items()}
+
+
+def merged(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's state dict with W + (alpha / rank) B A in place of each adapted W, and no adapters."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in adapter_of(model)}
+    layers: list[tuple[str, Any]] = list(model.named_modules())
+    for name, layer in layers:
+        if hasattr(layer, "lora_scale"):
+            change = layer.lora_B.weight.float() @ layer.lora_A.weight.float() * layer.lora_scale
+            state[f"{name}.weight"] = (layer.weight.float() + change).to(layer.weight.dtype)
+    return state
+
+
+class Saved:
+    """An adapted model in a checkpoint: merged, for everyone, and its adapter beside it, to go on from and for peft.
+
+    Args:
+        model: From `adapt`; one without adapters is saved as it is.
+        settings: Those it was adapted with.
+    """
+
+    def __init__(self, model: Any, settings: LoraSettings) -> None:
+        self._model = model
+        self._settings = settings
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write both into a directory."""
+        from safetensors.torch import save_file
+
+        adapter = adapter_of(self._model)
+        if not adapter:
+            self._model.save_pretrained(path)
+            return
+        self._model.save_pretrained(path, state_dict=merged(self._model))
+        folder = Path(path) / _FOLDER
+        folder.mkdir()
+        save_file({_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}, folder / _TENSORS)
+        described = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self._settings.lora_rank,
+            "lora_alpha": self._settings.lora_alpha,
+            "target_modules": list(self._settings.lora_targets),
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def load_adapter(folder: Path) -> dict[str, Tensor]:
+    """Return the adapter that `Saved` wrote into a checkpoint.
+
+    Raises:
+        CheckpointError: If there is none, or it cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / _FOLDER / _TENSORS
+    try:
+        return without_peft_names(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+_ENDS = [[matrix] for matrix in _MATRICES]
+
+
+def _add(layer: nn.Linear, rank: int, scale: float, draws: torch.Generator) -> None:
+    place: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    down = nn.Linear(layer.in_features, rank, bias=False, **place)
+    up = nn.Linear(rank, layer.out_features, bias=False, **place)
+    # As peft draws it: uniform within 1 / sqrt(in_features).
+    bound = 1 / math.sqrt(layer.in_features)
+    with torch.no_grad():
+        down.weight.copy_(torch.rand(down.weight.shape, generator=draws) * 2 * bound - bound)
+        up.weight.zero_()
+    layer.lora_A, layer.lora_B, layer.lora_scale = down, up, scale  # type: ignore[assignment]
+    # A hook, not a layer of another class: the base keeps its names, and whoever looks for linear layers finds them.
+    layer.register_forward_hook(_adapted)
+
+
+def _adapted(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    change: Tensor = layer.lora_B(layer.lora_A(inputs[0]))
+    total: Tensor = output + layer.lora_scale * change
+    return total

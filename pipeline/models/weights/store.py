@@ -1,0 +1,385 @@
+"""Policy weights in shared memory: the trainer publishes versions, workers copy the newest between rollouts.
+
+    page 0      the slots' versions (`pipeline.storage.weights_header`)
+    4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
+    data        the slots, page-aligned
+
+A slot's sequence is odd while it is written. The publisher takes the slot after the newest: sequence odd, tensors,
+fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and looks at its sequence
+before and after; if it changed, or the fingerprint is wrong, the copy is thrown away. With several slots nobody waits.
+
+The newest slot is not always the one of the highest version: a trainer that goes on from a checkpoint publishes a lower
+one as a rollback. `history` counts these, so that version 7 of now is told from version 7 of a past that is gone.
+
+A trainer's own state lies in a second such file (`pipeline.models.weights.versions`), where a version is found by its number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeline.errors import WeightsError
+from pipeline.models.weights.pinned import PinnedMemory
+from pipeline.models.weights.slot_copy import Slot
+from pipeline.storage.arena import allocate, refuse_larger_than_free
+from pipeline.storage.weights_header import (
+    HEADER,
+    MAGIC,
+    MOST_SLOTS,
+    NEWEST,
+    PAGE_BYTES,
+    Age,
+    Probe,
+    WeightsVersion,
+    pack_version,
+    slot_mark,
+    unpack_version,
+)
+
+_FETCH_ATTEMPTS = 16
+
+log = logging.getLogger(__name__)
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where one tensor lies in every slot."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Join state dicts as ``{"actor.lm_head.weight": ...}``, a tensor that two names share (tied weights) once."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size, torch.dtype]] = set()
+    for prefix, state in models.items():
+        for name, tensor in (state or {}).items():
+            identity = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            if tensor.numel() and identity not in seen:
+                seen.add(identity)
+                tensors[f"{prefix}.{name}"] = tensor.detach()
+    return tensors
+
+
+class _Mapping:
+    """The file's mapping; publisher and reader see the same bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self.memory = memoryview(self._map)
+        self.slots: int
+        magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = HEADER.unpack_from(self.memory)
+        if magic != MAGIC:
+            raise WeightsError(f"{path} holds no weights of this version")
+        manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
+        self.places = msgspec.msgpack.decode(manifest, type=list[TensorPlace])
+        self.marks = self.memory[:PAGE_BYTES].cast("Q")
+        self._pinned: PinnedMemory | None = None
+
+    def slot_memory(self, slot: int) -> memoryview:
+        start = self.data_offset + slot * self.slot_bytes
+        return self.memory[start : start + self.slot_bytes]
+
+    def all_slots(self) -> list[Slot]:
+        memories = [self.slot_memory(slot) for slot in range(self.slots)]
+        return [Slot(memory, _views(memory, self.places)) for memory in memories]
+
+    def pin_for(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Page-lock the slots, once, if any of these tensors is on a card."""
+        if self._pinned is None and any(tensor.is_cuda for tensor in tensors.values()):
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + int(self.data_offset)
+            self._pinned = PinnedMemory(start, self.slots * self.slot_bytes, f"weights in {self.path.name}")
+
+    def newest(self) -> int | None:
+        slot = self.marks[NEWEST]
+        return slot - 1 if slot else None
+
+    def version(self, slot: int) -> WeightsVersion:
+        return unpack_version(self.marks, slot)
+
+    def slot_of(self, wanted: Age) -> int | None:
+        """Return the slot that holds a version whole."""
+        for slot in range(self.slots if self.newest() is not None else 0):
+            if self.marks[slot_mark(slot)] % 2 == 0 and self.version(slot).age == wanted:
+                return slot
+        return None
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+        self.marks.release()
+        self.memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            # A tensor over a slot still lives; the mapping goes with it.
+            pass
+
+
+class WeightsPublisher:
+    """The trainer's side; exactly one process publishes."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], *, slots: int = 3) -> None:
+        """Attach to the weights of an earlier trainer of the same model, or allocate room for `slots` versions.
+
+        Args:
+            path: The file, in the instance's shared-memory folder.
+            tensors: What will be published (`flatten`); names, dtypes and shapes are fixed from here on.
+            slots: Versions held at once, at least 2.
+
+        Raises:
+            ConfigError: If shared memory has less room than that.
+        """
+        if not 2 <= slots <= MOST_SLOTS:
+            raise ValueError(f"slots must be 2 to {MOST_SLOTS}, got {slots}")
+        if not self.matches(path, tensors):
+            _create(path, _places(tensors), slots)
+        self._mapping = _Mapping(path)
+        self._slots = self._mapping.all_slots()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version."""
+        return int(self._mapping.slot_bytes)
+
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        trained_through: int = 0,
+        rollback: bool = False,
+        position: int = -1,
+        history: int | None = None,
+        probe: Probe | None = None,
+    ) -> WeightsVersion:
+        """Make `version` the newest.
+
+        Args:
+            version: Above the newest, unless `rollback`.
+            tensors: Values, on any device, under the names given at the start.
+            trained_through: First lease that these weights do not include; a dead trainer's successor reads it.
+            rollback: Whether what was newest until now is undone by this.
+            position: Of a rollback, the first prompt that may be missing from these weights; -1 where nobody knows.
+            history: Rollbacks up to this version; left out, as many as this publisher's file knows of.
+            probe: What a model with these weights answers.
+
+        Raises:
+            WeightsError: If a tensor is missing, of another shape, or the version is not new.
+        """
+        newest = self._mapping.newest()
+        before = None if newest is None else self._mapping.version(newest)
+        if before is not None and before.version >= version and not rollback:
+            raise WeightsError(f"version {version} is not above {before.version}")
+        slot = 0 if newest is None else (newest + 1) % self._mapping.slots
+        mark, marks = slot_mark(slot), self._mapping.marks
+        marks[mark] |= 1
+        self._mapping.pin_for(tensors)
+        fingerprint = self._slots[slot].write(tensors)
+        if history is None:
+            history = rollback + (0 if before is None else before.history)
+        position = position if rollback else -1
+        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, position)
+        for place, word in enumerate(pack_version(published), mark + 1):
+            marks[place] = word
+        marks[mark] += 1
+        # Last: whoever sees this slot as the newest sees it whole.
+        marks[NEWEST] = slot + 1
+        return published
+
+    def rewind(self, age: Age) -> bool:
+        """Make a version that is still held the newest again, as if none had come after it; return whether it is.
+
+        The slot that is written next is then not the one of this version, however many came after it.
+        """
+        slot = self._mapping.slot_of(age)
+        if slot is None:
+            return False
+        self._mapping.marks[NEWEST] = slot + 1
+        return True
+
+    def close(self) -> None:
+        """Unmap; the file stays for the workers."""
+        self._slots.clear()
+        self._mapping.close()
+
+    @staticmethod
+    def matches(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether there is a file, and it was made for tensors like these."""
+        if not path.exists():
+            return False
+        mapping = _Mapping(path)
+        try:
+            return bool(mapping.places == _places(tensors))
+        finally:
+            mapping.close()
+
+
+class WeightsReader:
+    """A worker's side."""
+
+    def __init__(self, path: Path) -> None:
+        self._mapping = _Mapping(path)
+        self._slots = self._mapping.all_slots()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version."""
+        return int(self._mapping.slot_bytes)
+
+    def newest(self) -> WeightsVersion | None:
+        """Return the newest version, None before the first publish."""
+        slot = self._mapping.newest()
+        return None if slot is None else self._mapping.version(slot)
+
+    def fetch(self, into: Mapping[str, torch.Tensor], *, age: Age | None = None) -> WeightsVersion:
+        """Copy the newest version, or the one of that age, into a model's tensors.
+
+        Args:
+            into: Targets by published name; every published tensor needs one of its shape.
+            age: Which one; None for the newest.
+
+        Returns:
+            The version the targets hold now, with its verified fingerprint.
+
+        Raises:
+            WeightsError: If there is no such version, a target is missing or misshapen, or no whole copy could be had.
+        """
+        self._mapping.pin_for(into)
+        return self._whole(age, lambda slot, found: self._slots[slot].read(into) == found.fingerprint)
+
+    def copy(self) -> WeightsCopy:
+        """Return a copy of the newest version, to be sent to another machine.
+
+        Raises:
+            WeightsError: If there is no version yet, or no whole copy could be had.
+        """
+        data = np.empty(self.nbytes, np.uint8)
+
+        def take(slot: int, found: WeightsVersion) -> bool:
+            data[:] = np.frombuffer(self._mapping.slot_memory(slot), np.uint8)
+            return True
+
+        return WeightsCopy(self._whole(None, take), list(self._mapping.places), data)
+
+    def _whole(self, age: Age | None, take: Callable[[int, WeightsVersion], bool]) -> WeightsVersion:
+        """Have a slot taken until nobody has written to it meanwhile; return the version that was taken."""
+        for _ in range(_FETCH_ATTEMPTS):
+            slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
+            if slot is None:
+                raise WeightsError("no weights were published yet" if age is None else f"version {age[0]} is gone")
+            mark = slot_mark(slot)
+            before = self._mapping.marks[mark]
+            found = self._mapping.version(slot)
+            if before % 2 == 0 and take(slot, found) and self._mapping.marks[mark] == before:
+                return found
+            log.warning("weights of version %d were overtaken while being copied, trying again", found.version)
+        raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
+
+    def holds(self, age: Age) -> bool:
+        """Whether a version is there, whole."""
+        return self._mapping.slot_of(age) is not None
+
+    def close(self) -> None:
+        """Unmap."""
+        self._slots.clear()
+        self._mapping.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsCopy:
+    """One version outside of shared memory, as it travels to another machine; `fetch` is as that of `WeightsReader`.
+
+    Attributes:
+        version: Which one.
+        places: Where its tensors lie in `data`.
+        data: ``(bytes of a slot,)`` uint8; may be read-only.
+    """
+
+    version: WeightsVersion
+    places: list[TensorPlace]
+    data: npt.NDArray[np.uint8]
+
+    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
+        """Copy the version into a model's tensors.
+
+        Args:
+            into: Targets by published name; every published tensor needs one of its shape.
+
+        Returns:
+            The version, whose fingerprint is that of what was copied.
+
+        Raises:
+            WeightsError: If a target is missing or misshapen, or these are not the bytes that were published.
+        """
+        memory = self.data.data
+        with warnings.catch_warnings():
+            # Torch warns of memory that is not writable; here it is read and never written.
+            warnings.simplefilter("ignore", UserWarning)
+            slot = Slot(memory, _views(memory, self.places))
+        if (found := slot.read(into)) != self.version.fingerprint:
+            raise WeightsError(
+                f"weights of version {self.version.version} came damaged: fingerprint {found:016x}, "
+                f"published as {self.version.fingerprint:016x}"
+            )
+        return self.version
+
+
+def _views(memory: memoryview, places: Sequence[TensorPlace]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a slot, over its bytes."""
+    return {
+        place.name: torch.frombuffer(
+            memory[place.offset : place.offset + place.nbytes], dtype=getattr(torch, place.dtype)
+        ).reshape(place.shape)
+        for place in places
+    }
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> list[TensorPlace]:
+    places, offset = [], 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        places.append(TensorPlace(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, nbytes))
+        offset += (nbytes + 63) // 64 * 64
+    return places
+
+
+def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
+    manifest = msgspec.msgpack.encode(places)
+    data_offset = PAGE_BYTES + _page_up(len(manifest))
+    slot_bytes = _page_up(places[-1].offset + places[-1].nbytes) if places else PAGE_BYTES
+    total_bytes = data_offset + slots * slot_bytes
+    refuse_larger_than_free(path.parent, total_bytes, f"weights in {slots} slots")
+    temporary = path.with_suffix(".new")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        allocate(descriptor, total_bytes, f"weights in {slots} slots")
+        os.pwrite(descriptor, HEADER.pack(MAGIC, slots, slot_bytes, data_offset, len(manifest)), 0)
+        os.pwrite(descriptor, manifest, PAGE_BYTES)
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _page_up(nbytes: int) -> int:
+    return (nbytes + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES

@@ -1,0 +1,138 @@
+"""The trainer's end of the policy versions: weights for the workers, and what training itself goes on from.
+
+    weights     three slots, read by all (`pipeline.models.weights.store`)
+    training    two slots of the same make: optimizer moments, float32 copies, step, digest, random state
+
+`publish` writes the training state of a version first, its weights last. So whenever a version of the weights is the
+newest, the state that belongs to it is whole: a trainer killed at any store goes on from there exactly. A state whose
+weights never came is forgotten by the successor, whose first act is to make the version of the weights the newest
+state again; what is written next then takes the other slot. Two slots are enough for that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import ConfigError, UnreachableError
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
+from pipeline.storage.weights_header import Probe, WeightsVersion
+
+_TRAINING_SLOTS = 2
+
+log = logging.getLogger(__name__)
+
+
+class PolicyVersions:
+    """Publishes and restores versions; of all ranks only the first publishes."""
+
+    def __init__(self, weights_path: Path) -> None:
+        """Nothing is made before the first `publish`.
+
+        Args:
+            weights_path: File of the weights in the instance's folder; the training state's lies beside it.
+        """
+        self._weights_path = weights_path
+        self._training_path = weights_path.with_name("training")
+        self._weights: WeightsPublisher | None = None
+        self._training: WeightsPublisher | None = None
+        self._has_room = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version, 0 before the first publish of this trainer."""
+        return sum(publisher.nbytes for publisher in (self._weights, self._training) if publisher is not None)
+
+    def newest(self) -> WeightsVersion | None:
+        """Return the version published last, by this trainer or the one before it; None before the first."""
+        if not self._weights_path.exists():
+            return None
+        reader = WeightsReader(self._weights_path)
+        try:
+            return reader.newest()
+        finally:
+            reader.close()
+
+    def restore(self, models: Mapping[str, Mapping[str, torch.Tensor]]) -> WeightsVersion:
+        """Copy the newest weights into state dicts.
+
+        Raises:
+            WeightsError: If there are none, or they are another model's.
+        """
+        reader = WeightsReader(self._weights_path)
+        try:
+            return reader.fetch({f"{model}.{name}": t for model, state in models.items() for name, t in state.items()})
+        finally:
+            reader.close()
+
+    def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
+        """Copy the training state of a version into tensors; return whether it was there, for a model like this.
+
+        Raises:
+            WeightsError: If it is there and damaged; the tensors hold no one knows what then.
+        """
+        if not WeightsPublisher.matches(self._training_path, into):
+            return False
+        reader = WeightsReader(self._training_path)
+        try:
+            return reader.holds(version.age) and reader.fetch(into, age=version.age).age == version.age
+        finally:
+            reader.close()
+
+    def publish(
+        self,
+        version: int,
+        weights: Mapping[str, Mapping[str, torch.Tensor] | None],
+        training: Mapping[str, torch.Tensor] | None,
+        *,
+        trained_through: int,
+        rollback: bool = False,
+        position: int = -1,
+        probe: Probe | None = None,
+    ) -> WeightsVersion:
+        """Make a version the newest: its training state, if one is given and there is room for it, then its weights.
+
+        Raises:
+            ConfigError: If shared memory has no room for the weights.
+            UnreachableError: If the daemon has ended.
+            WeightsError: If the tensors are not those of the first publish, or the version is not new.
+        """
+        tensors = flatten(**weights)
+        if self._weights is None:
+            if not self._weights_path.parent.exists():
+                raise UnreachableError(f"the daemon has ended: {self._weights_path.parent} is gone")
+            # First: where there is room for one of the two, it is theirs.
+            self._weights = WeightsPublisher(self._weights_path, tensors)
+        if training is not None and self._training is None and self._has_room:
+            self._training = self._keep(training)
+        if self._training is not None and training is not None:
+            before = self.newest()
+            # The weights' count, not one of its own: a version is told by it from another one of the same number.
+            history = rollback + (0 if before is None else before.history)
+            self._training.publish(
+                version, training, trained_through=trained_through, rollback=rollback, history=history
+            )
+        return self._weights.publish(
+            version, tensors, trained_through=trained_through, rollback=rollback, position=position, probe=probe
+        )
+
+    def close(self) -> None:
+        """Unmap; the files stay, for the workers and for the next trainer."""
+        for publisher in (self._weights, self._training):
+            if publisher is not None:
+                publisher.close()
+
+    def _keep(self, training: Mapping[str, torch.Tensor]) -> WeightsPublisher | None:
+        try:
+            publisher = WeightsPublisher(self._training_path, training, slots=_TRAINING_SLOTS)
+        except ConfigError as error:
+            self._has_room = False
+            log.warning("no training state in shared memory, a killed trainer goes on from a checkpoint: %s", error)
+            return None
+        newest = self.newest()
+        if newest is not None:
+            publisher.rewind(newest.age)
+        return publisher

@@ -1,0 +1,502 @@
+"""A replay buffer between processes of one machine: any number append rows, any number take batches.
+
+    buffer = DetachedReplayBuffer(sample_batch_size=8, limit=16)
+    # in producers                           # in consumers
+    buffer.append(experience)                batch = buffer.sample(to_device="cuda:0")
+
+It stands on the daemon's arena, ledger and sockets. Rows lie in shared memory, without their padding, and are copied
+twice: by the process that appends them and by the one that takes them. A small server process without torch keeps the
+books; the process that made the buffer starts it, restarts it, and takes it along when it ends.
+
+Once `append` has returned, the death of its process loses nothing; one that dies within leaves no row. A batch whose
+consumer dies within `sample` goes to another one. So each row is delivered once, whoever is killed but the owner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from pipeline.errors import (
+    ArenaFullError,
+    BufferClosedError,
+    DeadlineError,
+    DecodeError,
+    FieldError,
+    ShapeError,
+)
+from pipeline.experience import codec
+from pipeline.experience.batching import make_experience_batch, split_experience_batch
+from pipeline.experience.checks import check_finite, check_kinds
+from pipeline.experience.extent_format import ExtentHeader, read_header
+from pipeline.experience.types import BufferItem, Experience
+from pipeline.replay.client import Link, Links, Settings, make_folder, sweep, write_private
+from pipeline.replay.rows import RowKind, bytes_bound, kinds_of, rows_on_cpu
+from pipeline.replay.server import ReplayServer
+from pipeline.runtime.messages import (
+    Ack,
+    Ask,
+    Books,
+    Damaged,
+    Delivered,
+    Failed,
+    Lease,
+    Sealed,
+    Settled,
+    Ticket,
+    WantBatch,
+    WantRoom,
+)
+from pipeline.storage.arena import Arena
+
+ROWS_PER_EXTENT = 1024
+_LEAST_EXTENTS = 2048
+_CALL_S = 30.0
+# The journal holds one transaction that ends a batch of that many appends of one row.
+_MOST_BATCH_ROWS = 8192
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayStats:
+    """What became of all rows: ``sealed = delivered + dropped + ready + leased``.
+
+    Attributes:
+        sealed: Rows appended, ever.
+        delivered: Rows that `sample` has returned, ever.
+        dropped: Rows taken out otherwise, ever: cleared, or found damaged.
+        ready: Rows that wait.
+        leased: Rows that a consumer is copying.
+        batches: Batches that wait, full ones and flushed ones.
+        free_bytes: Bytes of the arena that hold nothing.
+    """
+
+    sealed: int
+    delivered: int
+    dropped: int
+    ready: int
+    leased: int
+    batches: int
+    free_bytes: int
+
+
+class DetachedReplayBuffer:
+    """A queue of experience in shared memory that yields batches of `sample_batch_size` rows, the oldest first.
+
+    The object can be handed to other processes - pickled by multiprocessing or torch.multiprocessing, inherited by a
+    fork, or found again with `attach(path)` - and used there by any number of threads. The one that made it owns it:
+    with it, or with its process, the buffer ends everywhere.
+
+    Attributes:
+        sample_batch_size: Rows of a batch.
+        limit: Batches at which producers wait, 0 for as many as the arena holds.
+        timeout_s: Longest wait of a call that names none, None for no end.
+        path: Folder in shared memory by which another process finds the buffer.
+
+    Examples:
+        A buffer that batches rows into groups of 8; producer and consumer are in one process here:
+
+        >>> experience = Experience(
+        ...     sequences=torch.arange(24).reshape(8, 3),
+        ...     action_log_probs=torch.full((8, 2), -0.5),
+        ...     reward=torch.arange(8.0),
+        ...     attention_mask=torch.ones(8, 3, dtype=torch.int64),
+        ...     action_mask=torch.ones(8, 2, dtype=torch.bool),
+        ... )
+        >>> buffer = DetachedReplayBuffer(sample_batch_size=8, limit=16)
+        >>> buffer.append(experience)
+        >>> buffer.get_length()
+        1
+        >>> batch = buffer.sample(to_device="cpu")
+        >>> batch.reward
+        tensor([0., 1., 2., 3., 4., 5., 6., 7.])
+        >>> buffer.close()
+    """
+
+    def __init__(
+        self, sample_batch_size: int, limit: int = 0, *, arena_bytes: int = 256 << 20, timeout_s: float | None = None
+    ) -> None:
+        """Make a buffer and start its server.
+
+        Args:
+            sample_batch_size: Rows of a batch.
+            limit: Full batches in the queue at which `append` waits until one is taken; 0 leaves it to the arena. An
+                append is never split, so that the last one may go beyond.
+            arena_bytes: Shared memory for the rows, allocated at once together with some 17 MB of books. While it is
+                full, `append` waits.
+            timeout_s: Longest wait of `append` and `sample`, None for no end.
+
+        Raises:
+            FieldError: If a number makes no sense.
+            ConfigError: If shared memory has no room for the arena.
+        """
+        _check_int("sample_batch_size", sample_batch_size, 1, _MOST_BATCH_ROWS)
+        _check_int("limit", limit, 0, sys.maxsize)
+        _check_int("arena_bytes", arena_bytes, 1, sys.maxsize)
+        _check_wait(timeout_s)
+        sweep()
+        extents = max(_LEAST_EXTENTS, 2 * sample_batch_size)
+        settings = Settings(sample_batch_size, limit, os.getpid(), extents, ROWS_PER_EXTENT)
+        folder, lock = make_folder(settings, arena_bytes)
+        server = ReplayServer(folder, lock)
+        self._server: ReplayServer | None = server
+        self._open(folder, settings, timeout_s)
+
+    @classmethod
+    def attach(cls, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> DetachedReplayBuffer:
+        """Return the buffer at `path`, made by another process of this user.
+
+        Args:
+            path: As the other's `path`.
+            timeout_s: Longest wait of `append` and `sample`, None for no end.
+
+        Returns:
+            The same buffer.
+
+        Raises:
+            BufferClosedError: If there is none.
+        """
+        _check_wait(timeout_s)
+        buffer = cls.__new__(cls)
+        buffer._server = None
+        buffer._open(Path(path), Settings.read(Path(path)), timeout_s)
+        return buffer
+
+    def _open(self, folder: Path, settings: Settings, timeout_s: float | None) -> None:
+        self.sample_batch_size = settings.sample_batch_size
+        self.limit = settings.limit
+        self.timeout_s = timeout_s
+        self.path = folder
+        self._links = Links(folder, settings.owner_pid)
+        # With the object, or at the end of the interpreter; in a forked child it ends nothing of its parent's.
+        self._end = weakref.finalize(self, _disconnect, self._links, self._server)
+        try:
+            self._arena = Arena(folder / "arena")
+        except FileNotFoundError:
+            raise BufferClosedError(f"replay buffer {folder.name}: closed by its owner") from None
+        self._arena.populate()
+        self._kinds: dict[str, RowKind] = {}
+        self._readers: dict[int, codec.ExtentReader] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (str(self.path), self.timeout_s)
+
+    def __repr__(self) -> str:
+        return f"DetachedReplayBuffer({self.sample_batch_size}, limit={self.limit}, path={str(self.path)!r})"
+
+    # Producers.
+
+    def append(self, experience: Experience, *, timeout_s: float | None = None) -> None:
+        """Add the rows of a batch; once this returns they survive the death of this process.
+
+        All rows come in together, or none. More than `ROWS_PER_EXTENT` rows come in as several appends of that many.
+
+        Args:
+            experience: A batch on any device, padded or packed, left as it is. All rows that a buffer ever gets have
+                the same fields. Without an `attention_mask` every column is taken for a token. Labels and references
+                travel as tensors only, not as lists. Scores ``(B, 1)`` are one number a row, but beside a single
+                action column one an action; use ``(B,)`` where rows of one action come in by themselves.
+            timeout_s: Longest wait for room, None for the buffer's `timeout_s`, `math.inf` for no end.
+
+        Raises:
+            ArenaFullError: If there never will be room: the message names the sizes.
+            BufferClosedError: If the buffer was closed.
+            DeadlineError: If there was no room in time; nothing was added.
+            FieldError: If a field is no tensor or not what it is in the rows before, a number under the action mask is
+                NaN or infinite, or `experience` is none.
+            ShapeError: If there is no row, or fields disagree on their shape.
+        """
+        if not isinstance(experience, Experience):
+            raise FieldError(f"append takes an Experience, not a {type(experience).__name__}; rows go into extend")
+        if isinstance(experience.sequences, list):
+            self.extend(split_experience_batch(experience), timeout_s=timeout_s)
+            return
+        deadline_s = self._deadline(timeout_s)
+        experience = rows_on_cpu(experience)
+        if len(experience.sequences) <= ROWS_PER_EXTENT:
+            self._append(experience, deadline_s)
+            return
+        items = split_experience_batch(experience)
+        for start in range(0, len(items), ROWS_PER_EXTENT):
+            self._append(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
+
+    def extend(self, items: Sequence[BufferItem], *, timeout_s: float | None = None) -> None:
+        """Add rows, padded or not, of different lengths or not; otherwise as `append`.
+
+        Args:
+            items: At least one row.
+            timeout_s: As in `append`.
+
+        Raises:
+            ShapeError: If there are no items, or the fields of one disagree on its length.
+            FieldError: If rows disagree on which fields they have.
+        """
+        if not items:
+            raise ShapeError("extend: no items")
+        check_kinds(items)
+        if all(item.attention_mask is None for item in items):
+            items = [dataclasses.replace(item, attention_mask=torch.ones_like(item.sequences)) for item in items]
+        self.append(make_experience_batch(items), timeout_s=timeout_s)
+
+    def _append(self, experience: Experience, deadline_s: float) -> None:
+        nbytes = self._room_for(experience)
+        while True:
+            try:
+                self._write(experience, nbytes, deadline_s)
+                return
+            except _TooSmallError:
+                nbytes *= 2
+
+    def _room_for(self, experience: Experience) -> int:
+        nbytes = bytes_bound(experience)
+        if nbytes <= self._arena.payload_bytes:
+            return nbytes
+        try:
+            # Much of it may be padding, which takes no room.
+            return codec.encode(experience, memoryview(bytearray(nbytes)), checksum=False).nbytes
+        except ArenaFullError:
+            # Raw images make it larger still.
+            return nbytes
+
+    def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
+        rows = len(experience.sequences)
+        with self._links.take() as link:
+            ticket = link.ask(
+                lambda: WantRoom(link.name, link.incarnation, link.request, rows, nbytes, deadline_s),
+                lambda message: isinstance(message, Ticket),
+                deadline_s,
+            )
+            assert isinstance(ticket, Ticket)
+            link.ticket = ticket.ticket
+            memory = self._arena.extent(ticket.offset, ticket.nbytes)
+            try:
+                encoded = codec.encode(experience, memory)
+                check_finite(vars(experience))
+                self._check_kind(read_header(memory[: encoded.nbytes])[0])
+            except Exception as error:
+                _settle(link, Failed(link.name, ticket.ticket, str(error), retry=False), ticket.ticket)
+                if isinstance(error, ArenaFullError):
+                    raise _TooSmallError from error
+                raise
+            _settle(
+                link,
+                Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0),
+                ticket.ticket,
+            )
+
+    def _check_kind(self, header: ExtentHeader) -> None:
+        for part, kind in kinds_of(header).items():
+            if part not in self._kinds:
+                self._kinds[part] = self._first_kind(part, kind)
+            if kind != self._kinds[part]:
+                raise FieldError(kind.difference(self._kinds[part]))
+
+    def _first_kind(self, part: str, kind: RowKind) -> RowKind:
+        """Return what the first append of all processes has said of the rows of this buffer."""
+        try:
+            write_private(self.path / f"{part}.kind", msgspec.json.encode(kind))
+            return msgspec.json.decode((self.path / f"{part}.kind").read_bytes(), type=RowKind)
+        except FileNotFoundError:
+            raise BufferClosedError(f"replay buffer {self.path.name}: closed by its owner") from None
+
+    # Consumers.
+
+    def sample(
+        self, worker_rank: int = 0, to_device: str | torch.device = "cpu", *, timeout_s: float | None = None
+    ) -> Experience:
+        """Take the oldest `sample_batch_size` rows, or a batch that was flushed; wait until there are so many.
+
+        They count as delivered once they are copied, on `to_device`; if this process dies before, another one gets
+        them. Who has waited longest is served first.
+
+        Args:
+            worker_rank: Names the consumer in errors; any rank gets the next batch.
+            to_device: Where the tensors go; a CUDA device is fed from page-locked memory.
+            timeout_s: Longest wait, None for the buffer's `timeout_s`.
+
+        Returns:
+            Rows padded on the left to the longest of them; `ExperienceVL` if such were appended.
+
+        Raises:
+            BufferClosedError: If the buffer was closed, also while this waits.
+            DeadlineError: If there was no batch in time; nothing was taken.
+            DecodeError: If the memory of these rows was damaged: they are dropped, and counted.
+        """
+        deadline_s = self._deadline(timeout_s)
+        device = torch.device(to_device)
+        with self._links.take() as link:
+            try:
+                lease = link.ask(
+                    lambda: WantBatch(link.name, link.incarnation, link.request, deadline_s),
+                    lambda message: isinstance(message, Lease),
+                    deadline_s,
+                )
+            except DeadlineError as error:
+                raise DeadlineError(f"no batch for worker {worker_rank} in time: {error}") from None
+            assert isinstance(lease, Lease)
+            link.lease = lease.lease
+            experience = self._gather(link, lease, device)
+            _end(link, Ack(link.name, lease.lease))
+            return experience
+
+    def __iter__(self) -> Iterator[Experience]:
+        """Yield batches until the buffer is closed; `close(drain_s=...)` lets the rest be delivered first."""
+        while True:
+            try:
+                experience = self.sample()
+            except BufferClosedError:
+                return
+            yield experience
+
+    def _gather(self, link: Link, lease: Lease, device: torch.device) -> Experience:
+        known, readers, damaged, reason = self._readers, {}, [], ""
+        for part in lease.parts:
+            try:
+                readers[part.ticket] = known.get(part.ticket) or codec.ExtentReader(
+                    self._arena.extent(part.offset, part.nbytes), checksum=part.checksum
+                )
+            except DecodeError as error:
+                damaged.append(part.ticket)
+                reason = str(error)
+        # The rows that are left of the last extent come in the next batch.
+        self._readers = readers
+        try:
+            if damaged:
+                raise DecodeError(reason)
+            experience = codec.gather(
+                [(readers[part.ticket], part.rows) for part in lease.parts], pin_memory=device.type == "cuda"
+            )
+        except (DecodeError, FieldError) as error:
+            tickets = damaged or [part.ticket for part in lease.parts]
+            _end(link, Damaged(link.name, lease.lease, tickets, str(error)))
+            raise DecodeError(f"{len(tickets)} of {len(lease.parts)} appends are unusable: {error}") from error
+        if device.type != "cpu":
+            experience.to_device(device)
+        return experience
+
+    # The queue.
+
+    def get_length(self) -> int:
+        """Return how many batches wait: full ones, and those that `flush` made."""
+        return self.stats().batches
+
+    def stats(self) -> ReplayStats:
+        """Return what became of all rows so far."""
+        books = self._ask("stats")
+        return ReplayStats(
+            books.sealed, books.trained, books.dropped, books.ready, books.leased, books.batches, books.free_bytes
+        )
+
+    def flush(self) -> int:
+        """Make what waits available, the rest that fills no batch as a last, smaller one; return how many rows wait."""
+        return self._ask("flush").rows
+
+    def clear(self) -> int:
+        """Drop every row that waits and return how many; one that is being appended or sampled is left alone."""
+        return self._ask("clear").rows
+
+    def _ask(self, what: Literal["stats", "flush", "clear", "drain"], *, deadline_s: float | None = None) -> Books:
+        until_s = time.monotonic() + _CALL_S if deadline_s is None else deadline_s
+        with self._links.take() as link:
+            books = link.ask(
+                lambda: Ask(link.name, link.incarnation, link.request, what, until_s),
+                lambda message: isinstance(message, Books),
+                until_s,
+            )
+            assert isinstance(books, Books)
+            link.done()
+            return books
+
+    # The end.
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """End the buffer if this object owns it, otherwise disconnect this object from it.
+
+        The end reaches every process: whoever waits in `append` or `sample`, or calls one, gets a BufferClosedError.
+
+        Args:
+            drain_s: The owner only: refuse appends, flush, and wait so long until every row was taken. What is left
+                then is dropped with the buffer.
+        """
+        if self._links.closed:
+            return
+        if self._owned and drain_s > 0:
+            try:
+                self._ask("drain", deadline_s=time.monotonic() + drain_s)
+            except DeadlineError as error:
+                log.warning("replay buffer closed before it was empty: %s", error)
+        self._end()
+        self._readers = {}
+        self._arena.close()
+
+    @property
+    def _owned(self) -> bool:
+        return self._server is not None and self._server.owner_pid == os.getpid()
+
+    def __enter__(self) -> DetachedReplayBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        _check_wait(timeout_s)
+        wait_s = self.timeout_s if timeout_s is None else timeout_s
+        return math.inf if wait_s is None else time.monotonic() + wait_s
+
+
+class _TooSmallError(Exception):
+    """The room that was reserved does not hold the append: nobody knows the size of raw images beforehand."""
+
+
+def _check_int(name: str, number: int, least: int, most: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+        raise FieldError(f"{name} must be an int from {least} to {most:,}, got {number!r}")
+
+
+def _check_wait(timeout_s: float | None) -> None:
+    if timeout_s is not None and not timeout_s >= 0:
+        raise FieldError(f"timeout_s must be None or a number of seconds, got {timeout_s!r}")
+
+
+def _disconnect(links: Links, server: ReplayServer | None) -> None:
+    links.close()
+    if server is not None:
+        server.close()
+
+
+def _attach(path: str, timeout_s: float | None) -> DetachedReplayBuffer:
+    return DetachedReplayBuffer.attach(path, timeout_s=timeout_s)
+
+
+def _settle(link: Link, message: Sealed | Failed, ticket: int) -> None:
+    link.ask(
+        lambda: message,
+        lambda answer: isinstance(answer, Settled) and answer.ticket == ticket,
+        time.monotonic() + _CALL_S,
+    )
+    link.done()
+
+
+def _end(link: Link, message: Ack | Damaged) -> None:
+    link.ask(
+        lambda: message,
+        lambda answer: isinstance(answer, Delivered) and answer.lease == message.lease,
+        time.monotonic() + _CALL_S,
+    )
+    link.done()

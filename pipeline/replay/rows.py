@@ -1,0 +1,82 @@
+"""The rows of a `DetachedReplayBuffer`: what they have in common, how much room they take, how they get to the CPU."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import msgspec
+import torch
+
+from pipeline.errors import ShapeError
+from pipeline.experience.extent_format import ExtentHeader, FieldHeader
+from pipeline.experience.types import Experience
+
+
+class RowKind(msgspec.Struct, frozen=True):
+    """What rows have in common: fields by name, each with dtype, columns and shape of a row."""
+
+    fields: dict[str, tuple[str, str, tuple[int, ...]]]
+    vision: bool
+
+    def difference(self, known: RowKind) -> str:
+        """Return in words the first thing in which rows differ from those before."""
+        if self.vision != known.vision:
+            return "Experience and ExperienceVL do not go into one buffer"
+        names = self.fields.keys() | known.fields.keys()
+        name = min(name for name in names if self.fields.get(name) != known.fields.get(name))
+        return f"{name}: {_words(self.fields.get(name))}; in the rows before it is {_words(known.fields.get(name))}"
+
+
+def kinds_of(header: ExtentHeader) -> dict[str, RowKind]:
+    """Return what all rows of a buffer must have in common with those of an extent, by part.
+
+    The fields of a row are one part; images and videos are one each, where a row has any: others may have none.
+    """
+    vision = header.vision is not None
+    kinds = {"fields": _kind(header.fields, vision)}
+    for medium in header.vision.media if header.vision else []:
+        if medium.patches:
+            kinds[medium.pixels.name] = _kind((medium.pixels, medium.grids), vision)
+    return kinds
+
+
+def _kind(fields: tuple[FieldHeader, ...], vision: bool) -> RowKind:
+    return RowKind({field.name: (field.dtype, field.columns, field.tail) for field in fields}, vision)
+
+
+def rows_on_cpu(experience: Experience) -> Experience:
+    """Return a batch on the CPU with an attention mask; the one that is given stays as it is.
+
+    Raises:
+        ShapeError: If `sequences` is not (B, S) with at least one row.
+    """
+    if experience.sequences.ndim != 2:
+        raise ShapeError(f"sequences has shape {tuple(experience.sequences.shape)}, expected (B, S)")
+    if not len(experience.sequences):
+        raise ShapeError("an experience without rows")
+    experience = copy.copy(experience)
+    experience.to_device("cpu")
+    if experience.attention_mask is None:
+        experience.attention_mask = torch.ones_like(experience.sequences)
+    return experience
+
+
+def bytes_bound(experience: Experience) -> int:
+    """Return room that holds an experience: its tensors, and what the extent's header and alignment may add.
+
+    Raw images are left out: how large they are is known once they are encoded.
+    """
+    values = {field.name: getattr(experience, field.name) for field in dataclasses.fields(experience)}
+    values |= {f"info.{name}": value for name, value in (experience.info or {}).items()}
+    nbytes = 2048 + 64 * len(experience.sequences)
+    for name, value in values.items():
+        nbytes += 1024 + len(name) + (value.nbytes if isinstance(value, torch.Tensor) else 0)
+    return nbytes
+
+
+def _words(field: tuple[str, str, tuple[int, ...]] | None) -> str:
+    if field is None:
+        return "missing"
+    dtype, columns, tail = field
+    return f"{dtype} ({', '.join(['B', *([columns] if columns else map(str, tail))])})"

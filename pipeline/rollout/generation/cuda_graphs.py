@@ -1,0 +1,146 @@
+"""Steps of the lean loop over tensors that stay where they are, so that a card replays each as one CUDA graph.
+
+A step of a small batch is hundreds of kernels of some microseconds each, and launching them takes longer than they do.
+A graph is one launch, but of the very tensors that it was captured with. So a token's place in the cache is a number on
+the card, attention looks at the whole buffer through a mask, and rows leave when half of them have ended. Buffers begin
+small and double: looking at room for tokens to come costs what looking at tokens does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from pipeline.rollout.generation.kv_cache import RoomyLayer
+
+_LEAST_ROOM_TOKENS = 64
+_EAGER_STEPS = 2
+"""Steps before the capture: libraries set themselves up in them, which a graph must not hold."""
+
+log = logging.getLogger(__name__)
+
+
+class FixedLayer(RoomyLayer):
+    """One layer's keys and values, ``(rows, heads, room, D)``: all of the room, zero where no token is yet.
+
+    Args:
+        layer: Whose tokens it takes over.
+        filled: How many.
+        room: Tokens that there is room for.
+        column: ``(1,)`` int64 on the device, where the next token goes.
+    """
+
+    def __init__(self, layer: RoomyLayer, filled: int, room: int, column: Tensor) -> None:
+        super().__init__()
+        self._column = column
+        self._buffers = tuple(_moved(old[:, :, :filled], room) for old in (layer.keys, layer.values))
+        self.keys, self.values = self._buffers
+        self.dtype, self.device = self.keys.dtype, self.keys.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_arguments: Any, **_keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one token's states; return all of the room."""
+        self.keys.index_copy_(2, self._column, key_states)
+        self.values.index_copy_(2, self._column, value_states)
+        return self.keys, self.values
+
+
+class FixedSteps:
+    """Decoding steps of a batch of rows, until the room is full or rows leave.
+
+    Attributes:
+        filled: Columns that hold a token.
+        room: Columns in all.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
+        cache: DynamicCache,
+        mask: Tensor,
+        filled: int,
+        positions: Tensor,
+    ) -> None:
+        """Take over a cache.
+
+        Args:
+            forward: ``(rows, V)`` logits of tokens, mask, positions and cache.
+            cache: Of layers that `fits_fixed_steps`; they are replaced by larger ones.
+            mask: ``(rows, columns)``, 1 where a token is real; as wide as the longest row may get.
+            filled: Columns of the mask that are in the cache.
+            positions: Of the next tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
+        """
+        self.filled = filled
+        self.room = min(mask.shape[1], filled + max(_LEAST_ROOM_TOKENS, filled))
+        self._forward, self._cache = forward, cache
+        self._column = torch.full((1,), filled, device=mask.device)
+        self._positions = positions.clone()
+        self._tokens = torch.zeros((len(mask), 1), dtype=torch.int64, device=mask.device)
+        self._mask = torch.zeros((len(mask), 1, 1, self.room), dtype=torch.bool, device=mask.device)
+        self._mask[:, 0, 0, :filled] = mask[:, :filled] != 0
+        layers: list[Any] = cache.layers
+        cache.layers = [FixedLayer(layer, filled, self.room, self._column) for layer in layers]
+        self._logits: Tensor | None = None
+        self._graph: Any = None
+        self._steps = 0
+        self._captures = mask.is_cuda
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another token."""
+        return self.filled == self.room
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits after one more token of each row, ``(rows, V)``; overwritten by the next step."""
+        self._tokens.copy_(tokens.unsqueeze(1))
+        if self._captures and self._steps == _EAGER_STEPS:
+            self._capture()
+        if self._graph is None:
+            self._logits = self._run()
+        else:
+            self._graph.replay()
+        self.filled += 1
+        self._steps += 1
+        assert self._logits is not None
+        return self._logits
+
+    def _run(self) -> Tensor:
+        self._mask.index_fill_(3, self._column, True)
+        logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
+        self._column += 1
+        self._positions += 1
+        return logits
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                # Nothing is computed yet: the tensors are as they were before.
+                self._logits = self._run()
+        except RuntimeError as error:
+            # A model that asks the card for a number on its way cannot be captured; its steps go on one by one.
+            log.warning("no CUDA graph of this model, its tokens take longer: %s", str(error).partition("\n")[0])
+            self._captures = False
+        else:
+            self._graph = graph
+
+
+def fits_fixed_steps(model: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Whether a model attends through a mask of bools, and to all that was before in every layer."""
+    return model.config._attn_implementation == "sdpa" and all(
+        isinstance(layer, RoomyLayer) and layer.is_initialized for layer in cache.layers
+    )
+
+
+def _moved(tokens: Tensor, room: int) -> Tensor:
+    # Zeros: what a mask hides is multiplied by 0, and a NaN left over from elsewhere would stay one.
+    buffer = torch.zeros((*tokens.shape[:2], room, tokens.shape[3]), dtype=tokens.dtype, device=tokens.device)
+    buffer[:, :, : tokens.shape[2]] = tokens
+    return buffer

@@ -1,0 +1,146 @@
+"""The adapter that puts any object with the Hugging Face convention of ``generate`` behind the engines' seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.errors import ShapeError
+from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.inputs import accepted_keywords
+from pipeline.models.vision_inputs import token_kinds, vision_backbone
+from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.generation.stops import response_lengths
+
+
+class ActorGenerator:
+    """An engine over any object with the Hugging Face convention of ``generate``.
+
+    The actor gets rows in batch order at full prompt width, with the prompts already repeated, and returns ``(B, T)``
+    ids. It draws from the global random state, which is seeded for the call and put back after it.
+
+    Args:
+        actor: ``generate(input_ids=, attention_mask=, max_length=, do_sample=, temperature=, top_k=, top_p=,
+            pad_token_id=, eos_token_id=, ...)``; what its signature does not take is left out. Stop sequences arrive
+            as `stopping_criteria`, pixels and grids by the names that transformers has for them.
+        extra_keywords: Passed on as they are.
+        on_progress: Called once a mini-batch.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        extra_keywords: dict[str, Any] | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._actor = actor
+        self._on_progress = on_progress
+        self._extra_keywords = extra_keywords or {}
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: Sampling,
+        *,
+        group_size: int = 1,
+        batch_rows: int | None = None,
+        vision: VisionRows | None = None,
+    ) -> Responses:
+        """Sample responses; see `pipeline.rollout.generation.interface.ResponseGenerator`."""
+        device = getattr(self._actor, "device", input_ids.device)
+        rows = input_ids.repeat_interleave(group_size, dim=0)
+        masks = attention_mask.repeat_interleave(group_size, dim=0)
+        row_vision = None if vision is None else vision.repeated(group_size)
+        size = batch_rows or len(rows)
+        sequences = []
+        with torch.random.fork_rng(devices=_cuda_devices(device)):
+            torch.manual_seed(sampling.seed)
+            for first in range(0, len(rows), size):
+                part = slice(first, first + size)
+                ids, mask = rows[part].to(device), masks[part].to(device)
+                pixels = {} if row_vision is None else self._pixels(ids, mask, row_vision.rows(part))
+                generated = self._call(ids, mask, sampling, pixels).to(input_ids.device)
+                sequences.append(_checked(generated, rows[part], sampling))
+                self._on_progress()
+        joined = torch.cat(sequences)
+        responses = joined[:, input_ids.shape[1] :]
+        lengths = response_lengths(responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.pad_token_id)
+        beyond = torch.arange(responses.shape[1], device=joined.device) >= lengths.unsqueeze(1)
+        responses.masked_fill_(beyond, sampling.pad_token_id)
+        return Responses(sequences=joined, lengths=lengths)
+
+    def update_weights(self, actor: Mapping[str, Tensor]) -> None:
+        """Nothing to do: the actor's own tensors are computed with."""
+
+    def pause(self) -> None:
+        """Nothing to do: no memory is held between calls."""
+
+    def resume(self) -> None:
+        """Nothing to do."""
+
+    def _pixels(self, ids: Tensor, mask: Tensor, vision: VisionRows) -> dict[str, Tensor]:
+        pixels = vision.model_keywords(ids.device)
+        backbone = vision_backbone(self._actor)
+        if backbone is not None:
+            # Its own `generate` counts positions by itself, from the kinds of the tokens.
+            pixels["mm_token_type_ids"] = token_kinds(backbone, ids, mask, vision)
+        return pixels
+
+    def _call(self, ids: Tensor, mask: Tensor, sampling: Sampling, pixels: dict[str, Tensor]) -> Tensor:
+        # Without top_k=0 transformers takes the 50 most probable tokens only; the log-probs would not be the sampler's.
+        keywords: dict[str, Any] = {
+            "max_length": sampling.max_length,
+            "do_sample": sampling.do_sample,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "pad_token_id": sampling.pad_token_id,
+            "eos_token_id": list(sampling.eos_token_ids) or None,
+            **pixels,
+            **self._extra_keywords,
+        }
+        if not sampling.do_sample:
+            for name in ("temperature", "top_k", "top_p"):
+                del keywords[name]
+        if sampling.stop_sequences:
+            keywords["stopping_criteria"] = [_stopping_criterion(ids.shape[1], sampling.stop_sequences)]
+        generate = self._actor.generate
+        result: Tensor = generate(input_ids=ids, attention_mask=mask, **accepted_keywords(generate, keywords))
+        return result
+
+
+def _stopping_criterion(width: int, stops: tuple[tuple[int, ...], ...]) -> Callable[..., Tensor]:
+    def stopped(input_ids: Tensor, scores: Any, **_ignored: Any) -> Tensor:
+        responses = input_ids[:, width:]
+        done = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
+        for stop in stops:
+            if responses.shape[1] >= len(stop):
+                done |= (responses[:, -len(stop) :] == torch.tensor(stop, device=responses.device)).all(dim=1)
+        return done
+
+    return stopped
+
+
+def _checked(sequences: Tensor, prompts: Tensor, sampling: Sampling) -> Tensor:
+    """Ids as ``(rows, max_length)``, once they are known to continue the prompts."""
+    width = prompts.shape[1]
+    if sequences.dim() != 2 or len(sequences) != len(prompts) or not width < sequences.shape[1] <= sampling.max_length:
+        raise ShapeError(
+            f"actor.generate returned {tuple(sequences.shape)} for prompts {tuple(prompts.shape)} "
+            f"and max_length {sampling.max_length}"
+        )
+    differing = (sequences[:, :width] != prompts).any(dim=1)
+    if bool(differing.any()):
+        raise ShapeError(f"row {int(differing.nonzero()[0])}: actor.generate changed the prompt")
+    return functional.pad(sequences, (0, sampling.max_length - sequences.shape[1]), value=sampling.pad_token_id)
+
+
+def _cuda_devices(device: torch.device | str) -> list[torch.device]:
+    device = torch.device(device)
+    return [device] if device.type == "cuda" else []

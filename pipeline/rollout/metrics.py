@@ -1,0 +1,162 @@
+"""What a rollout worker counts."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+from pipeline.experience.types import Experience
+from pipeline.models.torch_memory import show_memory
+from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.slab import SlotWriter
+
+ACTIVITIES = (
+    "generate", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
+    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
+)  # fmt: skip
+_STAGES = {
+    "generate": "generate",
+    "logprob": "logprob",
+    "ref_logprob": "ref_logprob",
+    "value": "value",
+    "reward": "reward",
+    "seal": "serialize",
+}
+_WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "paused": "wait_ticket_paused"}
+
+
+class RolloutMetrics:
+    """Writes a worker's slot."""
+
+    def __init__(self, writer: SlotWriter, *, reward_source: str, transport: str = "shm") -> None:
+        self._writer = writer
+        self.clock = ActivityClock(writer, ACTIVITIES)
+        self._waiting_for = "wait_data"
+        self._stages = {name: writer.histogram("rlhfd_stage_duration_seconds", stage=s) for name, s in _STAGES.items()}
+        self._prompts = writer.counter("rlhfd_prompts_total")
+        self._accepted = writer.counter("rlhfd_experiences_total", outcome="accepted")
+        self._failed = writer.counter("rlhfd_experiences_total", outcome="failed")
+        self._errored = writer.counter("rlhfd_experiences_total", outcome="errored")
+        self._reward_errors = {
+            reason: writer.counter("rlhfd_stage_errors_total", stage="reward", reason=reason)
+            for reason in ("timeout", "exception", "invalid")
+        }
+        self._stopped = writer.counter("rlhfd_responses_total", finish_reason="stop")
+        self._truncated = writer.counter("rlhfd_responses_total", finish_reason="length")
+        self._tokens_in = writer.counter("rlhfd_tokens_total", kind="prompt")
+        self._tokens_out = writer.counter("rlhfd_tokens_total", kind="response")
+        self._prompt_length = writer.histogram("rlhfd_prompt_length_tokens")
+        self._response_length = writer.histogram("rlhfd_response_length_tokens")
+        self._reward = writer.histogram("rlhfd_reward", source=reward_source)
+        self._groups = {
+            signal: writer.counter("rlhfd_groups_total", signal=signal) for signal in ("mixed", "all_equal")
+        }
+        self._in_flight = writer.gauge("rlhfd_rollouts_in_flight")
+        self._version = writer.gauge("rlhfd_policy_version")
+        self._sync_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="load")
+        self._sync_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport=transport)
+        self._mismatches = writer.counter("rlhfd_weight_syncs_total", result="mismatch")
+        self._syncs = writer.counter("rlhfd_weight_syncs_total", result="ok")
+        self._sync_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
+        self._push_wait = writer.histogram("rlhfd_buffer_push_wait_seconds")
+
+    @contextlib.contextmanager
+    def activity(self, name: str) -> Iterator[None]:
+        """Spend the block on an activity; its duration counts for the stage of that name."""
+        started_s = time.monotonic()
+        with self.clock.during(name):
+            yield
+        self.staged(name, time.monotonic() - started_s)
+
+    def staged(self, name: str, seconds: float) -> None:
+        """Count an activity that has ended for the stage of its name."""
+        if name in self._stages:
+            self._stages[name].observe(seconds)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Spend the block waiting for a ticket, for the reason the buffer gave last."""
+        with self.clock.during(self._waiting_for):
+            yield
+
+    def wait_for(self, reason: str) -> None:
+        """Note why there is no ticket; any other reason than a bound is a lack of data."""
+        self._waiting_for = _WAITS.get(reason, "wait_data")
+        if self.clock.activity.startswith("wait_"):
+            self.clock.enter(self._waiting_for)
+
+    def ticket_came(self, waited_s: float) -> None:
+        """Count the wait that a ticket ended."""
+        self._waiting_for = "wait_data"
+        self._push_wait.observe(max(0.0, waited_s))
+
+    def rolled(
+        self, experience: Experience, *, prompts: int, prompts_failed: int, group_size: int, stopped: torch.Tensor
+    ) -> None:
+        """Count a sealed rollout.
+
+        Args:
+            experience: Its rows, the G responses of a prompt contiguous.
+            prompts: Prompts of the ticket.
+            prompts_failed: Those of them that were set aside.
+            group_size: Responses of a prompt (G).
+            stopped: ``(B,)`` bool, whether the response ended by itself.
+        """
+        assert experience.attention_mask is not None
+        assert experience.action_mask is not None
+        assert experience.info is not None
+        responses = experience.action_mask.sum(dim=1)
+        lengths = experience.attention_mask.sum(dim=1) - responses
+        self._prompts.inc(prompts)
+        self._failed.inc(prompts_failed * group_size)
+        self._accepted.inc(len(responses))
+        self._errored.inc((prompts - prompts_failed) * group_size - len(responses))
+        self._stopped.inc(int(stopped.sum()))
+        self._truncated.inc(int((~stopped).sum()))
+        self._tokens_in.inc(int(lengths[::group_size].sum()))
+        self._tokens_out.inc(int(responses.sum()))
+        self._prompt_length.observe_many(lengths[::group_size].tolist())
+        self._response_length.observe_many(responses.tolist())
+        self._reward.observe_many(experience.info["score"].tolist())
+        if "group_mixed" in experience.info:
+            mixed = int(experience.info["group_mixed"][::group_size].sum())
+            self._groups["mixed"].inc(mixed)
+            self._groups["all_equal"].inc(len(responses) // group_size - mixed)
+
+    def beat(self) -> None:
+        """Note that the work goes on."""
+        self._writer.beat()
+
+    def reward_errored(self, reason: str) -> None:
+        """Count a row whose functions gave no reward."""
+        self._reward_errors[reason].inc()
+
+    def failed(self, *, prompts: int, group_size: int, retried: bool) -> None:
+        """Count a ticket nothing came of."""
+        if not retried:
+            self._prompts.inc(prompts)
+            self._failed.inc(prompts * group_size)
+
+    def fetched(self, version: int, nbytes: int, duration_s: float) -> None:
+        """Count a weight sync."""
+        self._version.set(version)
+        self._sync_s.observe(duration_s)
+        self._sync_bytes.inc(nbytes)
+        self._syncs.inc()
+        self._sync_time.set(time.time())
+
+    def mistrusted(self) -> None:
+        """Count a weight sync after which the model did not compute what its weights say."""
+        self._mismatches.inc()
+
+    def in_flight(self, rollouts: int) -> None:
+        """Show how many tickets are in hand."""
+        self._in_flight.set(rollouts)
+        show_memory(self._writer)
+
+    def work_on(self, ticket: int = -1, deadline_s: float = 0.0) -> None:
+        """Show the ticket being worked on, -1 for none."""
+        self._writer.work_on(ticket, deadline_s)

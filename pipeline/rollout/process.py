@@ -1,0 +1,122 @@
+"""A rollout worker's process: what it rolls out with, arena and ZeroMQ around `pipeline.rollout.worker`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from pipeline.config.schema import Config
+from pipeline.errors import ExitCode, MistrustedError
+from pipeline.models.device import process_device
+from pipeline.models.loading import load_tokenizer
+from pipeline.models.weights.pinned import pin_arena
+from pipeline.rollout.loader import Scored, load_models
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.sample_recorder import RolloutSamples
+from pipeline.rollout.worker import RolloutWorker, RollsOut
+from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
+from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
+from pipeline.storage.arena import Arena
+
+_IDLE_S = 0.25
+
+Builder = Callable[[Config, RoleContext, Arena, Sender, RolloutMetrics], RolloutWorker]
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, context: RoleContext, build: Builder | None = None) -> ExitCode:
+    """Roll out tickets until told to stop.
+
+    Args:
+        config: The instance's.
+        context: This process's.
+        build: Makes the worker; left out, `new_worker`, which computes in this process.
+    """
+    torch.set_num_threads(config.rollout.threads)
+    arena = Arena(context.folder / "arena")
+    arena.populate()
+    pinned = pin_arena(arena, process_device())
+    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
+    transport = "ray" if config.cluster.engine == "ray" else "shm"
+    metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config), transport=transport)
+    traffic = Traffic(context.metrics)
+    mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
+    outbox = Outbox(context.folder, BUFFER, traffic)
+    worker = (build or new_worker)(config, context, arena, outbox, metrics)
+    context.ready()
+    waiting_since_s = monotonic_s()
+    try:
+        while not worker.finished:
+            context.metrics.beat()
+            context.reloaded()
+            worker.draining |= context.stopping
+            for message in mailbox.receive(0.0):
+                worker.handle(message)
+            if not worker.idle:
+                metrics.ticket_came(monotonic_s() - waiting_since_s)
+                worker.step()
+                waiting_since_s = monotonic_s()
+                continue
+            metrics.in_flight(0)
+            with metrics.waiting():
+                for message in mailbox.receive(_IDLE_S):
+                    worker.handle(message)
+        return ExitCode.OK
+    except MistrustedError:
+        context.report(Report(state="mistrusted"))
+        raise
+    finally:
+        worker.close()
+        if pinned is not None:
+            pinned.close()
+        outbox.close(linger_s=1.0)
+        mailbox.close()
+
+
+def new_worker(
+    config: Config, context: RoleContext, arena: Arena, sender: Sender, metrics: RolloutMetrics
+) -> RolloutWorker:
+    """Load the models and the reward, try both on one prompt, and introduce the worker to the buffer.
+
+    Raises:
+        ConfigError: If the reward function does not give one finite number a row.
+    """
+    tokenizer = load_tokenizer(config.model.actor)
+    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
+    scored: Scored = (lambda parts: None) if samples is None else samples.scored
+    models = load_models(config, tokenizer, process_device(), metrics, scored, texts=may_tell_texts(config, context))
+    return worker_with(models, config, context, arena, sender, metrics, samples)
+
+
+def may_tell_texts(config: Config, context: RoleContext) -> bool:
+    """Whether an error may quote prompts and answers: at the first start somebody looks on, who needs the whole."""
+    return config.daemon.log_texts or context.generation <= 1
+
+
+def worker_with(
+    models: RollsOut,
+    config: Config,
+    context: RoleContext,
+    arena: Arena,
+    sender: Sender,
+    metrics: RolloutMetrics,
+    samples: RolloutSamples | None,
+) -> RolloutWorker:
+    """Return the worker of a configuration that rolls out with these models."""
+    return RolloutWorker(
+        models,
+        arena,
+        context.folder / "weights",
+        sender,
+        metrics,
+        index=context.index,
+        clock=monotonic_s,
+        group_size=config.group_size,
+        checksum=config.buffer.checksum,
+        log_texts=config.daemon.log_texts,
+        samples=samples,
+        initial_version=0 if config.trainer.kind == "external" else -1,
+    )

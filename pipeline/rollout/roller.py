@@ -1,0 +1,218 @@
+"""Prompts in, experience out: tokenizes, pads, calls the experience maker, and looks at what it made."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from pipeline.config.sizes import extent_bytes_bound
+from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
+from pipeline.experience import codec
+from pipeline.experience.types import Experience
+from pipeline.prompts import Prompt, PromptSource, render
+from pipeline.rollout.insert_gate import Fault, find_fault
+from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts
+
+_TRIED_PROMPTS = 64
+_TRIED_ROLLOUTS = 3
+
+log = logging.getLogger(__name__)
+
+
+class Maker(Protocol):
+    """What a rollout needs of an experience maker (`NaiveExperienceMaker`)."""
+
+    def make_experience(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, gt_answer: Any = None, **generate_kwargs: Any
+    ) -> Experience:
+        """Return the experience of a left-padded batch of prompts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rolled:
+    """What came of a ticket: experience of the prompts that could be rolled out (None if none could).
+
+    `stopped` is ``(B,)`` bool: whether the response ended by itself. `answers` has the right one of each prompt.
+    `refused` tells why the last prompt that could not be rolled out was set aside, `fault` why the experience must not
+    be sealed.
+    """
+
+    experience: Experience | None
+    prompts_failed: int
+    refused: PromptError | None = None
+    fault: Fault | None = None
+    stopped: torch.Tensor | None = None
+    answers: Sequence[Any] = ()
+
+
+class Roller:
+    """Prompts in, experience out: tokenizes, pads, calls the maker. What it samples depends on the position alone."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        source: PromptSource,
+        tokenizer: Any,
+        *,
+        seed: int,
+        max_length: int,
+        vocabulary: int,
+        template: str,
+        generate_kwargs: Mapping[str, Any],
+        device: torch.device,
+        vision: VisionPrompts | None = None,
+        log_texts: bool = False,
+    ) -> None:
+        self._vision = vision
+        self._log_texts = log_texts
+        self._maker = maker
+        self._source = source
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._max_length = max_length
+        self._vocabulary = vocabulary
+        self._template = template
+        self._generate_kwargs = dict(generate_kwargs)
+        self._device = device
+
+    def roll(self, position: int, prompts: int) -> Rolled:
+        """Roll out the prompts at ``position ... position + prompts - 1``.
+
+        A prompt that leaves no room for a response, that the chat template refuses, or one of whose images cannot be
+        read, is set aside and logged.
+
+        Raises:
+            RewardError: If a reward is no finite number, or the reward function raised.
+            ConfigError: If a prompt has images and the model takes text alone, or is chat messages and there is no
+                template for them.
+        """
+        refused: PromptError | None = None
+        kept: list[tuple[Prompt, RenderedPrompt]] = []
+        for place in range(position, position + prompts):
+            prompt = self._source.at(place)
+            try:
+                kept.append((prompt, self._render(prompt)))
+            except PromptError as error:
+                # Another one: what is kept must not hold this one's frames, and by them the arena.
+                refused = PromptError(str(error), bare=error.bare)
+                log.warning("prompt set aside: position=%d line=%d reason=%s",
+                            place, prompt.index + 1, error.told(texts=self._log_texts))  # fmt: skip
+        if not kept:
+            return Rolled(None, prompts, refused)
+        input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
+        experience = self._maker.make_experience(
+            input_ids,
+            mask,
+            gt_answer=[prompt.answer for prompt, _ in kept],
+            max_length=self._max_length,
+            seed=seed_of(self._seed, position),
+            **self._generate_kwargs,
+            **(_vision_keywords(kept) if self._vision else {}),
+        )
+        fault = find_fault(experience, vocabulary=self._vocabulary, pad_token_id=self._tokenizer.pad_token_id)
+        if fault is not None:
+            return Rolled(experience, prompts - len(kept), refused, fault)
+        answers = [prompt.answer for prompt, _ in kept]
+        return Rolled(experience, prompts - len(kept), refused, None, self._stopped(experience), answers)
+
+    def close(self) -> None:
+        """Close the prompts."""
+        self._source.close()
+
+    def _render(self, prompt: Prompt) -> RenderedPrompt:
+        template: Any = self._template
+        if self._vision is not None:
+            rendered = self._vision.render(prompt, template)
+        elif prompt.images:
+            raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
+        else:
+            rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
+        if len(rendered.ids) >= self._max_length:
+            raise PromptError(
+                f"{len(rendered.ids)} tokens leave no room for a response: rollout.max_length is {self._max_length}"
+            )
+        return rendered
+
+    def _stopped(self, experience: Experience) -> torch.Tensor:
+        """A response that leaves room stopped by itself; one that fills it did if it ends with eos."""
+        assert experience.action_mask is not None
+        lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
+        ends_with_eos = experience.sequences[:, -1] == self._tokenizer.eos_token_id
+        return torch.logical_or(lengths < columns, ends_with_eos)
+
+    def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(len(ids) for ids in rows)
+        input_ids = torch.full((len(rows), width), self._tokenizer.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for row, ids in enumerate(rows):
+            input_ids[row, width - len(ids) :] = torch.tensor(ids)
+            mask[row, width - len(ids) :] = 1
+        return input_ids.to(self._device), mask.to(self._device)
+
+
+def _vision_keywords(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
+    """Pixels of all prompts end to end, how many images each has, and their paths: pixels travel, files do not."""
+    keywords: dict[str, Any] = {
+        name: torch.cat(parts)
+        for name in ("pixel_values", "image_grid_thws")
+        if (parts := [rendered.vision[name] for _, rendered in kept if rendered.vision])
+    }
+    return {
+        **keywords,
+        "image_num": torch.tensor([len(prompt.images) for prompt, _ in kept], dtype=torch.float32),
+        "raw_images": [list(prompt.images) or None for prompt, _ in kept],
+    }
+
+
+def seed_of(run_seed: int, position: int) -> int:
+    """Return the sampling seed of the ticket that starts at a prompt position: the same on any worker."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}".encode()) >> 1
+
+
+def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
+    """Roll prompts out before the first ticket, so that a broken reward or model ends the start and not the night.
+
+    Args:
+        roller: The worker's.
+        row_bytes: Room that is reserved for a row; pixels may be larger.
+
+    Raises:
+        ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one do not fit into
+            `row_bytes`.
+        RewardError: If none of the first usable prompts gets a reward.
+        FieldError: If none of their rollouts passes the insert gate.
+        RlhfdError: Whatever else the rollout of a usable prompt raises.
+    """
+    refused: list[RewardError | FieldError] = []
+    set_aside: PromptError | None = None
+    for position in range(_TRIED_PROMPTS):
+        try:
+            rolled = roller.roll(position, 1)
+            if rolled.fault is not None:
+                raise FieldError(f"a rollout before the first ticket is refused: {rolled.fault.detail}")
+        except (RewardError, FieldError) as error:
+            # One prompt may fail; where the first few do all will.
+            refused.append(error)
+            if len(refused) == _TRIED_ROLLOUTS:
+                break
+            continue
+        experience = rolled.experience
+        if experience is None:
+            set_aside = rolled.refused
+            continue
+        try:
+            room = extent_bytes_bound(len(experience.sequences), row_bytes)
+            codec.encode(experience, memoryview(bytearray(room)), checksum=False)
+        except ArenaFullError as error:
+            raise ConfigError(f"buffer.row_bytes: {error}") from error
+        return
+    if refused:
+        raise refused[0]
+    assert set_aside is not None
+    told = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
+    raise ConfigError(f"{told} {set_aside}", bare=f"{told} {set_aside.bare}")

@@ -1,0 +1,164 @@
+"""Sampled rows in the two layouts they are read in: the maker's own, and right-padded without a gap."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import FieldError, ShapeError
+from pipeline.experience.vision_rows import VisionRows
+from pipeline.rollout.generation.interface import Responses, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Sampled rows; B rows, P columns of prompt, A = max_length - P columns of response.
+
+    Attributes:
+        sequences: ``(B, max_length)`` int64, prompts padded on the left, responses on the right.
+        attention_mask: ``(B, max_length)`` int64.
+        action_mask: ``(B, A)`` bool.
+        prompt_lengths: ``(B,)`` int64, real tokens of each prompt.
+        lengths: ``(B,)`` int64, tokens of each response, from 1 to A.
+        pad_token_id: What stands in the padding.
+        vision: Images and videos of the rows; None where rows are text alone.
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+    prompt_lengths: Tensor
+    lengths: Tensor
+    pad_token_id: int
+    vision: VisionRows | None = None
+
+    @classmethod
+    def of(
+        cls, prompt_mask: Tensor, responses: Responses, sampling: Sampling, *, vision: VisionRows | None = None
+    ) -> Rows:
+        """Put prompts' masks and an engine's responses together.
+
+        Args:
+            prompt_mask: ``(B, P)``, 1 where the token of the prompt is real.
+            responses: What the engine returned for these B rows.
+            sampling: What it was asked for.
+            vision: Images and videos of these B rows.
+
+        Returns:
+            The rows.
+
+        Raises:
+            ShapeError: If the engine returned another number of rows or columns, or an impossible length.
+        """
+        batch_size, prompt_width = prompt_mask.shape
+        num_actions = sampling.max_length - prompt_width
+        shape, lengths = tuple(responses.sequences.shape), responses.lengths
+        if shape != (batch_size, sampling.max_length) or lengths.shape != (batch_size,):
+            raise ShapeError(
+                f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
+                f"not ({batch_size}, {sampling.max_length}) and ({batch_size},)"
+            )
+        wrong = (lengths < 1) | (lengths > num_actions)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise ShapeError(f"row {row}: a response of {int(lengths[row])} tokens, not from 1 to {num_actions}")
+        prompt_mask = (prompt_mask != 0).long()
+        action_mask = torch.arange(num_actions) < lengths.unsqueeze(1)
+        return cls(
+            sequences=responses.sequences,
+            attention_mask=torch.cat([prompt_mask, action_mask.long()], dim=1),
+            action_mask=action_mask,
+            prompt_lengths=prompt_mask.sum(dim=1),
+            lengths=lengths,
+            pad_token_id=sampling.pad_token_id,
+            vision=vision,
+        )
+
+    @property
+    def num_actions(self) -> int:
+        """Action columns, A."""
+        return self.action_mask.shape[1]
+
+    def rows(self, index: Tensor) -> Rows:
+        """Choose rows, ``(rows,)`` int64, at the same widths."""
+        return dataclasses.replace(
+            self,
+            sequences=self.sequences[index],
+            attention_mask=self.attention_mask[index],
+            action_mask=self.action_mask[index],
+            prompt_lengths=self.prompt_lengths[index],
+            lengths=self.lengths[index],
+            vision=self.vision_of(index),
+        )
+
+    def vision_of(self, index: Tensor | slice) -> VisionRows | None:
+        """Images and videos of some rows."""
+        return None if self.vision is None else self.vision.rows(index)
+
+    def padded(self, index: Tensor, *, trim: bool) -> tuple[Tensor, Tensor, int]:
+        """Ids and mask of some rows as they stand, and how many of their columns are actions.
+
+        Args:
+            index: Which rows, ``(rows,)`` int64.
+            trim: Leave out the columns that are padding in all of them.
+
+        Returns:
+            ``(rows, width)`` int64 both, and the number of action columns at their right end.
+        """
+        if not trim:
+            return self.sequences[index], self.attention_mask[index], self.num_actions
+        prompt_width = self.sequences.shape[1] - self.num_actions
+        longest = int(self.lengths[index].max())
+        columns = slice(prompt_width - int(self.prompt_lengths[index].max()), prompt_width + longest)
+        return self.sequences[index, columns], self.attention_mask[index, columns], longest
+
+    def right_padded(self, part: slice, *, trim: bool) -> tuple[Tensor, Tensor]:
+        """Ids and mask of some rows, the first real token in column 0.
+
+        Args:
+            part: Which rows.
+            trim: Make them as wide as the longest one, not `max_length`.
+
+        Returns:
+            ``(rows, width)`` int64 both.
+        """
+        sequences, prompts = self.sequences[part], self.prompt_lengths[part]
+        max_length = sequences.shape[1]
+        real = prompts + self.lengths[part]
+        columns = torch.arange(int(real.max()) if trim else max_length)
+        mask = columns < real.unsqueeze(1)
+        starts = max_length - self.num_actions - prompts
+        source = (columns + starts.unsqueeze(1)).clamp(max=max_length - 1)
+        return sequences.gather(1, source).masked_fill(~mask, self.pad_token_id), mask.long()
+
+
+def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
+    """Refuse prompts that are not padded on the left.
+
+    Args:
+        input_ids: ``(prompts, P)``.
+        attention_mask: ``(prompts, P)``.
+
+    Raises:
+        ShapeError: If the shapes differ, or a prompt has no real token.
+        FieldError: If a prompt has padding after a real token, ids are no integers, or one is no tensor.
+    """
+    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not isinstance(given, Tensor):
+            raise FieldError(f"{name} is a {type(given).__name__}, not a tensor")
+    if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape or not len(input_ids):
+        raise ShapeError(
+            f"input_ids of shape {tuple(input_ids.shape)}, attention_mask {tuple(attention_mask.shape)}: "
+            "both must be (prompts, P), with at least one prompt"
+        )
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise FieldError(f"input_ids is {input_ids.dtype}; token ids are integers")
+    real = attention_mask != 0
+    empty = ~real.any(dim=1)
+    if bool(empty.any()):
+        raise ShapeError(f"row {int(empty.nonzero()[0])}: attention_mask has no real token; a prompt cannot be empty")
+    gaps = (real[:, :-1] & ~real[:, 1:]).any(dim=1) | ~real[:, -1]
+    if bool(gaps.any()):
+        raise FieldError(f"row {int(gaps.nonzero()[0])}: the prompt has padding after a real token; pad on the left")

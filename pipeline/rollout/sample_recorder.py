@@ -1,0 +1,249 @@
+"""What a rollout worker keeps for people to read: now and then one group of a ticket, token by token.
+
+Choosing, decoding and writing take no more than a two-hundredth of the worker's time: after a sample that took long the
+next one comes later. What is sampled by the policy does not depend on it, nor on whether it is there at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from pipeline.config.schema import Config
+from pipeline.experience.types import Experience
+from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
+
+_MOST_SHARE: Final = 1 / 200
+_MOST_RESPONSES: Final = 16
+_MOST_TOKENS: Final = 1024
+_MOST_PROMPT_TOKENS: Final = 2048
+_MOST_ANSWER_CHARACTERS: Final = 4096
+_REPEATS: Final = 8
+_UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+
+log = logging.getLogger(__name__)
+
+Parts = Sequence[float]
+
+
+class RolloutSamples:
+    """Decides which tickets to look into, and keeps one group of each.
+
+    Args:
+        writer: Where samples go.
+        tokenizer: Gives the text of tokens.
+        worker: Number of the worker.
+        group_size: Responses of a prompt (G).
+        per_minute: Samples a minute, at most.
+        reward_names: What the parts of a reward are called, in order.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        writer: SampleWriter,
+        tokenizer: Any,
+        *,
+        worker: int,
+        group_size: int,
+        per_minute: float,
+        reward_names: Sequence[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._writer = writer
+        self._tokenizer = tokenizer
+        self._worker = worker
+        self._group_size = group_size
+        self._interval_s = 60.0 / per_minute
+        self._reward_names = reward_names
+        self._clock = clock
+        self._due_s = clock()
+        self._rng = random.Random()
+        self._is_wanted = False
+        self._scored: list[Parts | None] = []
+
+    @classmethod
+    def of(
+        cls, config: Config, tokenizer: Any, worker: int, clock: Callable[[], float] = time.monotonic
+    ) -> RolloutSamples | None:
+        """Return what a configuration asks for; None if it asks for none, or nothing can be written."""
+        if not config.samples.per_minute:
+            return None
+        workers = max(1, config.rollout.workers or 1)
+        try:
+            writer = SampleWriter(folder_of(config.daemon.state_dir), worker, config.samples.bytes // workers)
+        except OSError as error:
+            log.warning("no samples are kept: error=%s", error)
+            return None
+        return cls(
+            writer,
+            tokenizer,
+            worker=worker,
+            group_size=config.group_size,
+            per_minute=config.samples.per_minute / workers,
+            reward_names=reward_names(config),
+            clock=clock,
+        )
+
+    def begin(self) -> None:
+        """Decide whether the ticket that is begun now is looked into."""
+        self._scored.clear()
+        self._is_wanted = self._clock() >= self._due_s
+
+    def scored(self, parts: Parts | None) -> None:
+        """Take note of the parts of a row's reward, None if it has none; rows come in their order."""
+        if self._is_wanted:
+            self._scored.append(parts)
+
+    def keep(
+        self, experience: Experience, stopped: Any, answers: Sequence[Any], *, ticket: int, position: int, version: int
+    ) -> None:
+        """Keep one group of a ticket's experience, if it is due.
+
+        Args:
+            experience: Its rows in the maker's layout, the G responses of a prompt contiguous.
+            stopped: ``(B,)`` bool, whether the response ended by itself.
+            answers: The right answer of each prompt, None where there is none.
+            ticket: Its number.
+            position: Of its first prompt.
+            version: Of the weights.
+        """
+        if not self._is_wanted:
+            return
+        self._is_wanted = False
+        began_s = self._clock()
+        rows = len(experience.sequences)
+        first = self._rng.randrange(rows // self._group_size) * self._group_size
+        known = self._sources(rows, answers)
+        place, answer = known[first // self._group_size] if known else (None, None)
+        shown = range(first, min(first + self._group_size, first + _MOST_RESPONSES))
+        sample = Sample(
+            unix_s=round(time.time(), 3),
+            worker=self._worker,
+            ticket=ticket,
+            position=position if place is None else position + place,
+            policy_version=version,
+            group_size=self._group_size,
+            answer="" if answer is None else json.dumps(answer, ensure_ascii=False)[:_MOST_ANSWER_CHARACTERS],
+            responses=[self._response(experience, row, bool(stopped[row]), self._parts(rows, row)) for row in shown],
+            **self._prompt(experience, first),
+        )
+        try:
+            if not self._writer.write(sample):
+                log.warning("sample too large for samples.bytes: ticket=%d", ticket)
+        except OSError as error:
+            log.warning("sample not kept: ticket=%d error=%s", ticket, error)
+        now_s = self._clock()
+        self._due_s = now_s + max(self._interval_s, (now_s - began_s) / _MOST_SHARE)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _kept_scores(self, rows: int) -> list[Parts] | None:
+        """Return the parts of each row that is left, groups with an errored row left out as the maker leaves them."""
+        size = self._group_size
+        groups = [self._scored[at : at + size] for at in range(0, len(self._scored), size)]
+        kept = [parts for group in groups if None not in group for parts in group if parts is not None]
+        return kept if len(kept) == rows else None
+
+    def _sources(self, rows: int, answers: Sequence[Any]) -> list[tuple[int, Any]] | None:
+        """Return the place in the ticket and the answer of each group; None if that cannot be told."""
+        size = self._group_size
+        groups = len(self._scored) // size
+        if rows == len(answers) * size:
+            return list(enumerate(answers))
+        if groups != len(answers) or self._kept_scores(rows) is None:
+            return None
+        return [(at, answers[at]) for at in range(groups) if None not in self._scored[at * size : (at + 1) * size]]
+
+    def _parts(self, rows: int, row: int) -> Parts:
+        kept = self._kept_scores(rows)
+        return () if kept is None else kept[row]
+
+    def _prompt(self, experience: Experience, row: int) -> dict[str, Any]:
+        assert experience.action_mask is not None and experience.attention_mask is not None
+        width = experience.sequences.shape[1] - experience.action_mask.shape[1]
+        ids = experience.sequences[row, :width][experience.attention_mask[row, :width] != 0].tolist()
+        text = "".join(
+            token if count < _REPEATS else f"{token} \N{MULTIPLICATION SIGN}{count} "
+            for token, count in self._runs(ids[-_MOST_PROMPT_TOKENS:])
+        )
+        return {"prompt": text, "prompt_tokens": len(ids)}
+
+    def _runs(self, ids: list[int]) -> list[tuple[str, int]]:
+        """Decode, with the long runs of one token, which stand for an image, apart."""
+        runs: list[tuple[str, int]] = []
+        between: list[int] = []
+        for token, same in itertools.groupby(ids):
+            count = len(list(same))
+            if count < _REPEATS:
+                between += [token] * count
+                continue
+            runs += [(self._text(between), 1), (self._text([token]), count)]
+            between = []
+        return [*runs, (self._text(between), 1)]
+
+    def _response(self, experience: Experience, row: int, stopped: bool, parts: Parts) -> SampledResponse:
+        assert experience.action_mask is not None and experience.info is not None
+        mask = experience.action_mask[row]
+        width = experience.sequences.shape[1] - len(mask)
+        ids = experience.sequences[row, width:][mask][:_MOST_TOKENS].tolist()
+
+        def of_tokens(values: Any) -> list[float]:
+            return [round(value, 4) for value in values[row][mask][:_MOST_TOKENS].tolist()]
+
+        log_probs, base, advantages = (
+            experience.action_log_probs, experience.base_action_log_probs, experience.advantages,
+        )  # fmt: skip
+        assert log_probs is not None and advantages is not None
+        reward = float(experience.info["score"][row])
+        return SampledResponse(
+            pieces=pieces(self._text, ids),
+            log_probs=of_tokens(log_probs),
+            log_ratios=[] if base is None else of_tokens(log_probs - base),
+            advantages=[round(float(advantages[row]), 4)] if advantages.dim() == 1 else of_tokens(advantages),
+            tokens=int(mask.sum()),
+            stopped=stopped,
+            reward=round(reward, 6),
+            parts=self._named(parts, reward),
+        )
+
+    def _named(self, parts: Parts, reward: float) -> dict[str, float]:
+        if not parts or len(self._reward_names) < len(parts):
+            return {}
+        # A reward model's part is what the functions' leave of the whole.
+        values = [*parts, reward - sum(parts)][: len(self._reward_names)]
+        return {name: round(value, 6) for name, value in zip(self._reward_names, values, strict=True)}
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
+
+
+def reward_names(config: Config) -> list[str]:
+    """Return what the parts of a reward are called: the functions in their order, then the model."""
+    model = ["model"] if config.model.reward is not None and config.rollout.reward_functions else []
+    return [*config.rollout.reward_functions, *model]
+
+
+def pieces(text_of: Callable[[list[int]], str], ids: list[int]) -> list[str]:
+    """Return the text that each token adds; together they are the text of all.
+
+    A token may be a part of a character only: then its piece is empty and the last of them has the character.
+    """
+    found: list[str] = []
+    # Decoded with the tokens before it, for a tokenizer may put a space between; with few of them, for it takes time.
+    start = shown = 0
+    for end in range(1, len(ids) + 1):
+        before, now = text_of(ids[start:shown]), text_of(ids[start:end])
+        if now.endswith(_UNFINISHED) and end < len(ids):
+            found.append("")
+            continue
+        found.append(now[len(before) :])
+        start, shown = shown, end
+    return found

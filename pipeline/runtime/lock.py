@@ -1,0 +1,476 @@
+"""A running instance as others find it: its lock, its record, its control channel.
+
+    runtime_dir/lock            flock of the live supervisor, holds its pid; one left by a kill is taken over
+    runtime_dir/instance.json   the record: who runs, since when, and where its shared memory is
+    shm_dir/control.sock        a JSON line out for each JSON line in
+
+Sockets lie in shared memory rather than in the runtime directory: the path of a unix socket has at most 107 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
+from pipeline.runtime.messages import UNREADABLE
+
+CONTROL_SOCKET = "control.sock"
+
+_LOCK = "lock"
+_RECORD = "instance.json"
+_UNFINISHED_RECORD = ".instance.json.new"
+# `find` holds the lock shared for microseconds; a start that meets it tries again.
+_LOCK_TIMEOUT_S = 0.5
+_POLL_S = 0.02
+_REQUEST_BYTES = 64 << 10
+_ANSWER_BYTES = 16 << 20
+_CLIENT_TIMEOUT_S = 5.0
+_CLIENTS = 16
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+@functools.cache
+def installed_version() -> str:
+    """Return the version of rlhfd that is installed."""
+    # Costs more than the rest of this module together.
+    from importlib import metadata
+
+    try:
+        return metadata.version("rlhfd")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class InstanceLock:
+    """The right to be the one instance of a runtime directory; a context manager.
+
+    The lock goes with the process, however it dies, and is not inherited by programs that it starts.
+    """
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> InstanceLock:
+        """Take the lock; make the directory if need be.
+
+        Raises:
+            ConfigError: If another instance holds it, or the directory cannot be used.
+        """
+        path = self._runtime_dir / _LOCK
+        try:
+            self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._runtime_dir.stat().st_mode & 0o002:
+                raise ConfigError(f"daemon.runtime_dir: {self._runtime_dir} can be written by everybody")
+        except OSError as error:
+            raise ConfigError(f"daemon.runtime_dir: cannot use {self._runtime_dir}: {error.strerror}") from error
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while (descriptor := _lock_file(path)) is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"daemon.runtime_dir: {self._runtime_dir} is in use by {_named(holder(self._runtime_dir))}"
+                )
+            time.sleep(_POLL_S)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the lock file and release the lock."""
+        if self._descriptor is not None:
+            # Before the release: whoever opens the path from here on makes a new file, and locks that one.
+            if _is_at(self._descriptor, self._runtime_dir / _LOCK):
+                (self._runtime_dir / _LOCK).unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class InstanceRecord(msgspec.Struct, frozen=True):
+    """What a running instance tells those who look for it.
+
+    Attributes:
+        pid: The supervisor.
+        started_unix_s: When it started.
+        run_id: Which run it serves.
+        shm_dir: Its folder in shared memory.
+        host: Address of the HTTP server.
+        port: Port of the HTTP server, 0 if there is none.
+        config: The configuration file, empty if there is none.
+        world_size: Trainer ranks.
+        log: Where its log is, as in `pipeline.telemetry.run_log`.
+        version: Version of rlhfd.
+    """
+
+    pid: int
+    started_unix_s: float
+    run_id: str
+    shm_dir: str
+    host: str = ""
+    port: int = 0
+    config: str = ""
+    world_size: int = 1
+    log: str = ""
+    version: str = msgspec.field(default_factory=installed_version)
+
+    def write(self, runtime_dir: Path) -> None:
+        """Put the record into the runtime directory, at once and whole; the caller holds its lock."""
+        # One name: what a kill leaves half written goes with the next one.
+        temporary = runtime_dir / _UNFINISHED_RECORD
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(self) + b"\n")
+        os.replace(temporary, runtime_dir / _RECORD)
+
+    @classmethod
+    def read(cls, runtime_dir: Path) -> InstanceRecord:
+        """Return the record in the runtime directory, whether its instance still lives or not.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            UnreachableError: If it cannot be read.
+        """
+        path = runtime_dir / _RECORD
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except UNREADABLE as error:
+            raise UnreachableError(f"{path} is no record of an instance: {error}") from error
+        except PermissionError as error:
+            raise UnreachableError(f"cannot read {path}: {error.strerror}") from error
+
+    @staticmethod
+    def remove(runtime_dir: Path) -> None:
+        """Remove the record, if there is one, and what of one could not be written."""
+        for name in (_UNFINISHED_RECORD, _RECORD):
+            (runtime_dir / name).unlink(missing_ok=True)
+
+
+def hold_signals() -> None:
+    """Let signals that ask for the end wait for `release_signals`: nobody could answer them properly meanwhile."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+
+
+def release_signals() -> None:
+    """Let those through that waited, and those to come."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+
+
+def unwind_on_signals() -> None:
+    """From here on end with 0 at a signal that asks for the end, by way of every ``finally``."""
+
+    def unwind(*_: object) -> None:
+        ignore_signals()
+        raise SystemExit(0)
+
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, unwind)
+    release_signals()
+
+
+def ignore_signals() -> None:
+    """Let no signal that asks for the end interrupt it; programs started from here on would ignore them too."""
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -> Path:
+    """Return the folder in shared memory of the instance that serves, or would serve, `runtime_dir`; it is not made.
+
+    Args:
+        runtime_dir: By which commands find the instance.
+        uid: Whose instance; ours by default.
+    """
+    digest = hashlib.blake2b(os.fsencode(os.path.realpath(runtime_dir))).hexdigest()
+    return Path(f"/dev/shm/rlhfd-{os.geteuid() if uid is None else uid}-{digest[:10]}")
+
+
+def holder(runtime_dir: Path) -> int | None:
+    """Return the pid of the supervisor that holds the runtime directory, 0 if it has not told yet, None if nobody does.
+
+    Raises:
+        UnreachableError: If the lock may not be looked at.
+    """
+    path = runtime_dir / _LOCK
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise UnreachableError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        if _try_lock(descriptor, fcntl.LOCK_SH):
+            return None
+        text = os.pread(descriptor, 32, 0).strip()
+        return int(text) if text.isdigit() else 0
+    finally:
+        os.close(descriptor)
+
+
+def find(runtime_dir: Path) -> InstanceRecord:
+    """Return the record of the instance that runs in a runtime directory.
+
+    Raises:
+        NotRunningError: If none runs there.
+        UnreachableError: If one runs there and has left no record yet, or none that can be read.
+    """
+    pid = holder(runtime_dir)
+    if pid is None:
+        raise NotRunningError(f"no instance runs in {runtime_dir}")
+    with contextlib.suppress(FileNotFoundError):
+        # A record of another pid was left by one that was killed.
+        if (record := InstanceRecord.read(runtime_dir)).pid == pid:
+            return record
+    raise UnreachableError(f"{_named(pid)} in {runtime_dir} is starting and does not answer yet")
+
+
+def terminate(runtime_dir: Path) -> None:
+    """Send SIGTERM to the supervisor that holds the runtime directory, and to no other process.
+
+    Raises:
+        NotRunningError: If nobody holds it.
+        UnreachableError: If the process may not be signalled.
+    """
+    nobody = f"no instance runs in {runtime_dir}"
+    if not (pid := holder(runtime_dir)):
+        raise NotRunningError(nobody)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise NotRunningError(nobody) from None
+    try:
+        # The pid in the file may be a dead one's, given to another process since.
+        if not _has_open(pid, runtime_dir / _LOCK):
+            raise NotRunningError(nobody)
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it ended by itself, which is what was wanted
+    except PermissionError as error:
+        raise UnreachableError(f"{_named(pid)} in {runtime_dir} belongs to another user") from error
+    finally:
+        os.close(descriptor)
+
+
+def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
+    """Wait until nobody holds the runtime directory; return whether that came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while holder(runtime_dir) is not None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
+    """Answer requests on the control socket until the server is closed.
+
+    Clients of other users, but root, are refused; one that is slow, sends too much or never reads is cut off.
+
+    Args:
+        path: Where the socket is made, mode 0600; one that a dead process left is replaced.
+        handler: Gets a request, returns its answer; an `RlhfdError` becomes the answer ``{"error": ...}``.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except BaseException:
+        listener.close()
+        raise
+    clients = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal clients
+        clients += 1
+        try:
+            if refusal := "too many clients" if clients > _CLIENTS else _refusal(writer):
+                await _tell(writer, {"error": refusal})
+            else:
+                await _converse(reader, writer, handler)
+        except (OSError, TimeoutError) as error:
+            log.debug("control client lost: %s", error)
+        finally:
+            clients -= 1
+            await _close(writer)
+
+    return await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    try:
+        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+            await writer.wait_closed()
+    except (OSError, TimeoutError):
+        writer.transport.abort()
+
+
+def _refusal(writer: asyncio.StreamWriter) -> str:
+    """Why this client is not answered; empty if it is."""
+    credentials = writer.get_extra_info("socket").getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+    )
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    if uid in (0, os.geteuid()):
+        return ""
+    log.warning("control client refused: pid=%d uid=%d", pid, uid)
+    return f"uid {uid} may not control this instance"
+
+
+async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
+    """Answer line by line until the client has no more to ask, or sends no whole line."""
+    answered, problem = False, ""
+    while not problem:
+        try:
+            async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+                answer = await _answer(await reader.readuntil(b"\n"), handler)
+        except asyncio.IncompleteReadError as error:
+            if not error.partial:
+                return
+            problem = f"it ends after {len(error.partial):,} B"
+        except asyncio.LimitOverrunError:
+            problem = f"more than {_REQUEST_BYTES:,} B"
+        except TimeoutError:
+            if answered:
+                return
+            problem = f"none within {_CLIENT_TIMEOUT_S:g} s"
+        await _tell(writer, {"error": f"no request of one JSON line: {problem}"} if problem else answer)
+        answered = True
+        # One that asks without a pause leaves the others their turn.
+        await asyncio.sleep(0)
+
+
+async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
+    try:
+        request = msgspec.json.decode(line, type=dict[str, Any])
+    except UNREADABLE as error:
+        return {"error": f"no request of one JSON line: {error}"}
+    try:
+        return await handler(request)
+    except RlhfdError as error:
+        return {"error": str(error)}
+
+
+async def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+    writer.write(msgspec.json.encode(answer) + b"\n")
+    async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+        await writer.drain()
+
+
+def request(record: InstanceRecord, command: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+    """Ask a running instance over its control socket.
+
+    Args:
+        record: The instance.
+        command: ``"status"``, ``"stop"``, ...
+        timeout_s: Until the whole answer is there.
+        fields: More of the request, by name.
+
+    Raises:
+        UnreachableError: If it does not answer in time, or not with one JSON line.
+        RlhfdError: If it answers with an error.
+    """
+    deadline = time.monotonic() + timeout_s
+    path = Path(record.shm_dir) / CONTROL_SOCKET
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as client:
+            _connect(client, path, deadline)
+            client.sendall(msgspec.json.encode({"command": command, **fields}) + b"\n")
+            line = _read_line(client, deadline)
+        answer = msgspec.json.decode(line, type=dict[str, Any])
+    except TimeoutError:
+        raise UnreachableError(f"pid {record.pid} does not answer within {timeout_s:g} s") from None
+    except OSError as error:
+        raise UnreachableError(f"pid {record.pid} cannot be reached at {path}: {error.strerror}") from error
+    except UNREADABLE as error:
+        raise UnreachableError(f"pid {record.pid} answers with no JSON line: {error}") from error
+    if "error" in answer:
+        raise RlhfdError(str(answer["error"]))
+    return answer
+
+
+def _connect(client: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        client.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            return client.connect(str(path))
+        except BlockingIOError:  # so many clients wait that the kernel takes no more
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(_POLL_S)
+
+
+def _read_line(client: socket.socket, deadline: float) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) <= _ANSWER_BYTES:
+        client.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (part := client.recv(1 << 16)):
+            break
+        line += part
+    return bytes(line)
+
+
+def _lock_file(path: Path) -> int | None:
+    """Open and lock the file at `path`; None if another process holds it, or has just removed it.
+
+    Raises:
+        ConfigError: If it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"daemon.runtime_dir: cannot use {path}: {error.strerror}") from error
+    if _try_lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    try:
+        return any(entry.exists() and entry.samefile(path) for entry in Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:
+        return False
+
+
+def _named(pid: int | None) -> str:
+    return f"pid {pid}" if pid else "an instance"

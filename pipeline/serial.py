@@ -1,0 +1,232 @@
+"""All roles in one process, taking turns: the same decisions on the same arena, without a socket or a second process.
+
+It is slower and it cannot be killed in parts; it is what one steps through with a debugger. With ``max_staleness = 0``
+it gives, bit for bit, the experience and the weights of a run with any number of workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from pipeline import sort_digits
+from pipeline.buffer.buffer import Buffer
+from pipeline.buffer.metrics import BufferMetrics
+from pipeline.buffer.process import new_buffer
+from pipeline.buffer.snapshot import BufferJournal
+from pipeline.buffer.spool import Spool
+from pipeline.config.load import LoadedConfig
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError, ExitCode, RlhfdError
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.process import new_worker
+from pipeline.rollout.worker import RolloutWorker
+from pipeline.runtime.lock import InstanceLock, hold_signals, ignore_signals, shm_directory, unwind_on_signals
+from pipeline.runtime.messages import Message
+from pipeline.runtime.role import RoleContext, monotonic_s, reward_source
+from pipeline.runtime.transport import BUFFER, trainer_name, worker_name
+from pipeline.runtime.workspace import Workspace, ledger_layout
+from pipeline.storage.arena import Arena
+from pipeline.storage.ledger import Ledger
+from pipeline.telemetry import log as logs
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.run_log import RunLog
+from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer.connection import Connection
+from pipeline.trainer.process import batches_ahead, new_trainer
+from pipeline.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Post:
+    """The mail between roles that share a process."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, collections.deque[Message]] = collections.defaultdict(collections.deque)
+
+    def send(self, peer: str, message: Message) -> None:
+        """Queue a message to a peer."""
+        self._queues[peer].append(message)
+
+    def outbox(self, peer: str) -> Address:
+        """Return a sender, or receiver, for one peer."""
+        return Address(self, peer)
+
+    def take(self, peer: str) -> list[Message]:
+        """Return and remove what waits for a peer."""
+        messages = list(self._queues[peer])
+        self._queues[peer].clear()
+        return messages
+
+
+class Address:
+    """One peer's end of the post: a `Sender` to it, and its `Receiver`."""
+
+    def __init__(self, post: Post, peer: str) -> None:
+        self._post = post
+        self._peer = peer
+
+    def send(self, message: Message) -> None:
+        """Queue a message to the peer."""
+        self._post.send(self._peer, message)
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """Return what waits for the peer; nobody else could fill the queue meanwhile, so there is no wait."""
+        return self._post.take(self._peer)
+
+
+def run(loaded: LoadedConfig) -> ExitCode:
+    """Run an instance in this process until it has ended.
+
+    Raises:
+        ConfigError: If the configuration cannot be run so, or not here.
+    """
+    # One process prints for all roles; a bar a model is noise.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # As for a child: reward functions of the user's own are found where the daemon was started.
+    sys.path.append(os.getcwd())
+    config = sort_digits.with_paths(loaded.config)
+    logs.configure("serial", level=config.daemon.log_level, json=config.daemon.log_format == "json")
+    if config.trainer.world_size != 1 or config.trainer.kind != "builtin":
+        raise ConfigError(
+            "--serial: one process holds one built-in trainer rank; set trainer.world_size = 1 and kind = builtin"
+        )
+    if config.cluster.engine != "local":
+        raise ConfigError("--serial: one process computes all of it; set cluster.engine = local")
+    hold_signals()
+    with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "serial"):
+        workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
+        has_begun = False
+        try:
+            unwind_on_signals()
+            if sort_digits.is_used(loaded.config):
+                sort_digits.prepare(sort_digits.directory_of(config.daemon.state_dir))
+            has_begun = True
+            code = _Serial(config, workspace).run()
+        except BaseException as error:
+            ignore_signals()
+            if isinstance(error, RlhfdError):
+                _spool_undelivered(config, workspace)
+            # After an error that nobody foresaw all of the run stays for the next start, as after a kill.
+            if not has_begun or isinstance(error, (RlhfdError, SystemExit)):
+                workspace.undo()
+            raise
+        ignore_signals()
+        workspace.remove()
+        return code
+
+
+def _spool_undelivered(config: Config, workspace: Workspace) -> None:
+    """Write what a run that failed has not trained to disk, for its next start."""
+    if not workspace.metrics_path.exists():
+        return
+    arena = Arena(workspace.arena_path, payload=False)
+    metrics = BufferMetrics(MetricsSlab.attach(workspace.metrics_path).writer("buffer", 0))
+    buffer = new_buffer(config, Ledger(arena.ledger, ledger_layout(config)), arena, lambda peer, message: None, metrics)
+    buffer.finish(Spool(config, arena).write)
+
+
+class _Serial:
+    """The roles and their turns."""
+
+    def __init__(self, config: Config, workspace: Workspace) -> None:
+        self._config = config
+        self._post = Post()
+        self._stopping = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        slots = [SlotName("supervisor"), SlotName("buffer"), SlotName("trainer", 0), SlotName("rollout", 0)]
+        self._slab = MetricsSlab.reopen(workspace.metrics_path, slots)
+        self._reader = MetricsReader(self._slab)
+        self._arena = Arena(workspace.arena_path)
+        self._buffer_metrics = BufferMetrics(self._context("buffer", workspace).metrics)
+        self._spool = Spool(config, self._arena)
+        self._buffer = self._new_buffer()
+        self._journal = BufferJournal(config, self._arena, self._buffer_metrics.journal_written)
+        self._trainer = self._new_trainer(workspace)
+        self._worker = self._new_worker(workspace)
+
+    def run(self) -> ExitCode:
+        step = -1
+        while not (self._trainer.finished or self._stopping):
+            self._buffer_turn()
+            self._worker_turn()
+            self._buffer_turn()
+            self._trainer_turn()
+            if self._trainer.step != step:
+                step = self._trainer.step
+                self._say(step)
+        saved = self._trainer.close()
+        self._buffer_turn()
+        self._buffer.draining = True
+        self._journal.close(self._buffer)
+        whole = self._buffer.finish(None if self._trainer.complete else self._spool.write)
+        if whole:
+            self._journal.remove()
+        self._worker.close()
+        totals = self._buffer.ledger.totals
+        log.info("experiences: sealed=%d trained=%d dropped=%d", totals.sealed, totals.trained, sum(totals.dropped))
+        return ExitCode.OK if saved and whole else ExitCode.FAILED
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+        # The turn under way is finished; who asks again does not want to wait for it.
+        unwind_on_signals()
+
+    def _context(self, role: str, workspace: Workspace) -> RoleContext:
+        self._slab.begin(role, 0)
+        return RoleContext(role, 0, workspace.folder, self._slab.writer(role, 0), lambda report: None)
+
+    def _new_buffer(self) -> Buffer:
+        ledger = Ledger(self._arena.ledger, ledger_layout(self._config))
+        config = self._config.model_copy(update={"rollout": self._config.rollout.model_copy(update={"workers": 1})})
+        metrics = self._buffer_metrics
+        self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
+        return new_buffer(config, ledger, self._arena, self._post.send, metrics)
+
+    def _new_trainer(self, workspace: Workspace) -> Trainer:
+        torch.set_num_threads(self._config.trainer.threads)
+        connection = Connection(
+            self._arena, workspace.weights_path, self._post.outbox(trainer_name(0)), self._post.outbox(BUFFER),
+            rank=0, world_size=1, prefetch=batches_ahead(self._config),
+        )  # fmt: skip
+        return new_trainer(self._config, self._context("trainer", workspace), connection)
+
+    def _new_worker(self, workspace: Workspace) -> RolloutWorker:
+        torch.set_num_threads(self._config.rollout.threads)
+        context = self._context("rollout", workspace)
+        metrics = RolloutMetrics(context.metrics, reward_source=reward_source(self._config))
+        return new_worker(self._config, context, self._arena, self._post.outbox(BUFFER), metrics)
+
+    def _buffer_turn(self) -> None:
+        now_s = monotonic_s()
+        for message in self._post.take(BUFFER):
+            self._buffer.handle(message, now_s)
+        self._buffer.step(now_s)
+        self._journal.step(self._buffer, now_s)
+        self._buffer_metrics.publish(self._buffer, now_s, self._arena.payload_bytes)
+
+    def _worker_turn(self) -> None:
+        for message in self._post.take(worker_name(0)):
+            self._worker.handle(message)
+        if not self._worker.idle:
+            torch.set_num_threads(self._config.rollout.threads)
+            self._worker.step()
+
+    def _trainer_turn(self) -> None:
+        self._trainer.wait(0.0)
+        torch.set_num_threads(self._config.trainer.threads)
+        self._trainer.poll()
+
+    def _say(self, step: int) -> None:
+        reward = self._reader.read().value("rlhfd_reward_mean")
+        sys.stdout.write(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}" + "\n")
+        sys.stdout.flush()

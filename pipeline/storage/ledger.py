@@ -1,0 +1,461 @@
+"""The ledger: what became of every ticket, extent and item, in shared memory, written by the buffer alone.
+
+    journal   the transaction under way (see `pipeline.storage.redo_log`)
+    totals    counters that outlive every process (`Totals`)
+    tables    vacant leases, prompts to be issued again, published versions (see `pipeline.storage.tables`)
+    extents   one record each: state, owner, ticket, prompts, policy version, place, checksum
+    items     `rows_per_extent` records an extent: state, deliveries, lease
+
+    extent      who moves it                      to
+    FREE        `reserve`, when a ticket is issued    RESERVED
+    RESERVED    `seal`, when its worker is done       SEALED
+    RESERVED    `abandon`, when nothing comes of it   FREE
+    SEALED      its last item leaves                  FREE
+
+    item        who moves it                      to
+    READY       `lease`                               LEASED
+    LEASED      `acknowledge` (trained)               GONE
+    LEASED      `requeue` (handed back, damaged)      READY
+    READY       `drop` (reason)                       GONE
+
+Lease numbers are dense: which rank gets a batch and which version trains it follow from the number alone. So a number
+whose rows left it is vacant, and the next batch takes the lowest vacant one before a new one. Numbers below
+`trained_through` are done with: a lease that is still out there is void (its weights were rolled back).
+
+Every change is one transaction of the journal, so the totals and the states agree after any kill:
+``sealed = trained + sum(dropped) + ready + leased``.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+
+from pipeline.errors import LedgerError
+from pipeline.storage.index import LedgerIndex
+from pipeline.storage.layout import LedgerMemory
+from pipeline.storage.records import (
+    DROP_REASONS,
+    FRESH_ITEM,
+    Chosen,
+    ExtentRecord,
+    ExtentState,
+    Item,
+    ItemState,
+    LedgerLayout,
+)
+from pipeline.storage.tables import MOST_LEASES, Run, add_prompts
+
+
+class Ledger:
+    """The ledger's table with its transactions; exactly one process, the buffer, opens it.
+
+    All reads come from a mirror in this process.
+
+    Attributes:
+        extents: Every record that is not FREE, by ticket, oldest ticket first.
+        index: What they add up to, and which of them are reserved or ready.
+        ready: Rows in state READY; `leased` and `reserved` likewise.
+        vacant: Lease numbers that lost their rows, lowest first.
+        redo: Prompts to be issued again, before those from `totals.position` on.
+        versions: What was published of late.
+        memory: Where all of it is written down.
+    """
+
+    def __init__(self, memory: memoryview, layout: LedgerLayout) -> None:
+        """Open a ledger, finishing the transaction that a killed buffer left behind.
+
+        Args:
+            memory: `layout.nbytes` of shared memory, zeroed or written by an earlier buffer.
+            layout: The layout it was made with.
+
+        Raises:
+            LedgerError: If the memory is too small or its records contradict one another.
+        """
+        self.layout = layout
+        self.memory = LedgerMemory(memory, layout)
+        self.totals = self.memory.totals()
+        self.vacant = self.memory.vacant()
+        self.redo = self.memory.redo()
+        self.versions = self.memory.versions()
+        self.extents: dict[int, ExtentRecord] = {}
+        self.index = LedgerIndex(self.extents)
+        self.ready = self.leased = self.reserved = 0
+        self._leases: dict[int, Chosen] = {}
+        records, self._free_slots = self.memory.extents()
+        self._take_over(records)
+
+    # Transactions.
+
+    def reserve(self, *, rows: int, prompts: int, offset: int, nbytes: int, owner: int = -1) -> ExtentRecord:
+        """Make the next ticket: its prompts, and the room for what comes of them.
+
+        Prompts to be issued again come first; a ticket takes none beyond one run of them. With an `owner` it is handed
+        out at once, as by `assign`.
+
+        Raises:
+            LedgerError: If every record is in use.
+        """
+        if not self._free_slots:
+            raise LedgerError(f"all {self.layout.extents:,} extents are in use")
+        if rows > self.layout.rows_per_extent:
+            raise LedgerError(f"an extent of {rows} rows, the ledger was made for {self.layout.rows_per_extent}")
+        totals = self.totals
+        position = self._take_prompts(prompts)
+        record = ExtentRecord(
+            self._free_slots.pop(), ExtentState.RESERVED, int(owner >= 0), owner, rows, prompts, totals.tickets,
+            position, totals.policy_version, 0, offset, nbytes,
+        )  # fmt: skip
+        totals.tickets += 1
+        self.extents[record.ticket] = record
+        self.index.reserve(record)
+        self.reserved += rows
+        self.memory.put_extent(record)
+        self._commit()
+        return record
+
+    def assign(self, record: ExtentRecord, owner: int) -> None:
+        """Hand a ticket to a worker, or take it from a dead one (owner -1).
+
+        Every hand-out counts as an attempt and names the version that is newest then.
+        """
+        self._expect(record, ExtentState.RESERVED)
+        self.index.count(record, -1)
+        if owner >= 0:
+            record.attempt = min(255, record.attempt + 1)
+            record.policy_version = self.totals.policy_version
+        record.owner = owner
+        self.index.count(record, 1)
+        self.memory.put_extent(record)
+        self._commit()
+
+    def excuse(self, record: ExtentRecord) -> None:
+        """Take a ticket from its worker, the attempt not counted: what came of it is void for no fault of its own."""
+        self._expect(record, ExtentState.RESERVED)
+        self.index.count(record, -1)
+        record.attempt, record.owner = max(0, record.attempt - 1), -1
+        self.index.count(record, 1)
+        self.memory.put_extent(record)
+        self._commit()
+
+    def seal(self, record: ExtentRecord, *, rows: int, nbytes: int, checksum: int, policy_version: int,
+             fingerprint: int, now_s: float) -> None:  # fmt: skip
+        """Commit a ticket's experiences; `rows` of them are ready from here on."""
+        self._expect(record, ExtentState.RESERVED)
+        if not 0 < rows <= record.rows or nbytes > record.nbytes:
+            raise LedgerError(
+                f"ticket {record.ticket}: sealed {rows} rows in {nbytes:,} B, "
+                f"reserved {record.rows} in {record.nbytes:,} B"
+            )
+        self.index.settle(record)
+        self.reserved -= record.rows
+        self.ready += rows
+        record.state = ExtentState.SEALED
+        record.rows, record.nbytes, record.checksum = rows, nbytes, checksum
+        record.policy_version, record.fingerprint, record.sealed_s = policy_version, fingerprint, now_s
+        fresh = FRESH_ITEM * rows
+        record.hold(fresh)
+        record.held = rows
+        self.index.seal(record)
+        self.index.change(record, rows)
+        self.totals.sealed += rows
+        self.memory.put_extent(record)
+        self.memory.put_items(record, 0, fresh)
+        self._commit()
+
+    def abandon(self, record: ExtentRecord) -> None:
+        """End a ticket nothing came of."""
+        self._expect(record, ExtentState.RESERVED)
+        self.reserved -= record.rows
+        self._free(record)
+        self._commit()
+
+    def lease(self, chosen: Chosen) -> int:
+        """Lease rows as the next batch and return its number: the lowest vacant one, or else a new one."""
+        lease = self.next_lease()
+        if self.vacant:
+            self.vacant.pop(0)
+            self.memory.put_vacant(self.vacant)
+        else:
+            self.totals.leases += 1
+
+        def take(item: Item) -> None:
+            if item.state is not ItemState.READY:
+                raise LedgerError(f"lease {lease}: a row is {item.state.name}, only a READY row is leased")
+            item.state, item.lease, item.deliveries = ItemState.LEASED, lease, min(255, item.deliveries + 1)
+
+        for record, rows in chosen:
+            self._change_items(record, rows, take)
+            self.index.change(record, record.ready - len(rows))
+            self.ready -= len(rows)
+            self.leased += len(rows)
+        self._leases[lease] = chosen
+        self._commit()
+        return lease
+
+    def redeliver(self, lease: int) -> Chosen:
+        """Count one more delivery of a batch whose holder died; it stays leased under its number."""
+
+        def count(item: Item) -> None:
+            item.deliveries = min(255, item.deliveries + 1)
+
+        chosen = self._leases[lease]
+        for record, rows in chosen:
+            self._change_items(record, rows, count)
+        self._commit()
+        return chosen
+
+    def blame(self, lease: int) -> None:
+        """Count one more trainer that died at a batch."""
+
+        def count(item: Item) -> None:
+            item.deaths = min(255, item.deaths + 1)
+
+        for record, rows in self._leases[lease]:
+            self._change_items(record, rows, count)
+        self._commit()
+
+    def acknowledge(self, lease: int) -> list[ExtentRecord]:
+        """Count a batch as trained; return the extents that are free now."""
+        freed = []
+        for record, rows in self._leases.pop(lease):
+            self.totals.trained += len(rows)
+            self.leased -= len(rows)
+            freed += self._remove(record, rows)
+        self._commit()
+        return freed
+
+    def requeue(self, lease: int) -> int:
+        """Make a batch's rows ready again and its number vacant; return how many rows.
+
+        Raises:
+            LedgerError: If more numbers would be vacant than the table holds.
+        """
+        if lease >= self.totals.trained_through:
+            if len(self.vacant) == MOST_LEASES:
+                raise LedgerError(f"more than {MOST_LEASES:,} vacant leases")
+            bisect.insort(self.vacant, lease)
+            self.memory.put_vacant(self.vacant)
+        count = 0
+        for record, rows in self._leases.pop(lease):
+            self._change_items(record, rows, _make_ready)
+            self.index.change(record, record.ready + len(rows))
+            count += len(rows)
+        self.leased -= count
+        self.ready += count
+        self._commit()
+        return count
+
+    def drop(self, chosen: Chosen, reason: str, *, redo: Run | None = None) -> list[ExtentRecord]:
+        """Take ready rows out untrained, counted under `reason`; return the extents that are free now.
+
+        Args:
+            chosen: The rows.
+            reason: One of `DROP_REASONS`.
+            redo: Prompts that are to be issued again for it.
+        """
+        if redo is not None:
+            self.redo = add_prompts(self.redo, redo, most=self.layout.extents)
+            self.memory.put_redo(self.redo)
+        freed = []
+        for record, rows in chosen:
+            self.totals.dropped[DROP_REASONS.index(reason)] += len(rows)
+            self.ready -= len(rows)
+            self.index.change(record, record.ready - len(rows))
+            freed += self._remove(record, rows)
+        self._commit()
+        return freed
+
+    def restore(self, *, ticket: int, position: int, prompts: int, rows: int, chosen: list[int], policy_version: int,
+                fingerprint: int, offset: int, nbytes: int, checksum: int, now_s: float) -> None:  # fmt: skip
+        """Take in an extent that an earlier ledger had sealed; `chosen` of its rows are ready, the others gone.
+
+        Raises:
+            LedgerError: If its ticket is here already, or there is no record for it.
+        """
+        if ticket in self.extents or not self._free_slots or rows > self.layout.rows_per_extent:
+            raise LedgerError(f"ticket {ticket} of {rows} rows cannot be restored")
+        record = ExtentRecord(
+            self._free_slots.pop(), ExtentState.SEALED, 1, -1, rows, prompts, ticket, position, policy_version,
+            fingerprint, offset, nbytes, checksum, now_s,
+        )  # fmt: skip
+        record.hold([Item(ItemState.READY if row in chosen else ItemState.GONE) for row in range(rows)])
+        record.held = len(chosen)
+        self.extents[ticket] = record
+        self.index.seal(record)
+        self.index.change(record, record.held)
+        self.ready += len(chosen)
+        self.totals.sealed += len(chosen)
+        self.totals.tickets = max(self.totals.tickets, ticket + 1)
+        self.memory.put_extent(record)
+        self.memory.put_items(record, 0, b"".join([item.pack() for item in record.items]))
+        self._commit()
+
+    def resume(self, *, position: int, redo: list[Run], versions: list[tuple[int, int]], spool: int) -> None:
+        """Go on where an earlier ledger of the same run ended, whose extents are restored."""
+        # In place: the index looks records up in it.
+        in_order = sorted(self.extents.items())
+        self.extents.clear()
+        self.extents.update(in_order)
+        self.totals.position = max(self.totals.position, position)
+        self.totals.spool = spool
+        for run in redo:
+            self.redo = add_prompts(self.redo, run, most=self.layout.extents)
+        for version, fingerprint in versions:
+            self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
+        self.memory.put_redo(self.redo)
+        self._commit()
+
+    def publish(self, version: int, fingerprint: int, trained_through: int) -> None:
+        """Note the newest policy version and which leases it includes."""
+        self.totals.policy_version = version
+        self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
+        self._renumber(trained_through)
+        self._commit()
+
+    def rebase(self, trained_through: int) -> None:
+        """Note that the newest version's successor is trained on leases from this one on."""
+        self._renumber(trained_through)
+        self._commit()
+
+    def roll_back(self, version: int, fingerprint: int, *, world_size: int, redo: list[Run]) -> None:
+        """Note that an older version is the newest again; all leases that are out are void from here on.
+
+        Numbers go on at rank 0's turn, so a trainer that starts anew gets its batches in step with the others.
+
+        Args:
+            version: The older version.
+            fingerprint: Its weights'.
+            world_size: Trainer ranks.
+            redo: Prompts that are to be issued again, for they were trained on by what is undone.
+        """
+        totals = self.totals
+        for run in redo:
+            self.redo = add_prompts(self.redo, run, most=self.layout.extents)
+        self.memory.put_redo(self.redo)
+        for place in self.versions.roll_back(version):
+            self.memory.put_version(self.versions, place)
+        self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
+        totals.policy_version = version
+        totals.leases = -(-totals.leases // world_size) * world_size
+        self._renumber(totals.leases)
+        for record in self.reserved_extents():
+            if record.policy_version > version:
+                self.index.count(record, -1)
+                record.policy_version = version
+                self.index.count(record, 1)
+                self.memory.put_extent(record)
+        self._commit()
+
+    # Reads.
+
+    def reserved_extents(self) -> Iterator[ExtentRecord]:
+        """Yield the extents of tickets not yet settled, oldest first."""
+        return iter(self.index.reserved.values())
+
+    def sealed_extents(self) -> Iterator[ExtentRecord]:
+        """Yield the extents that hold items, oldest ticket first."""
+        return (record for record in self.extents.values() if record.state is ExtentState.SEALED)
+
+    def leases(self) -> dict[int, Chosen]:
+        """Return the rows under each lease that is out, in batch order."""
+        return self._leases
+
+    def next_lease(self) -> int:
+        """Return the number that the next batch takes."""
+        return self.vacant[0] if self.vacant else self.totals.leases
+
+    def has_free_slot(self) -> bool:
+        """Return whether one more ticket can be written down."""
+        return bool(self._free_slots)
+
+    def close(self) -> None:
+        """Let go of the memory; what it holds stays for the next buffer."""
+        self.memory.close()
+
+    # What every transaction needs.
+
+    def _expect(self, record: ExtentRecord, state: ExtentState) -> None:
+        if record.state is not state:
+            raise LedgerError(f"ticket {record.ticket} is {record.state.name}, expected {state.name}")
+
+    def _remove(self, record: ExtentRecord, rows: list[int]) -> list[ExtentRecord]:
+        self._change_items(record, rows, _make_gone)
+        record.held -= len(rows)
+        if record.held:
+            return []
+        self._free(record)
+        return [record]
+
+    def _free(self, record: ExtentRecord) -> None:
+        self.index.free(record, record.state)
+        record.state = ExtentState.FREE
+        self.memory.put_extent(record)
+        del self.extents[record.ticket]
+        self._free_slots.append(record.slot)
+
+    def _take_prompts(self, prompts: int) -> int:
+        if not self.redo:
+            self.totals.position += prompts
+            return self.totals.position - prompts
+        (position, count), *rest = self.redo
+        if prompts > count:
+            raise LedgerError(f"a ticket of {prompts} prompts, {count} are to be issued again from {position:,} on")
+        left = [Run(position + prompts, count - prompts)] if prompts < count else []
+        self.redo = left + rest
+        self.memory.put_redo(self.redo)
+        return position
+
+    def _renumber(self, trained_through: int) -> None:
+        self.totals.trained_through = trained_through
+        if self.vacant and self.vacant[0] < trained_through:
+            self.vacant = [lease for lease in self.vacant if lease >= trained_through]
+            self.memory.put_vacant(self.vacant)
+
+    def _change_items(self, record: ExtentRecord, rows: list[int], change: Callable[[Item], None]) -> None:
+        self.memory.put_items(record, *record.change(rows, change))
+
+    def _commit(self) -> None:
+        self.memory.commit(self.totals)
+
+    def _take_over(self, records: list[ExtentRecord]) -> None:
+        for record in records:
+            if record.ticket in self.extents:
+                raise LedgerError(f"ticket {record.ticket} stands twice in the ledger")
+            self.extents[record.ticket] = record
+            if record.state is ExtentState.RESERVED:
+                self.reserved += record.rows
+                self.index.reserve(record)
+            else:
+                self._read_items(record)
+        for parts in self._leases.values():
+            # As in the batch that was leased: see `LedgerIndex.ready`.
+            parts.sort(key=lambda part: (part[0].policy_version, part[0].position, part[0].ticket))
+
+    def _read_items(self, record: ExtentRecord) -> None:
+        data = self.memory.items(record)
+        ready, leased = Item.count_all(data)
+        record.hold(data)
+        record.held = ready + leased
+        self.index.seal(record)
+        self.index.change(record, ready)
+        self.ready += ready
+        self.leased += leased
+        if leased:
+            self._read_leases(record)
+
+    def _read_leases(self, record: ExtentRecord) -> None:
+        for row, item in enumerate(record.items):
+            if item.state is ItemState.LEASED:
+                parts = self._leases.setdefault(item.lease, [])
+                if not parts or parts[-1][0] is not record:
+                    parts.append((record, []))
+                parts[-1][1].append(row)
+
+
+def _make_ready(item: Item) -> None:
+    item.state = ItemState.READY
+
+
+def _make_gone(item: Item) -> None:
+    item.state = ItemState.GONE

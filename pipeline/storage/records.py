@@ -1,0 +1,242 @@
+"""The records of the ledger - totals, extents, items - and their bytes in shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from collections.abc import Callable
+
+import xxhash
+
+from pipeline.errors import LedgerError
+from pipeline.storage.redo_log import JOURNAL_HEADER_BYTES
+from pipeline.storage.tables import VACANT_BYTES, VERSIONS_BYTES, redo_bytes
+
+DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
+LAYOUT_VERSION = 4
+
+_TOTALS = struct.Struct("<14q")
+_EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
+_ITEM = struct.Struct("<BBBxI")
+ITEM_BYTES = _ITEM.size
+EXTENT_BYTES = 128
+TOTALS_BYTES = 128
+
+
+class ExtentState(enum.IntEnum):
+    """States of an extent."""
+
+    FREE = 0
+    RESERVED = 1
+    SEALED = 2
+
+
+class ItemState(enum.IntEnum):
+    """States of an item, a row of a sealed extent."""
+
+    GONE = 0
+    READY = 1
+    LEASED = 2
+
+
+_STATES = tuple(map(int, ItemState))
+# Looked up rather than made: an enum's own call costs more than all else of a record.
+_EXTENT_STATES, _ITEM_STATES = tuple(ExtentState), tuple(ItemState)
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerLayout:
+    """How many extents and items a ledger can tell apart; fixed when its arena is made."""
+
+    extents: int
+    rows_per_extent: int
+
+    @property
+    def journal_bytes(self) -> int:
+        """Room for a transaction that touches every row of a large batch one by one."""
+        return JOURNAL_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole ledger."""
+        items = self.extents * self.rows_per_extent * ITEM_BYTES
+        tables = VACANT_BYTES + redo_bytes(self.extents) + VERSIONS_BYTES
+        return self.journal_bytes + TOTALS_BYTES + tables + self.extents * EXTENT_BYTES + items
+
+    @property
+    def identity(self) -> int:
+        """A number that two ledgers share only if they can be read alike."""
+        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
+
+
+@dataclasses.dataclass
+class Totals:
+    """Counters that survive the buffer.
+
+    Attributes:
+        sealed: Items committed, ever.
+        trained: Items acknowledged after an optimizer step, ever.
+        dropped: Items taken out untrained, by reason.
+        tickets: Tickets issued so far, which is the next ticket's number.
+        position: First prompt position no ticket was issued for.
+        leases: Lease numbers given out so far; the next batch takes a vacant one, or else this one.
+        policy_version: Newest version published, -1 before the first.
+        trained_through: First lease that the newest version does not include.
+        spool: Number of the spool that this arena has taken in, 0 for none.
+    """
+
+    sealed: int = 0
+    trained: int = 0
+    dropped: list[int] = dataclasses.field(default_factory=lambda: [0] * len(DROP_REASONS))
+    tickets: int = 0
+    position: int = 0
+    leases: int = 0
+    policy_version: int = -1
+    trained_through: int = 0
+    spool: int = 0
+
+    def pack(self) -> bytes:
+        """Return the totals' bytes in the ledger."""
+        return _TOTALS.pack(
+            self.sealed, self.trained, *self.dropped, self.tickets, self.position, self.leases, self.policy_version,
+            self.trained_through, self.spool,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, data: memoryview) -> Totals:
+        """Return the totals that `data` holds."""
+        values = _TOTALS.unpack_from(data)
+        split = 2 + len(DROP_REASONS)
+        return cls(values[0], values[1], list(values[2:split]), *values[split:])
+
+
+@dataclasses.dataclass(slots=True)
+class ExtentRecord:
+    """One extent, and the ticket it was reserved for.
+
+    Attributes:
+        slot: Place of the record in the table.
+        attempt: How often its ticket was handed out.
+        owner: Index of the worker that rolls it out, -1 while none does.
+        rows: Rows reserved; the rows that came once it is sealed.
+        order: The ticket's number; batches take items in this order.
+        policy_version: Newest version when the ticket was issued; the version that wrote the rows once it is sealed.
+        sealed_s: Monotonic time of the seal.
+        ready: Rows in state READY, as `ledger_index` keeps count.
+        held: Rows that are not GONE.
+        items: State, deliveries and lease of each row.
+    """
+
+    slot: int
+    state: ExtentState = ExtentState.FREE
+    attempt: int = 0
+    owner: int = -1
+    rows: int = 0
+    prompts: int = 0
+    ticket: int = 0
+    position: int = 0
+    policy_version: int = -1
+    fingerprint: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    checksum: int = 0
+    sealed_s: float = 0.0
+    ready: int = 0
+    held: int = 0
+    _items: list[Item] | bytes = dataclasses.field(default_factory=list)
+
+    @property
+    def items(self) -> list[Item]:
+        """Each row; what a killed buffer left is decoded when it is asked for, few rows at a time ever are."""
+        if isinstance(self._items, bytes):
+            self._items = Item.unpack_all(self._items)
+        return self._items
+
+    def hold(self, items: list[Item] | bytes) -> None:
+        """Set the rows, or their bytes in the ledger."""
+        self._items = items
+
+    def change(self, rows: list[int], change: Callable[[Item], None]) -> tuple[int, bytes]:
+        """Change rows; return the first of them, and the bytes from it to the last one as they are now."""
+        if (item := self._alike(rows)) is not None:
+            # As most are all their time: one change says it of every row.
+            change(item)
+            self._items = item.pack() * len(rows)
+            return 0, self._items
+        items = self.items
+        for row in rows:
+            change(items[row])
+        return rows[0], b"".join([item.pack() for item in items[rows[0] : rows[-1] + 1]])
+
+    def most_deliveries(self, rows: list[int]) -> int:
+        """Return how often the one of these rows was delivered that was delivered most."""
+        if (item := self._alike(rows)) is not None:
+            return item.deliveries
+        items = self.items
+        return max([items[row].deliveries for row in rows])
+
+    def _alike(self, rows: list[int]) -> Item | None:
+        """Return what each row is, if `rows` are all of them and known to be the same; else None."""
+        data = self._items
+        if isinstance(data, bytes) and len(data) == len(rows) * ITEM_BYTES and data == data[:ITEM_BYTES] * len(rows):
+            return Item.unpack_all(data[:ITEM_BYTES])[0]
+        return None
+
+    def pack(self) -> bytes:
+        """Return the record's bytes in the ledger."""
+        return _EXTENT.pack(
+            self.state, self.attempt, self.owner, self.rows, self.prompts, 0, self.ticket, self.position, 0,
+            self.policy_version, self.fingerprint, self.offset, self.nbytes, self.checksum, self.sealed_s,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, slot: int, table: memoryview) -> ExtentRecord:
+        """Return the record that a table of records holds in a slot, without its items."""
+        (state, attempt, owner, rows, prompts, _, ticket, position, _, version, fingerprint, offset, nbytes,
+         checksum, sealed_s) = _EXTENT.unpack_from(table, slot * EXTENT_BYTES)  # fmt: skip
+        return cls(
+            slot, _EXTENT_STATES[state], attempt, owner, rows, prompts, ticket, position, version, fingerprint,
+            offset, nbytes, checksum, sealed_s,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(slots=True)
+class Item:
+    """One row of a sealed extent; `deaths` counts the trainers that died at a batch with it."""
+
+    state: ItemState = ItemState.READY
+    deliveries: int = 0
+    lease: int = 0
+    deaths: int = 0
+
+    def pack(self) -> bytes:
+        """Return the item's bytes in the ledger."""
+        return _ITEM.pack(self.state, self.deliveries, self.deaths, self.lease)
+
+    @classmethod
+    def unpack_all(cls, data: bytes) -> list[Item]:
+        """Return the items that `data` holds one after another."""
+        return [
+            cls(_ITEM_STATES[state], deliveries, lease, deaths)
+            for state, deliveries, deaths, lease in _ITEM.iter_unpack(data)
+        ]
+
+    @staticmethod
+    def count_all(data: bytes) -> tuple[int, int]:
+        """Return how many of the items that `data` holds are READY, and how many LEASED.
+
+        Raises:
+            LedgerError: If one is in no state there is.
+        """
+        states = data[::ITEM_BYTES]
+        gone, ready, leased = map(states.count, _STATES)
+        if gone + ready + leased < len(states):
+            raise LedgerError(f"an item is in state {max(states)}, which is none")
+        return ready, leased
+
+
+FRESH_ITEM = Item().pack()
+
+# Rows of extents, in the order in which a batch takes them.
+Chosen = list[tuple[ExtentRecord, list[int]]]

@@ -1,0 +1,115 @@
+"""The head of a file of weights: which versions its slots hold, and which of them is the newest. Read without torch.
+
+    page 0      magic, slots, slot bytes, data offset, manifest bytes; `newest` (slot + 1, 0 before the first publish)
+    512         one header of 64 B a slot: sequence, version, fingerprint, trained_through, history, rollback,
+                log-prob and tokens of the probe
+
+A slot's sequence is odd while it is written, and `newest` is written last (`pipeline.models.weights.store`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+MAGIC = b"rlhfd-weights\x00\x00\x01"
+HEADER = struct.Struct("<16sQQQQ")
+PAGE_BYTES = 4096
+NEWEST = 64 // 8
+_SLOT_HEADERS = 512
+_SLOT_HEADER_BYTES = 64
+MOST_SLOTS = (PAGE_BYTES - _SLOT_HEADERS) // _SLOT_HEADER_BYTES
+_FLOAT_BITS, _BITS = struct.Struct("<d"), struct.Struct("<Q")
+
+
+class Probe(NamedTuple):
+    """Summed log-prob, in nats, that these weights give to the tokens of the run's first prompt."""
+
+    log_prob: float
+    tokens: int
+
+
+Age = tuple[int, int]
+"""A version's number and its history."""
+
+
+class WeightsVersion(NamedTuple):
+    """A published version.
+
+    Attributes:
+        version: Its number.
+        fingerprint: xxh3-64 of its bytes.
+        trained_through: The first lease that it does not include.
+        rollback: Whether it takes the place of a later one.
+        history: Rollbacks up to this version.
+        probe: What a model with these weights answers; None where it was not asked.
+        position: Of a rollback, the first prompt that may be missing from these weights; -1 where that is not known.
+    """
+
+    version: int
+    fingerprint: int
+    trained_through: int = 0
+    rollback: bool = False
+    history: int = 0
+    probe: Probe | None = None
+    position: int = -1
+
+    @property
+    def age(self) -> Age:
+        """What tells it from every other version of a run."""
+        return self.version, self.history
+
+
+def slot_mark(slot: int) -> int:
+    """Return where a slot's header begins, in words of 8 bytes."""
+    return (_SLOT_HEADERS + slot * _SLOT_HEADER_BYTES) // 8
+
+
+def pack_version(published: WeightsVersion) -> tuple[int, ...]:
+    """Return the words behind a slot's sequence."""
+    probe = published.probe
+    (bits,) = _BITS.unpack(_FLOAT_BITS.pack(probe.log_prob if probe else 0.0))
+    # 0: no rollback, 1: one of unknown position, above: 2 more than the position.
+    undone = published.position + 2 if published.rollback else 0
+    version, fingerprint, through = published.version, published.fingerprint, published.trained_through
+    return version, fingerprint, through, published.history, undone, bits, probe.tokens if probe else 0
+
+
+def unpack_version(marks: memoryview[int], slot: int) -> WeightsVersion:
+    """Return the version of a slot.
+
+    Args:
+        marks: The page's words.
+        slot: Which one; whether it is whole says its sequence.
+    """
+    mark = slot_mark(slot)
+    _, version, fingerprint, through, history, rollback, bits, tokens = marks[mark : mark + 8]
+    (log_prob,) = _FLOAT_BITS.unpack(_BITS.pack(bits))
+    probe = Probe(log_prob, tokens) if tokens else None
+    return WeightsVersion(version, fingerprint, through, bool(rollback), history, probe, max(rollback, 1) - 2)
+
+
+def newest_version(path: Path) -> WeightsVersion | None:
+    """Return what a file says is the newest version; None before the first publish, or while that cannot be told.
+
+    Args:
+        path: Of the file; it need not be there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # Twice: a page that is written to while it is read is not the same again.
+        page, again = os.pread(descriptor, PAGE_BYTES, 0), os.pread(descriptor, PAGE_BYTES, 0)
+    finally:
+        os.close(descriptor)
+    if page != again or len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
+        return None
+    marks = memoryview(page).cast("Q")
+    slot = marks[NEWEST] - 1
+    if not 0 <= slot < MOST_SLOTS or marks[slot_mark(slot)] % 2:
+        return None
+    return unpack_version(marks, slot)

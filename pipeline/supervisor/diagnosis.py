@@ -1,0 +1,244 @@
+"""What holds a run back, in sentences: what `rlhfd why` prints, and who is to blame when nothing moves.
+
+Pure: a view of the run comes in, text comes out.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from pipeline.supervisor.hangs import HangLimits, Standing
+
+_SUSPICIOUS_S = 5.0
+"""Silence worth a word; an idle process beats four times a second."""
+_WORTH_SAYING = 0.02
+_WAITS = {
+    "wait_ticket_full": "waiting because the buffer is full",
+    "wait_ticket_staleness": "waiting for the next version (buffer.max_staleness)",
+    "wait_ticket_paused": "waiting for `rlhfd resume`",
+}
+
+Shares = Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessView:
+    """One process: how it stands, what it spent the last minute on, and what else its slot knows.
+
+    Attributes:
+        state: Of its slot: starting, ready, backoff, ...
+        state_since_s: Monotonic time of its start; when the next start is due, in backoff.
+        shares: Share of the last minute by activity.
+        last_line: What it printed last.
+    """
+
+    standing: Standing
+    state: str
+    state_since_s: float
+    shares: Shares
+    last_line: str = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether another process is to move first."""
+        return self.standing.progress.activity.startswith("wait_") or self.standing.role == "buffer"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunView:
+    """A run at one moment.
+
+    Attributes:
+        now_s: Monotonic time.
+        state: starting, ready, paused, stuck or draining.
+        batch_rows: Rows of one batch.
+        is_external: Whether somebody else's trainer takes the batches.
+        quiet_s: How long nothing has moved although it could have.
+    """
+
+    now_s: float
+    state: str
+    processes: Sequence[ProcessView]
+    ready_items: int
+    leases_active: int
+    batch_rows: int
+    is_external: bool
+    limits: HangLimits
+    quiet_s: float = 0.0
+
+    def of(self, role: str) -> list[ProcessView]:
+        """Return the processes of a role."""
+        return [process for process in self.processes if process.standing.role == role]
+
+
+class ShareWindow:
+    """What each process spent a window of time on, from counters that never fall."""
+
+    def __init__(self, window_s: float = 60.0, every_s: float = 1.0) -> None:
+        self._window_s = window_s
+        self._every_s = every_s
+        self._samples: collections.deque[tuple[float, Mapping[tuple[str, ...], float]]] = collections.deque()
+
+    def add(self, now_s: float, seconds: Mapping[tuple[str, ...], float]) -> None:
+        """Take the seconds so far by (role, worker, activity), unless the last ones are a moment old."""
+        if self._samples and now_s - self._samples[-1][0] < self._every_s:
+            return
+        self._samples.append((now_s, seconds))
+        while self._samples[0][0] < now_s - self._window_s:
+            self._samples.popleft()
+
+    def shares(self, role: str, worker: str | None = None) -> dict[str, float]:
+        """Return the share of each activity, largest first; of one process, or of all of a role together."""
+        if len(self._samples) < 2:
+            return {}
+        (_, first), (_, last) = self._samples[0], self._samples[-1]
+        spent: dict[str, float] = {}
+        for key, seconds in last.items():
+            if key[0] == role and worker in (None, key[1]):
+                spent[key[2]] = spent.get(key[2], 0.0) + seconds - first.get(key, 0.0)
+        total = sum(spent.values())
+        ordered = sorted(spent.items(), key=lambda item: (-item[1], item[0]))
+        return {name: seconds / total for name, seconds in ordered if seconds > 0} if total > 0 else {}
+
+
+def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
+    """Return what the run waits for, at most five sentences, the most important first."""
+    sentences = [_absent(run, process) for process in run.processes if process.state in ("starting", "backoff")]
+    sentences += [_failed(process) for process in run.processes if process.state == "failed"]
+    sentences += [_suspect(run, process) for process in suspects(run)]
+    if run.state == "paused":
+        sentences.insert(0, "The run is paused: no tickets are issued until `rlhfd resume`.")
+    if run.state == "draining":
+        busy = [process for process in run.processes if process.state == "draining"]
+        sentences.append(f"The run drains: {_all_at(run, busy) if busy else 'the buffer finishes'}.")
+    elif run.state != "starting" and any(process.standing.is_ready for process in run.processes):
+        sentences.append(_bottleneck(run))
+    spoken = [f"{role} {_shown(shares, role)}" for role, shares in role_shares.items() if shares]
+    if spoken:
+        sentences = [*sentences[:4], f"The last minute: {'; '.join(spoken)}."]
+    return sentences[:5]
+
+
+def suspects(run: RunView) -> list[ProcessView]:
+    """Return the processes that are ready and silent, or stopped, and not merely because other ranks are."""
+    found = [
+        process
+        for process in run.processes
+        if process.standing.is_ready
+        and (process.standing.is_stopped or run.now_s - process.standing.progress.beat_s > _SUSPICIOUS_S)
+        and (process.standing.is_stopped or not process.standing.progress.meets)
+    ]
+    return sorted(found, key=lambda process: process.standing.progress.beat_s)
+
+
+def culprit(run: RunView) -> ProcessView | None:
+    """Return who keeps a run from moving: who is silent, else who is longest at one thing, else the buffer.
+
+    Where everybody waits for somebody else, a message was lost on its way; a new buffer greets all and asks again.
+    """
+    ready = [process for process in run.processes if process.standing.is_ready]
+    busy = sorted((p for p in ready if not p.is_waiting), key=lambda p: p.standing.progress.since_s)
+    buffers = [process for process in ready if process.standing.role == "buffer"]
+    return next(iter([*suspects(run), *busy, *buffers]), None)
+
+
+def waits_outside(run: RunView) -> bool:
+    """Whether the run waits for a trainer that is not its own: it holds batches, or is not there to take them."""
+    workers = run.of("rollout")
+    held_up = all(process.standing.progress.activity.startswith("wait_ticket") for process in workers)
+    return run.is_external and (run.leases_active > 0 or run.ready_items >= run.batch_rows or held_up)
+
+
+def _absent(run: RunView, process: ProcessView) -> str:
+    name = process.standing.name
+    if process.state == "backoff":
+        return f"{name} ended and is started again in {duration(max(0.0, process.state_since_s - run.now_s))}: " + (
+            process.last_line or "it said nothing."
+        )
+    said = f"; its last line: {process.last_line}" if process.last_line else ""
+    stopped = ", and is stopped (SIGSTOP, or a debugger)" if process.standing.is_stopped else ""
+    return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{stopped}{said}."
+
+
+def _failed(process: ProcessView) -> str:
+    return f"{process.standing.name} has failed and is not started again: {process.last_line or 'it said nothing.'}"
+
+
+def _suspect(run: RunView, process: ProcessView) -> str:
+    silent_s = run.now_s - process.standing.progress.beat_s
+    how = "is stopped (SIGSTOP, or a debugger) and" if process.standing.is_stopped else "hangs or is very slow: it"
+    limit_s = run.limits.hang_timeout_s
+    then = f"; after {duration(limit_s)} it is killed and started again" if limit_s else ""
+    return f"{_named(process)} {how} has made no progress for {duration(silent_s)} in {_task(process)}{then}."
+
+
+def _bottleneck(run: RunView) -> str:
+    trainers, workers = ([p for p in run.of(role) if p.standing.is_ready] for role in ("trainer", "rollout"))
+    rows = f"{run.ready_items:,} of {run.batch_rows:,} rows are ready"
+    working = [process for process in workers if not process.is_waiting]
+    if run.is_external:
+        if not waits_outside(run):
+            return f"The trainer outside waits for data: {rows}; {_all_at(run, working or workers)}."
+        if run.leases_active:
+            return f"The run waits for the trainer outside, which holds {run.leases_active} batches; {rows}."
+        return f"The run waits for a trainer outside to connect and take a batch; {rows}."
+    if not trainers:
+        return f"No trainer is ready; {_all_at(run, working or workers)}; {rows}."
+    waiting = [process for process in trainers if process.is_waiting]
+    if len(waiting) == len(trainers):
+        names = " and ".join(process.standing.name for process in waiting)
+        verb = "waits" if len(waiting) == 1 else "wait"
+        share = waiting[0].shares.get("wait_data")
+        lately = f" ({share:.0%} of the last minute)".replace("%", " %") if share is not None else ""
+        return f"{names} {verb} for data{lately}: {rows}; {_all_at(run, working or workers)}."
+    training = [process for process in trainers if not process.is_waiting]
+    if workers and not working:
+        return f"The workers wait for the trainer: {_all_at(run, training)}; {_all_at(run, workers)}."
+    return f"Nothing is waited for: {_all_at(run, [*training, *working])}; {rows}."
+
+
+def _all_at(run: RunView, processes: Sequence[ProcessView]) -> str:
+    """Say what some processes are at; of many, those that are at it longest."""
+    longest = sorted(processes, key=lambda process: process.standing.progress.since_s)
+    more = f" and {len(longest) - 2} more" if len(longest) > 2 else ""
+    return ", ".join(_at(run, process) for process in longest[:2]) + more or "no worker is ready"
+
+
+def _at(run: RunView, process: ProcessView) -> str:
+    since_s = process.standing.progress.since_s
+    if process.is_waiting:
+        return f"{_named(process)} is {_waiting(process.standing.progress.activity, process.standing.role)}"
+    return f"{_named(process)} has been in {_task(process)} for {duration(run.now_s - since_s)}"
+
+
+def _task(process: ProcessView) -> str:
+    progress = process.standing.progress
+    what = {"rollout": "ticket", "trainer": "lease"}.get(process.standing.role)
+    on = f" on {what} {progress.working_on:,}" if what and progress.working_on >= 0 else ""
+    return f"{progress.activity or 'other'}{on}"
+
+
+def _named(process: ProcessView) -> str:
+    return f"{process.standing.name} (pid {process.standing.pid})"
+
+
+def _shown(shares: Shares, role: str) -> str:
+    named = [f"{share * 100:.0f} % {_waiting(name, role)}" for name, share in shares.items() if share >= _WORTH_SAYING]
+    return ", ".join(named)
+
+
+def _waiting(activity: str, role: str) -> str:
+    if activity == "wait_data":
+        return {"rollout": "waiting for a ticket", "buffer": "waiting for messages"}.get(role, "waiting for data")
+    return _WAITS.get(activity, activity)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -1,0 +1,360 @@
+"""The children of one instance: one slot each, started, watched, restarted with backoff."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from pipeline.errors import ExitCode, GaveUpError
+from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, executed
+from pipeline.runtime.forkserver import Template
+from pipeline.runtime.role import Report
+from pipeline.supervisor import oom
+from pipeline.supervisor.placement import Place
+from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
+from pipeline.telemetry.metrics import BY_NAME, START
+from pipeline.telemetry.slab import MetricsSlab
+
+SlotState = Literal["idle", "waiting", "starting", "ready", "draining", "backoff", "failed", "ended"]
+
+_FORKED = ("trainer", "rollout", "setup")
+"""Roles that load torch: they are forked from the template, which has it."""
+
+_LATE_STARTS = 2
+"""Starts in a row that take too long, after which the slot has failed: the first may have been bad luck."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Slot:
+    """One child's place: what runs in it now, and what ran in it before.
+
+    Attributes:
+        error: The child's own last words, one line.
+        finished: Whether the child said that its work is complete.
+        mistrusted: Whether a child said that nothing it makes is of use; none is started again.
+        last_exit: Exit code of the last child, or minus its signal; None before the first ended.
+        due_s: When the next start is due, while in backoff.
+        lines: Lines that the child has printed.
+        ended_by: Who killed the child, where that is known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
+        working_on: The ticket or lease that the last child was at when it died, -1 for none.
+        last_pid: The last child's pid.
+        is_late: Whether the child was condemned because it was not ready in time.
+        late_starts: Children in a row that ended so.
+        ready_s: Since when the child has been ready, None before.
+        has_no_place: Whether the child waits for a cluster to have room for it: neither late nor waited for.
+        lived_s: How long the last child made progress once it was ready: what it hung for in the end is no life.
+    """
+
+    role: str
+    index: int
+    place: Place
+    policy: RestartPolicy
+    state: SlotState = "idle"
+    child: LocalChild | None = None
+    generation: int = 0
+    restarts: int = 0
+    started_s: float = 0.0
+    due_s: float = 0.0
+    last_exit: int | None = None
+    error: str = ""
+    last_line: str = ""
+    finished: bool = False
+    mistrusted: bool = False
+    lines: int = 0
+    ended_by: str = ""
+    working_on: int = -1
+    last_pid: int = 0
+    is_late: bool = False
+    late_starts: int = 0
+    ready_s: float | None = None
+    has_no_place: bool = False
+    lived_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """How it is called in logs."""
+        return self.role if self.role in ("buffer", "setup", "template") else f"{self.role}-{self.index}"
+
+    @property
+    def works(self) -> bool:
+        """Whether it has a part in the run itself, and so a place in the metrics."""
+        return self.role not in ("setup", "template")
+
+    @property
+    def shown_state(self) -> str:
+        """The state as people are shown it: whoever waits for the template is starting."""
+        return "starting" if self.state == "waiting" else self.state
+
+    @property
+    def alive(self) -> bool:
+        """Whether a child runs."""
+        return self.child is not None
+
+
+class Fleet:
+    """Starts and watches children; what an end means for the whole is the supervisor's to decide (`on_end`).
+
+    Attributes:
+        slots: All of them.
+        prompts: Prompts in one epoch, told to each child; 0 if unknown.
+        threads: Threads that each role computes with, 1 for one that is not named.
+        name: The instance's name.
+        model: Directory of the actor, whose code the template loads.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        slab: MetricsSlab,
+        *,
+        clock: Callable[[], float],
+        on_reaped: Callable[[Slot], None],
+        on_end: Callable[[Slot, int], None],
+        on_change: Callable[[Slot], None],
+        on_line: Callable[[Slot, str], None],
+        limits: RestartLimits,
+    ) -> None:
+        self._limits = limits
+        self.slots: list[Slot] = []
+        self.prompts = 0
+        self.threads: dict[str, int] = {}
+        self.name = ""
+        self.model = ""
+        self._template = Template()
+        self._template_slot = self.add("template", 0, Place("", ()))
+        self._folder = folder
+        self._slab = slab
+        self._clock = clock
+        self._on_reaped = on_reaped
+        self._on_end = on_end
+        self._on_change = on_change
+        self._on_line = on_line
+        self._oom_kills = oom.kill_count()
+        self._metrics = slab.writer("supervisor")
+
+    def add(self, role: str, index: int, place: Place) -> Slot:
+        """Make a slot; nothing runs in it yet."""
+        slot = Slot(role, index, place, RestartPolicy(self._limits, random.Random()))
+        self.slots.append(slot)
+        if slot.works:
+            # From 0 on: Prometheus sees no increase in a counter that appears as 1.
+            for reason in BY_NAME["rlhfd_process_exits_total"].labels["reason"]:
+                self._metrics.counter("rlhfd_process_exits_total", role=role, reason=reason)
+        return slot
+
+    def limit(self, limits: RestartLimits) -> None:
+        """Let other bounds on restarts hold from now on."""
+        self._limits = limits
+        for slot in self.slots:
+            slot.policy.limit(limits)
+
+    def of(self, *roles: str) -> Iterator[Slot]:
+        """Yield the slots of some roles."""
+        return (slot for slot in self.slots if slot.role in roles)
+
+    def start(self, slot: Slot) -> None:
+        """Start a child in a slot; one that is forked from the template waits until that is ready.
+
+        Raises:
+            GaveUpError: If this machine has no process or file descriptor for it.
+        """
+        if not self._can_start(slot):
+            slot.state = "waiting"
+            self._on_change(slot)
+            return
+        forked = slot.role in _FORKED and self._template_slot.state == "ready"
+        before, slot.generation = slot.generation, self._next_generation(slot)
+        if slot.works:
+            self._slab.begin(slot.role, slot.index, activity=START)
+        try:
+            slot.child = self._child(slot, forked=forked)
+        except OSError as error:
+            if not forked or not isinstance(error, ConnectionError | TimeoutError):
+                # No process or descriptor to be had: whoever waits for this child would wait for ever.
+                raise GaveUpError(f"{slot.name} cannot be started: {error}") from error
+            log.warning("the template does not answer and is replaced, %s waits for the next: %s", slot.name, error)
+            slot.generation = before
+            if slot.works:
+                self._slab.fold(slot.role, slot.index)
+            slot.state = "waiting"
+            self._template_slot.state = "draining"
+            self.signal([self._template_slot], signal.SIGKILL)
+        else:
+            self._started(slot)
+        self._on_change(slot)
+
+    def _next_generation(self, slot: Slot) -> int:
+        """Ranks meet under one number: whoever joins those that run takes theirs, and the first a new one."""
+        if slot.role != "trainer":
+            return slot.generation + 1
+        running = [rank.generation for rank in self.alive("trainer")]
+        return running[0] if running else max(rank.generation for rank in self.of("trainer")) + 1
+
+    def _started(self, slot: Slot) -> None:
+        if slot.works:
+            self._metrics.counter("rlhfd_process_starts_total", role=slot.role).inc()
+        now_s = self._clock()
+        slot.policy.started(now_s)
+        slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
+        slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
+        slot.ready_s, slot.has_no_place = None, False
+
+    def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
+        return LocalChild(
+            self._starter(slot, forked=forked),
+            on_report=lambda report: self._report(slot, report),
+            on_line=lambda line: self._line(slot, line),
+            on_exit=lambda code: self._ended(slot, code),
+        )
+
+    def _starter(self, slot: Slot, *, forked: bool) -> Starter:
+        environment = {
+            "CUDA_VISIBLE_DEVICES": slot.place.gpu,
+            "OMP_NUM_THREADS": str(self.threads.get(slot.role, 1)),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        if slot.role == "template":
+            return self._template.starter(self.name, self.model, environment)
+        spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus))
+        if forked:
+            return self._template.forked(spec, environment)
+        return executed("pipeline.runtime.child_entry", [msgspec.json.encode(spec).decode()], environment)
+
+    def retry(self, slot: Slot) -> float | None:
+        """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
+        hopeless = slot.mistrusted or slot.late_starts >= _LATE_STARTS
+        delay_s = None if hopeless else slot.policy.died(self._clock(), slot.lived_s)
+        if delay_s is None:
+            slot.state = "failed"
+        else:
+            slot.state, slot.due_s = "backoff", self._clock() + delay_s
+            slot.restarts += 1
+        self._on_change(slot)
+        return delay_s
+
+    def again(self, slot: Slot) -> None:
+        """Plan another start of a slot whose child did nothing wrong, at once."""
+        slot.state, slot.due_s = "backoff", self._clock()
+        slot.restarts += 1
+        self._on_change(slot)
+
+    def due(self) -> Iterator[Slot]:
+        """Yield the slots whose next start is due."""
+        now_s = self._clock()
+        for slot in self.slots:
+            if (slot.state == "backoff" and slot.due_s <= now_s) or (slot.state == "waiting" and self._can_start(slot)):
+                yield slot
+
+    def _can_start(self, slot: Slot) -> bool:
+        """Whether what it is forked from is there; once the template has failed for good, roles are executed."""
+        return slot.role not in _FORKED or self._template_slot.state in ("ready", "failed")
+
+    def close(self) -> None:
+        """End the template."""
+        self.signal([self._template_slot], signal.SIGKILL)
+        self._template.close()
+
+    def signal(self, slots: Iterable[Slot], number: signal.Signals) -> None:
+        """Send a signal to whatever runs in these slots."""
+        for slot in slots:
+            if slot.child is not None:
+                slot.child.signal(number)
+
+    def kill_group(self, slots: Iterable[Slot]) -> None:
+        """Kill ranks that cannot go on without another one."""
+        for slot in slots:
+            slot.ended_by = slot.ended_by or "group"
+            # Not one that starts any more: whoever joined it now would wait for the dead.
+            slot.state = "draining"
+            self.signal([slot], signal.SIGKILL)
+
+    def all_ready(self) -> bool:
+        """Whether every role but the setup is ready; rollout slots without a place, or failed, degrade a run alone."""
+        required = [slot for slot in self.slots if slot.works and slot.state != "failed" and not slot.has_no_place]
+        return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
+
+    def now_s(self) -> float:
+        """Return the fleet's clock."""
+        return self._clock()
+
+    def alive(self, *roles: str) -> list[Slot]:
+        """Return the slots of these roles (all, if none is named) in which a child runs."""
+        return [slot for slot in self.slots if slot.alive and (not roles or slot.role in roles)]
+
+    def _report(self, slot: Slot, report: Report) -> None:
+        if report.error:
+            slot.error = report.error
+        if report.progress:
+            self._on_line(slot, report.progress)
+        if report.state == "finished":
+            slot.finished = True
+        if report.state == "mistrusted":
+            slot.mistrusted = True
+        if report.state in ("homeless", "placed"):
+            slot.has_no_place = report.state == "homeless"
+            # How long it may take from here on is counted from here on.
+            slot.started_s = self._clock()
+        if report.state == "ready":
+            slot.state, slot.is_late, slot.ready_s = "ready", False, self._clock()
+            startup_s = slot.ready_s - slot.started_s
+            if slot.works:
+                self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
+            log.info(
+                "ready: process=%s pid=%d startup_s=%.1f", slot.name, slot.child.pid if slot.child else 0, startup_s
+            )
+            self._on_change(slot)
+
+    def _line(self, slot: Slot, line: str) -> None:
+        slot.last_line = line
+        slot.lines += 1
+        self._on_line(slot, line)
+
+    def _ended(self, slot: Slot, code: int) -> None:
+        # Its gauges go with the fold: a last look at what it showed.
+        self._on_reaped(slot)
+        booted = slot.state != "starting"
+        slot.late_starts = slot.late_starts + 1 if slot.is_late else 0
+        slot.last_pid = slot.child.pid if slot.child is not None else 0
+        slot.lived_s = self._lived_s(slot)
+        slot.child, slot.last_exit, slot.state = None, code, "ended"
+        if slot.role == "template" and not booted and code > 0:
+            # What it cannot load, the roles cannot either; theirs to say what it is.
+            slot.mistrusted = True
+        if slot.works:
+            slot.working_on = self._slab.progress(slot.role, slot.index).working_on
+            self._slab.fold(slot.role, slot.index)
+            kills = oom.kill_count()
+            if code == -signal.SIGKILL and not slot.ended_by and kills > self._oom_kills:
+                slot.ended_by = "oom"
+            self._oom_kills = kills
+            reason = exit_reason(code, booted=booted, ended_by=slot.ended_by)
+            self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
+        self._on_end(slot, code)
+
+    def _lived_s(self, slot: Slot) -> float:
+        if slot.ready_s is None:
+            return 0.0
+        moved_s = self._slab.progress(slot.role, slot.index).beat_s if slot.works else self._clock()
+        return max(0.0, moved_s - slot.ready_s)
+
+
+def exit_reason(code: int, *, booted: bool, ended_by: str = "") -> str:
+    """Return the label ``reason`` of an exit."""
+    if ended_by in ("watchdog", "oom"):
+        return ended_by
+    if code == ExitCode.OK:
+        return "clean"
+    if code < 0:
+        return "signal"
+    return "error" if booted else "boot"

@@ -1,0 +1,117 @@
+"""What the page shows: the run at this moment, its history, and the rollouts that were kept for people."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import secrets
+import time
+from typing import Any, Final
+
+import msgspec
+
+from pipeline.config.schema import Config
+from pipeline.runtime.workspace import Workspace, capacity_items
+from pipeline.supervisor.status import InstanceStatus
+from pipeline.supervisor.watchdog import Guard
+from pipeline.telemetry.history import History, HistoryRecorder
+from pipeline.telemetry.samples import SampleReader, folder_of
+
+_SAVE_INTERVAL_S: Final = 10.0
+_FRESH_S: Final = 0.5
+_MOST_SAMPLES: Final = 100
+_MOST_SAMPLE_BYTES: Final = 8 << 20
+
+log = logging.getLogger(__name__)
+
+
+class PageData:
+    """Answers the page's requests from the supervisor's loop, and keeps the history.
+
+    Args:
+        config: The instance's.
+        workspace: Names the run.
+        status: What is known of it.
+        guard: Why it does what it does.
+        is_local: Whether only this machine reaches the page.
+    """
+
+    def __init__(
+        self, config: Config, workspace: Workspace, status: InstanceStatus, guard: Guard, *, is_local: bool
+    ) -> None:
+        self._config = config
+        self._status = status
+        self._guard = guard
+        self._history = History(config.daemon.state_dir / "history.msgpack", workspace.run.identity)
+        self._recorder = HistoryRecorder(self._history)
+        self._saved_s = time.monotonic()
+        self._now: dict[str, Any] = {}
+        self._now_s = -_FRESH_S
+        self._hidden = ""
+        if not config.samples.per_minute:
+            self._hidden = "No rollouts are kept: samples.per_minute is 0."
+        elif not is_local and not config.samples.remote:
+            self._hidden = "Rollouts are shown on the loopback address only, unless samples.remote is true."
+        self._reader = SampleReader(folder_of(config.daemon.state_dir), newest=_MOST_SAMPLES)
+        # A cursor of another daemon, or of another life of this one, means nothing here.
+        self._feed = secrets.token_hex(4)
+        self._kept: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._number = 0
+
+    def sample(self, now_s: float) -> None:
+        """Take note of the supervisor's newest reading."""
+        books = self._status.books()
+        self._recorder.add(now_s, time.time(), self._status.reading, books.ready_items if books else 0)
+        if now_s - self._saved_s >= _SAVE_INTERVAL_S:
+            self._saved_s = now_s
+            self.save()
+
+    def save(self) -> None:
+        """Write the history to disk."""
+        try:
+            self._history.save()
+        except OSError as error:
+            log.warning("history not written: error=%s", error)
+
+    def live(self, after_s: float) -> bytes:
+        """Return the run at this moment, and the points of its history that end after a Unix time, as JSON."""
+        now_s = time.monotonic()
+        if now_s - self._now_s >= _FRESH_S:
+            # However many look on.
+            self._now_s, self._now = now_s, self._look()
+        points = [point.shown() for point in self._history.points(after_s)]
+        return msgspec.json.encode({**self._now, "history": points})
+
+    def samples(self, cursor: str) -> bytes:
+        """Return the rollouts kept since an earlier answer as JSON, and the cursor for the next; at most the newest."""
+        if self._hidden:
+            return msgspec.json.encode({"hidden": self._hidden})
+        for sample in self._reader.read():
+            self._number += 1
+            self._kept.append((self._number, msgspec.json.encode(sample)))
+        total = sum(len(text) for _, text in self._kept)
+        while len(self._kept) > _MOST_SAMPLES or total > _MOST_SAMPLE_BYTES:
+            total -= len(self._kept.popleft()[1])
+        feed, _, number = cursor.partition(".")
+        after = int(number) if feed == self._feed and number.isdecimal() else 0
+        shown = [msgspec.Raw(text) for at, text in self._kept if at > after]
+        return msgspec.json.encode({"cursor": f"{self._feed}.{self._number}", "samples": shown})
+
+    def _look(self) -> dict[str, Any]:
+        why = self._guard.why()
+        activity = {process["name"]: process["activity"] for process in why["processes"]}
+        status = self._status.status()
+        status["buffer"]["capacity_items"] = capacity_items(self._config)
+        for process in status["processes"]:
+            process["name"] = _name(process)
+            process["activity"] = activity.get(process["name"], "")
+        return {
+            "status": status,
+            "why": why["sentences"],
+            "group_size": self._config.group_size,
+            "batch_rows": self._config.sample_batch_size,
+        }
+
+
+def _name(process: dict[str, Any]) -> str:
+    return "buffer" if process["role"] == "buffer" else f"{process['role']}-{process['index']}"

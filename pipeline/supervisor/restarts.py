@@ -1,0 +1,78 @@
+"""When a dead process is started again: backoff with jitter, and a limit beyond which its slot has failed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+
+from pipeline.config.schema import DaemonConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartLimits:
+    """Bounds of restarting one slot.
+
+    Attributes:
+        first_delay_s: Wait before the first restart; doubles with each one that follows.
+        longest_delay_s: Cap of the wait.
+        healthy_s: A process that made progress for this long, from ready on, starts the doubling anew.
+        starts: Starts within `window_s` after which the slot has failed, and deaths in a row without a healthy life.
+        window_s: Length of that window; a start of a large model may take so long that it never holds so many.
+    """
+
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 60.0
+    healthy_s: float = 300.0
+    starts: int = 5
+    window_s: float = 600.0
+
+    @classmethod
+    def of(cls, config: DaemonConfig) -> RestartLimits:
+        """Return the configured bounds."""
+        return cls(
+            first_delay_s=min(config.restart_delay_s, config.restart_delay_max_s),
+            longest_delay_s=config.restart_delay_max_s,
+            starts=config.restart_limit,
+            window_s=config.restart_window_s,
+        )
+
+
+class RestartPolicy:
+    """One slot's history of starts and deaths; the clock and the random numbers are the caller's."""
+
+    def __init__(self, limits: RestartLimits, rng: random.Random) -> None:
+        self._limits = limits
+        self._rng = rng
+        self._starts: collections.deque[float] = collections.deque()
+        self._delay_s = limits.first_delay_s
+        self._unhealthy = 0
+
+    def limit(self, limits: RestartLimits) -> None:
+        """Let other bounds hold from now on; a wait that has grown beyond the new cap is cut to it."""
+        is_first = self._delay_s == self._limits.first_delay_s
+        self._delay_s = limits.first_delay_s if is_first else min(self._delay_s, limits.longest_delay_s)
+        self._limits = limits
+
+    def started(self, now_s: float) -> None:
+        """Note a start."""
+        self._starts.append(now_s)
+
+    def died(self, now_s: float, lived_s: float) -> float | None:
+        """Note a death; return how long to wait before the next start, or None if the slot has failed.
+
+        Args:
+            now_s: Monotonic time.
+            lived_s: From ready to its last progress; 0 for one that was never ready.
+        """
+        limits = self._limits
+        self._unhealthy += 1
+        if lived_s >= limits.healthy_s:
+            self._delay_s, self._unhealthy = limits.first_delay_s, 0
+        while self._starts and now_s - self._starts[0] > limits.window_s:
+            self._starts.popleft()
+        if max(len(self._starts), self._unhealthy) >= limits.starts:
+            return None
+        delay_s = self._delay_s * self._rng.uniform(0.8, 1.2)
+        self._delay_s = min(2 * self._delay_s, limits.longest_delay_s)
+        return delay_s

@@ -1,0 +1,313 @@
+"""One instance at a glance: what the status command, the terminal and the health endpoints show."""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.schema import Config
+from pipeline.runtime.pause import Pause
+from pipeline.runtime.workspace import Workspace, capacity_items
+from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.gpus import GpuWatch, gpu_series
+from pipeline.supervisor.live import RateWindow, Snapshot
+from pipeline.supervisor.watchdog import Guard
+from pipeline.telemetry.metrics import Conservation
+from pipeline.telemetry.reader import MetricsReader, Reading, build_info
+from pipeline.telemetry.slab import MetricsSlab
+
+_HISTORY = 512
+_SHOWN_REWARDS = 56
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_SLOT_STATES = ("starting", "ready", "draining", "backoff", "failed")
+
+
+class InstanceStatus:
+    """Reads the slab and the fleet; writes the supervisor's own metrics.
+
+    Attributes:
+        state: ``"starting"``, ``"ready"`` or ``"draining"``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workspace: Workspace,
+        slab: MetricsSlab,
+        fleet: Fleet,
+        guard: Guard,
+        *,
+        metrics_url: Callable[[], str],
+        path: Path | None = None,
+        pending: Sequence[str] = (),
+    ) -> None:
+        self.state = "starting"
+        self._pending = pending
+        self._pause = Pause(workspace.folder)
+        self._config = config
+        self._workspace = workspace
+        self._slab = slab
+        self._fleet = fleet
+        self._guard = guard
+        self._metrics_url = metrics_url
+        self._path = path
+        self._writer = slab.writer("supervisor")
+        info = {
+            "rlhfd_build_info": build_info(),
+            "rlhfd_run_info": {
+                "run_id": workspace.run.run_id,
+                "algorithm": config.rollout.algorithm,
+                "model": config.model.actor,
+            },
+        }
+        self._reader = MetricsReader(slab, info)
+        self._gpus = GpuWatch()
+        self._gpus.start()
+        self._reading: Reading = self._reader.read()
+        self._tokens = RateWindow(60.0)
+        self._steps = RateWindow(300.0)
+        self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
+        self._step_seen = 0.0
+        self._policy_version = 0
+        self._cpu_s: dict[int, float] = {}
+        self._started_s = time.monotonic()
+        self._writer.gauge("rlhfd_start_time_seconds").set(time.time())
+
+    def sample(self, now_s: float) -> None:
+        """Take the reading that everything else here shows until the next one."""
+        if self.state == "starting" and self._fleet.all_ready():
+            self.state = "ready"
+        self._writer.gauge("rlhfd_ready").set(float(self._fleet.all_ready()))
+        self._writer.beat()
+        self._sample_processes()
+        self._sample_memory()
+        self._reader.told.update(gpu_series(self._gpus.gpus()))
+        self._reading = self._reader.read()
+        spent = self._reading.families["rlhfd_process_time_seconds_total"]
+        self._guard.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
+        version = self._value("rlhfd_policy_version", role="trainer", worker="0")
+        self._policy_version = self._policy_version if version is None else int(version)
+        self._tokens.add(now_s, self._value("rlhfd_tokens_total", kind="response") or 0.0)
+        steps = self._value("rlhfd_train_steps_total") or 0.0
+        self._steps.add(now_s, steps)
+        reward = self._value("rlhfd_reward_mean")
+        if steps != self._step_seen and reward is not None:
+            self._step_seen = steps
+            self._rewards.append(reward)
+
+    def changed(self, slot: Slot) -> None:
+        """Show a slot's new state."""
+        if not slot.works:
+            return
+        for state in _SLOT_STATES:
+            count = sum(other.shown_state == state for other in self._fleet.of(slot.role))
+            self._writer.gauge("rlhfd_processes", role=slot.role, state=state).set(count)
+        labels = {"role": slot.role, "worker": str(slot.index)}
+        self._writer.gauge("rlhfd_process_up", **labels).set(float(slot.state == "ready"))
+        wait_s = slot.due_s - self._fleet.now_s() if slot.state == "backoff" else 0.0
+        self._writer.gauge("rlhfd_process_backoff_seconds", **labels).set(max(0.0, wait_s))
+
+    @property
+    def reading(self) -> Reading:
+        """The newest one."""
+        return self._reading
+
+    def books(self) -> Conservation | None:
+        """Return where every row is; None before the buffer has said so."""
+        return self._reading.books
+
+    @property
+    def phase(self) -> str:
+        """The state, or paused."""
+        return "paused" if self.state == "ready" and self._pause.is_on() else self.state
+
+    @property
+    def shown_state(self) -> str:
+        """The state, or paused, or stuck."""
+        return "stuck" if self.state == "ready" and self._guard.is_stuck else self.phase
+
+    @property
+    def is_buffer_paused(self) -> bool | None:
+        """Whether the buffer said, when it was read last, that it issues no tickets; None while there is no buffer."""
+        paused = self._value("rlhfd_paused")
+        return None if paused is None else paused > 0
+
+    def steps_and_version(self) -> tuple[float, float]:
+        """Return how far training has come."""
+        return self._value("rlhfd_train_steps_total") or 0.0, float(self._policy_version)
+
+    # What others ask for.
+
+    def metrics(self, openmetrics: bool) -> bytes:
+        """Return the exposition text."""
+        text = self._reader.openmetrics() if openmetrics else self._reader.text()
+        # After the reading: what was shown is never more than the next supervisor takes over.
+        self._writer.beat()
+        return text
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether supervisor and buffer go on; a supervisor that hangs does not answer, which tells as much."""
+        silent = self._guard.is_buffer_silent()
+        return not silent, {"state": self.shown_state, "pid": os.getpid(), **({"hung": "buffer"} if silent else {})}
+
+    def ready(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether every required role is ready, and which are not."""
+        waiting = [slot.name for slot in self._fleet.slots if slot.works and slot.state != "ready"]
+        return self._fleet.all_ready() and self.state == "ready", {"state": self.shown_state, "waiting_for": waiting}
+
+    def snapshot(self) -> Snapshot:
+        """Return what the terminal shows."""
+        books = self._reading.books
+        rollout = list(self._fleet.of("rollout"))
+        return Snapshot(
+            state=self.shown_state,
+            algorithm=self._config.rollout.algorithm,
+            model=self._config.model.actor,
+            step=int(self._value("rlhfd_train_steps_total") or 0),
+            max_steps=self._config.trainer.max_steps,
+            # A rank that has ended shows nothing any more; what it last showed is still the newest there is.
+            reward_mean=self._rewards[-1] if self._rewards else None,
+            reward_history=tuple(self._rewards),
+            tokens_per_s=self._tokens.rate(),
+            items_ready=books.ready_items if books else 0,
+            items_capacity=capacity_items(self._config),
+            staleness_mean=self._staleness(),
+            policy_version=self._policy_version,
+            workers_ready=sum(slot.state == "ready" for slot in rollout),
+            workers_total=len(rollout),
+            metrics_url=self._metrics_url(),
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return what `rlhfd status` shows."""
+        # Of one reading: rows that were read later than the steps would not add up with them.
+        shot, books = self.snapshot(), self._reading.books
+        return {
+            "state": self.shown_state,
+            "run_id": self._workspace.run.run_id,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "config": str(self._path or ""),
+            "why": next(iter(self._guard.why()["sentences"]), ""),
+            "needs_restart": [*self._pending],
+            "metrics_url": shot.metrics_url,
+            "algorithm": shot.algorithm,
+            "model": shot.model,
+            "step": shot.step,
+            "max_steps": shot.max_steps,
+            "policy_version": shot.policy_version,
+            "reward_mean": shot.reward_mean,
+            "reward_trend": trend(shot.reward_history),
+            "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
+            "tokens_per_s": shot.tokens_per_s,
+            "steps_per_s": self._steps.rate(),
+            "staleness_mean_versions": shot.staleness_mean,
+            "buffer": {
+                "ready_items": shot.items_ready,
+                "capacity_items": shot.items_capacity,
+                "leased_items": books.leased_items if books else 0,
+                "reserved_items": books.writing_items if books else 0,
+                "capacity_bytes": self._config.buffer.arena_bytes,
+                "used_bytes": (books.ready_bytes + books.leased_bytes + books.writing_bytes) if books else 0,
+                "sealed": books.sealed if books else 0,
+                "trained": books.trained if books else 0,
+                "dropped": books.dropped_by_reason() if books else {},
+                "unaccounted": books.unaccounted if books else 0,
+            },
+            "processes": [self._process(slot) for slot in self._fleet.slots if slot.works],
+        }
+
+    def summary(self) -> list[str]:
+        """Return the last lines of a run: what was done, and that the books balance."""
+        books = self._slab.conservation()
+        if books is None or not books.sealed:
+            return []
+        shot, dropped = (
+            self.snapshot(),
+            ", ".join(f"{reason} {n}" for reason, n in books.dropped_by_reason().items() if n),
+        )
+        lines = [
+            f"experiences: sealed {books.sealed} = trained {books.trained} + dropped {sum(books.dropped)}"
+            f"{f' ({dropped})' if dropped else ''} + ready {books.ready_items} + leased {books.leased_items}"
+        ]
+        if tenth := len(self._rewards) // 10:
+            rewards = list(self._rewards)
+            first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+            lines.insert(0, f"steps: {shot.step}, mean reward of the first tenth {first:.3f}, of the last {last:.3f}")
+        return lines
+
+    # Readings.
+
+    def _value(self, name: str, **labels: str) -> float | None:
+        return self._reading.value(name, **labels)
+
+    def _staleness(self) -> float | None:
+        return self._reading.histogram_mean("rlhfd_policy_staleness_versions", point="train")
+
+    def _process(self, slot: Slot) -> dict[str, Any]:
+        return {
+            "role": slot.role,
+            "index": slot.index,
+            "pid": slot.child.pid if slot.child else None,
+            "state": slot.shown_state,
+            "restarts": slot.restarts,
+            "uptime_s": round(self._fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
+            "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
+            "devices": slot.place.gpu or "cpu",
+            "last_exit": slot.last_exit,
+        }
+
+    def _sample_processes(self) -> None:
+        for slot in self._fleet.slots:
+            if not slot.works or slot.child is None:
+                continue
+            labels = {"role": slot.role, "worker": str(slot.index)}
+            self._writer.gauge("rlhfd_process_resident_memory_bytes", **labels).set(resident_bytes(slot.child.pid))
+            cpu_s = cpu_seconds(slot.child.pid)
+            before_s = self._cpu_s.get(slot.child.pid, 0.0)
+            if cpu_s > before_s:
+                self._cpu_s[slot.child.pid] = cpu_s
+                self._writer.counter("rlhfd_process_cpu_seconds_total", role=slot.role).inc(cpu_s - before_s)
+
+    def _sample_memory(self) -> None:
+        for kind, path in (
+            ("buffer", self._workspace.arena_path),
+            ("weights", self._workspace.weights_path),
+            ("metrics", self._workspace.metrics_path),
+        ):
+            if path.exists():
+                self._writer.gauge("rlhfd_shm_bytes", kind=kind).set(path.stat().st_size)
+        system = os.statvfs(self._workspace.folder)
+        self._writer.gauge("rlhfd_shm_available_bytes").set(system.f_bavail * system.f_frsize)
+
+
+def trend(rewards: tuple[float, ...]) -> float | None:
+    """Return the mean of the last tenth of the steps less that of the first tenth; None before there are ten."""
+    tenth = len(rewards) // 10
+    if not tenth:
+        return None
+    return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth
+
+
+def resident_bytes(pid: int) -> int:
+    """Return a process's resident memory, 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time a process has used, user and system, 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    except (OSError, IndexError):
+        return 0.0

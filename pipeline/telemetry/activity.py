@@ -1,0 +1,77 @@
+"""What a process spends its wall time on: every nanosecond since its start belongs to exactly one activity."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from pipeline.errors import FieldError
+from pipeline.telemetry.metrics import OTHER, START
+from pipeline.telemetry.slab import SlotWriter
+
+
+class ActivityClock:
+    """Books a process's wall time to rlhfd_process_time_seconds_total, at each change of activity.
+
+    Invariant: after each booking the activities add up to the time since the start, in whole nanoseconds. In between,
+    readers of the slab add what the present activity has lasted (`pipeline.telemetry.slab`), so that one that never ends
+    shows too. It belongs to the process's main thread.
+
+    The first activity is "start": from the moment at which the supervisor began the process (`MetricsSlab.begin`),
+    where it did, until the first other one. Time between activities is "other".
+
+    Args:
+        writer: The process's metrics.
+        activities: What this role does, all declared in the catalogue; "start" and "other" come by themselves.
+        clock_ns: Monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        writer: SlotWriter,
+        activities: Sequence[str],
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        names = dict.fromkeys([*activities, START, OTHER])
+        self._writer = writer
+        self._counters = {name: writer.counter("rlhfd_process_time_seconds_total", activity=name) for name in names}
+        self._spent_ns = dict.fromkeys(names, 0)
+        self._clock_ns = clock_ns
+        self._activity = START
+        started_ns = writer.started_ns()
+        if started_ns is None:
+            started_ns = clock_ns()
+            writer.enter(START, started_ns, 0)
+        self._booked_ns = started_ns
+
+    @property
+    def activity(self) -> str:
+        """What the process does now."""
+        return self._activity
+
+    def enter(self, activity: str) -> str:
+        """End the present activity, begin another one and return the one that ended.
+
+        Raises:
+            FieldError: If this clock was not told of it.
+        """
+        if activity not in self._counters:
+            raise FieldError(f"activity {activity} is none of {', '.join(self._counters)}")
+        now_ns, ended = self._clock_ns(), self._activity
+        self._spent_ns[ended] += now_ns - self._booked_ns
+        # Readers look at this word again once the activity has changed, hence first.
+        self._counters[ended].set_total(self._spent_ns[ended] / 1e9)
+        self._activity, self._booked_ns = activity, now_ns
+        self._writer.enter(activity, now_ns, self._spent_ns[activity])
+        return ended
+
+    @contextlib.contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Spend the block on an activity, then go on with the one before, however the block ends; a start is over."""
+        interrupted = self.enter(activity)
+        try:
+            yield
+        finally:
+            self.enter(OTHER if interrupted == START else interrupted)

@@ -1,0 +1,264 @@
+"""What a run did over time: a series of a bounded number of points, the older the coarser, kept over restarts.
+
+A point holds sums, never means: two of them added up are the point of both their spans, and nothing is lost but time's
+resolution. A point of the finest level spans two seconds; 120 of a level are kept, then its two oldest become one of
+the next level, which spans twice the time. A day is some 1,000 points, a month some 1,500.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pipeline.telemetry.reader import HistogramReading, Reading
+
+SPAN_S: Final = 2.0
+_PER_LEVEL: Final = 120
+_LEVELS: Final = 20
+_MOST_BYTES: Final = 64 << 20
+
+Spent = Mapping[tuple[str, ...], float]
+
+
+class Point(msgspec.Struct, array_like=True):
+    """What happened in one span of time; everything but the times and `step` adds up.
+
+    Attributes:
+        start_s: Unix time.
+        end_s: Unix time.
+        seconds: Watched; less than from start to end, where the daemon was not running in between.
+        step: Optimizer steps at the end.
+        rewards: How many mean rewards of a step, or rewards of rollouts with an own trainer, were seen.
+        reward_sum: The sum of them.
+        reward_squares: Sum of the mean squares of the rewards behind them, for the spread.
+        tokens: Response tokens made.
+        ready_item_seconds: Rows that waited for a trainer, times the seconds they did.
+        staleness_sum: Versions that trained rows were old, added up.
+        staleness_rows: Those rows.
+        spent_s: Seconds of the processes of a role by activity.
+    """
+
+    start_s: float
+    end_s: float
+    seconds: float = 0.0
+    step: int = 0
+    rewards: float = 0.0
+    reward_sum: float = 0.0
+    reward_squares: float = 0.0
+    tokens: float = 0.0
+    ready_item_seconds: float = 0.0
+    staleness_sum: float = 0.0
+    staleness_rows: float = 0.0
+    spent_s: dict[str, dict[str, float]] = {}
+
+    def plus(self, later: Point) -> Point:
+        """Return the point of both spans."""
+        spent = {role: dict(activities) for role, activities in self.spent_s.items()}
+        for role, activities in later.spent_s.items():
+            mine = spent.setdefault(role, {})
+            for activity, seconds in activities.items():
+                mine[activity] = mine.get(activity, 0.0) + seconds
+        return Point(
+            self.start_s,
+            later.end_s,
+            self.seconds + later.seconds,
+            later.step,
+            self.rewards + later.rewards,
+            self.reward_sum + later.reward_sum,
+            self.reward_squares + later.reward_squares,
+            self.tokens + later.tokens,
+            self.ready_item_seconds + later.ready_item_seconds,
+            self.staleness_sum + later.staleness_sum,
+            self.staleness_rows + later.staleness_rows,
+            spent,
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Return what a chart draws of it: means, rates and shares; what is not known is left out."""
+        point: dict[str, Any] = {"start_s": round(self.start_s, 1), "end_s": round(self.end_s, 1), "step": self.step}
+        if self.rewards:
+            mean = self.reward_sum / self.rewards
+            point["reward"] = round(mean, 5)
+            point["reward_spread"] = round(max(0.0, self.reward_squares / self.rewards - mean * mean) ** 0.5, 5)
+        if self.seconds:
+            point["tokens_per_s"] = round(self.tokens / self.seconds, 2)
+            point["ready_items"] = round(self.ready_item_seconds / self.seconds, 2)
+        if self.staleness_rows:
+            point["staleness"] = round(self.staleness_sum / self.staleness_rows, 4)
+        point["shares"] = {role: shares(activities) for role, activities in self.spent_s.items()}
+        return point
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each activity in all of them."""
+    total = sum(seconds.values())
+    return {name: round(value / total, 4) for name, value in seconds.items() if value > 0} if total > 0 else {}
+
+
+class _Kept(msgspec.Struct):
+    """What is on disk: of which run, and the points of each level, the finest first."""
+
+    identity: str
+    levels: list[list[Point]]
+
+
+class History:
+    """Points of one run, of this start and those before it.
+
+    Args:
+        path: Of the file; a damaged one, or one of a run that is another, is begun anew.
+        identity: Of the run, as in `pipeline.runtime.workspace`.
+    """
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self._path = path
+        self._identity = identity
+        self._levels = self._load()
+
+    def add(self, point: Point) -> None:
+        """Take the newest point."""
+        for level in range(_LEVELS):
+            if level == len(self._levels):
+                self._levels.append([])
+            points = self._levels[level]
+            points.append(point)
+            if len(points) <= _PER_LEVEL:
+                return
+            point = points.pop(0).plus(points.pop(0))
+        # A century is over.
+
+    def points(self, after_s: float = 0.0) -> list[Point]:
+        """Return the points that end after a Unix time, the oldest first."""
+        return [point for point in self if point.end_s > after_s]
+
+    def __iter__(self) -> Iterator[Point]:
+        for level in reversed(self._levels):
+            yield from level
+
+    def save(self) -> None:
+        """Write everything, whole or not at all.
+
+        Raises:
+            OSError: If that is impossible now.
+        """
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".new")
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(msgspec.msgpack.encode(_Kept(self._identity, self._levels)))
+            temporary.rename(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _load(self) -> list[list[Point]]:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if self._path.stat().st_size <= _MOST_BYTES:
+                kept = msgspec.msgpack.decode(self._path.read_bytes(), type=_Kept)
+                if kept.identity == self._identity:
+                    return kept.levels
+        return []
+
+
+class HistoryRecorder:
+    """Turns readings of the metrics into points.
+
+    Args:
+        history: Where they go.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._before: _Totals | None = None
+        self._began_s = 0.0
+        self._began_unix_s = 0.0
+        self._last_s = 0.0
+        self._step = -1.0
+        self._point = Point(0.0, 0.0)
+
+    def add(self, now_s: float, unix_s: float, reading: Reading, ready_items: int) -> bool:
+        """Take a reading.
+
+        Args:
+            now_s: Monotonic time; ascends.
+            unix_s: The same moment as people say it.
+            reading: Of all metrics.
+            ready_items: Rows that wait for a trainer.
+
+        Returns:
+            Whether it made a point whole.
+        """
+        if self._before is None:
+            self._begin(now_s, unix_s, _Totals(reading))
+            return False
+        self._point.ready_item_seconds += ready_items * (now_s - self._last_s)
+        self._last_s = now_s
+        self._see_step(reading)
+        if now_s - self._began_s < SPAN_S:
+            return False
+        totals = _Totals(reading)
+        self._finish(now_s, unix_s, totals)
+        self._begin(now_s, unix_s, totals)
+        return True
+
+    def _begin(self, now_s: float, unix_s: float, totals: _Totals) -> None:
+        self._before = totals
+        self._began_s = self._last_s = now_s
+        self._point = Point(unix_s, unix_s)
+
+    def _see_step(self, reading: Reading) -> None:
+        step = reading.value("rlhfd_train_steps_total") or 0.0
+        mean, deviation = reading.value("rlhfd_reward_mean"), reading.value("rlhfd_reward_stddev") or 0.0
+        if step != self._step and mean is not None:
+            if self._step >= 0:
+                self._point.rewards += 1
+                self._point.reward_sum += mean
+                self._point.reward_squares += deviation * deviation + mean * mean
+            self._step = step
+        self._point.step = int(step)
+
+    def _finish(self, now_s: float, unix_s: float, totals: _Totals) -> None:
+        before, point = self._before, self._point
+        assert before is not None
+        # By the monotonic clock: where the wall clock was set, points must not overlap.
+        point.seconds = now_s - self._began_s
+        point.start_s, point.end_s = unix_s - point.seconds, unix_s
+        point.tokens = totals.tokens - before.tokens
+        point.staleness_sum = totals.staleness[0] - before.staleness[0]
+        point.staleness_rows = totals.staleness[1] - before.staleness[1]
+        if not totals.has_steps:
+            # A trainer of somebody else's shows no steps; what the workers were given is known all the same.
+            point.rewards = totals.rewards[1] - before.rewards[1]
+            point.reward_sum = totals.rewards[0] - before.rewards[0]
+            point.reward_squares = point.reward_sum**2 / point.rewards if point.rewards else 0.0
+        for (role, _, activity), seconds in totals.spent.items():
+            spent = seconds - before.spent.get((role, _, activity), 0.0)
+            if spent > 0:
+                mine = point.spent_s.setdefault(role, {})
+                mine[activity] = mine.get(activity, 0.0) + spent
+        self._history.add(point)
+
+
+class _Totals:
+    """What only grows, at one moment."""
+
+    def __init__(self, reading: Reading) -> None:
+        times = reading.families["rlhfd_process_time_seconds_total"]
+        self.spent: Spent = {key: value for key, value in times.items() if isinstance(value, float)}
+        self.tokens = reading.value("rlhfd_tokens_total", kind="response") or 0.0
+        self.has_steps = reading.value("rlhfd_train_steps_total") is not None
+        self.staleness = _sum_and_count(reading, "rlhfd_policy_staleness_versions", ("train",))
+        self.rewards = _sum_and_count(reading, "rlhfd_reward", None)
+
+
+def _sum_and_count(reading: Reading, name: str, labels: tuple[str, ...] | None) -> tuple[float, float]:
+    found = [
+        value
+        for key, value in reading.families.get(name, {}).items()
+        if isinstance(value, HistogramReading) and labels in (None, key)
+    ]
+    return sum(value.total or 0.0 for value in found), sum(value.count for value in found)

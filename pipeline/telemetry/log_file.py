@@ -1,0 +1,137 @@
+"""The log on disk: ``rlhfd.log`` and, once that has half of the room, ``rlhfd.log.1`` before it; mode 0600."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.telemetry import log_lines
+
+_POLL_S = 0.2
+
+
+def path_in(state_dir: Path) -> Path:
+    """Return where the log of a state directory lies."""
+    return state_dir / "log" / "rlhfd.log"
+
+
+class LogFile:
+    """Appends lines; it and its predecessor have at most `limit_bytes` together.
+
+    Attributes:
+        lost: Lines that could not be written.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        """Go on with the file, or make it.
+
+        Raises:
+            OSError: If it cannot be made.
+        """
+        self._path = path
+        self._half_bytes = max(limit_bytes // 2, 1)
+        self.lost = 0
+        self._file = self._open()
+
+    def append(self, text: str) -> bool:
+        """Write a line; return whether it is there."""
+        data = text.encode(errors="replace")[: self._half_bytes - 1] + b"\n"
+        try:
+            if self._nbytes + len(data) > self._half_bytes:
+                self._begin_anew()
+            self._nbytes += os.write(self._file, data)
+        except OSError:
+            self.lost += 1
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _begin_anew(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+            os.replace(self._path, predecessor(self._path))
+        before, self._file = self._file, self._open()
+        os.close(before)
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags, 0o600)
+        self._nbytes = os.fstat(descriptor).st_size
+        return descriptor
+
+
+def predecessor(path: Path) -> Path:
+    """Return the file that holds what was written before."""
+    return path.with_name(f"{path.name}.1")
+
+
+def read(path: Path, count: int, role: str = "", *, follow: bool = False) -> Iterator[list[str]]:
+    """Yield the last lines of a log and, with `follow`, what is appended from then on, for ever.
+
+    Args:
+        path: The log.
+        count: How many of the last lines.
+        role: Whose lines, as in `log_lines.is_of`.
+        follow: Whether to wait for more.
+
+    Raises:
+        FileNotFoundError: If there is no log.
+    """
+    file = path.open("rb")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: file.close())
+        wanted = _Wanted(role)
+        last: collections.deque[str] = collections.deque(maxlen=count)
+        with contextlib.suppress(FileNotFoundError), predecessor(path).open("rb") as before:
+            last.extend(filter(wanted, _lines(before)))
+        last.extend(filter(wanted, _lines(file)))
+        if last:
+            yield list(last)
+        while follow:
+            # Asked before it is read to its end: nothing is appended to one that was replaced by then.
+            is_replaced = not _is_same(file, path)
+            if lines := list(_lines(file)):
+                if found := list(filter(wanted, lines)):
+                    yield found
+            elif is_replaced and path.exists():
+                file.close()
+                file = path.open("rb")
+            else:
+                time.sleep(_POLL_S)
+
+
+class _Wanted:
+    """Whether a line is of a role; one without a process, as in a traceback, goes with the line before it."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._is_wanted = not role
+
+    def __call__(self, line: str) -> bool:
+        if process := log_lines.process_of(line):
+            self._is_wanted = log_lines.is_of(process, self._role)
+        return self._is_wanted
+
+
+def _lines(file: BinaryIO) -> Iterator[str]:
+    """Yield the whole lines from here on; of one that is still being written, the file is put back to the beginning."""
+    while line := file.readline():
+        if not line.endswith(b"\n"):
+            file.seek(-len(line), os.SEEK_CUR)
+            return
+        yield line[:-1].decode(errors="replace")
+
+
+def _is_same(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

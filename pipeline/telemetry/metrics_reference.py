@@ -1,0 +1,91 @@
+"""The catalogue for people: docs/metrics.md, made from the declarations themselves.
+
+python -m pipeline.telemetry.metrics_reference > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from pipeline.telemetry.metrics import CONSERVATION, EACH, INFO, METRICS, OWN, Metric
+
+_SECTIONS: Final = {
+    "rlhfd_build_info": "The run and its processes",
+    "rlhfd_prompts_total": "Throughput",
+    "rlhfd_buffer_items": "The buffer",
+    "rlhfd_items_sealed_total": "Where every row is",
+    "rlhfd_policy_version": "Policy versions and weights",
+    "rlhfd_reward": "Reward and learning",
+    "rlhfd_shm_bytes": "Memory, GPUs and messages",
+}
+_INTRODUCTION: Final = """\
+# Metrics
+
+<!-- Made by `python -m pipeline.telemetry.metrics_reference`; tests/test_metrics_reference.py keeps it true. -->
+
+Served at `/metrics` (`metrics.host`, `metrics.port`; 9477 on the loopback address), in Prometheus' text format or,
+where the scraper asks for it, OpenMetrics. `dashboards/` holds a Prometheus configuration that works as it is,
+recording rules, alerts and a dashboard; docs/runbook.md says what to do at each alert.
+
+- Counters and histograms are exact whoever is killed, the supervisor included, and never fall while the arena is the
+  same: a start that finds none of an earlier one begins at 0, as Prometheus expects.
+- A gauge goes with the process that wrote it; the time of an event stays. A series is absent, which is not 0, until
+  its process is up.
+- `role` is `supervisor`, `buffer`, `trainer` or `rollout`; `worker` is the rank of a trainer, the number of a worker,
+  0 of the others. `partition` is always 0.
+- What a process does is `rlhfd_process_time_seconds_total`, and its activities add up to its wall time since it was
+  started. `start` is imports and models; `wait_data` of a worker is to wait for a ticket, of a trainer for a batch,
+  of the buffer for messages; `wait_ticket_full`, `wait_ticket_staleness` and `wait_ticket_paused` are held back by
+  `buffer.limit`, by `buffer.max_staleness` and by `rlhfd pause`.
+- Always: `rlhfd_items_sealed_total` = `rlhfd_items_trained_total` + `sum(rlhfd_items_dropped_total)` +
+  `rlhfd_buffer_items{state="ready"}` + `rlhfd_buffer_items{state="leased"}`. All of these are of one moment in each
+  scrape. `rlhfd_items_unaccounted` is the difference.
+"""
+
+
+def reference() -> str:
+    """Return the text of docs/metrics.md."""
+    starts = [index for index, metric in enumerate(METRICS) if metric.name in _SECTIONS]
+    parts = [_INTRODUCTION]
+    for start, stop in itertools.pairwise([*starts, len(METRICS)]):
+        title = _SECTIONS[METRICS[start].name]
+        parts.append("\n".join([f"\n## {title}\n", *_table(METRICS[start:stop]), ""]))
+    parts.append("\n".join(["\n## Buckets\n", *_buckets(), ""]))
+    return "".join(parts)
+
+
+def _table(metrics: Sequence[Metric]) -> Iterator[str]:
+    yield "| metric | kind | labels | meaning | written by |"
+    yield "|---|---|---|---|---|"
+    for metric in metrics:
+        labels = "<br>".join(_label(name, values) for name, values in metric.labels.items())
+        yield f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} | {_owners(metric)} |"
+
+
+def _label(name: str, values: tuple[str, ...]) -> str:
+    if values in ((OWN,), (EACH,), ()):
+        return f"`{name}`"
+    return f"`{name}`: {', '.join(f'`{value}`' for value in values)}"
+
+
+def _owners(metric: Metric) -> str:
+    named = {CONSERVATION: "buffer", INFO: "supervisor"}
+    return ", ".join(named.get(owner, owner) for owner in metric.owners)
+
+
+def _buckets() -> Iterator[str]:
+    yield "| upper bounds, and +Inf | of |"
+    yield "|---|---|"
+    families: dict[tuple[float, ...], list[str]] = {}
+    for metric in METRICS:
+        if metric.buckets:
+            families.setdefault(metric.buckets, []).append(f"`{metric.name}`")
+    for bounds, names in families.items():
+        yield f"| {', '.join(f'{bound:g}' for bound in bounds)} | {', '.join(names)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

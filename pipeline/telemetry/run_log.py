@@ -1,0 +1,129 @@
+"""Where the lines of a run go beside the terminal: into systemd's journal, or else into a log file of bounded size."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from pipeline.config.schema import Config
+from pipeline.telemetry import journald, log_file, log_lines
+from pipeline.telemetry import log as logs
+from pipeline.telemetry.journald import Journal
+from pipeline.telemetry.log import JsonFormatter, TextFormatter
+from pipeline.telemetry.log_file import LogFile
+
+JOURNAL = "journal:"
+"""What the place of a log begins with where it is a unit's journal, and no file."""
+
+_MOST_FIELDS = 32
+
+log = logging.getLogger(__name__)
+
+
+class RunLog(logging.Handler):
+    """Keeps this process's records, and what its children print; a context manager.
+
+    Attributes:
+        place: Path of the log file, or ``journal:`` and the unit; empty if nothing is kept.
+        is_journal: Whether lines go to the journal.
+    """
+
+    def __init__(self, config: Config, process: str) -> None:
+        super().__init__()
+        daemon = config.daemon
+        self._name, self._process = daemon.name, process
+        self._level, self._as_json = daemon.log_level, daemon.log_format == "json"
+        self._file: LogFile | None = None
+        self._journal: Journal | None = None
+        self._lost_told = 0
+        # Children's lines come from the loop's thread, records from any.
+        self._writing = threading.RLock()
+        self.place = ""
+        self.setFormatter(JsonFormatter(process) if self._as_json else TextFormatter(process))
+        if journald.is_standard_error(os.environ) and (unit := journald.own_unit()):
+            self._journal, self.place = Journal(), f"{JOURNAL}{unit}"
+        elif daemon.log_file_bytes:
+            path = log_file.path_in(Path(daemon.state_dir))
+            try:
+                self._file, self.place = LogFile(path, daemon.log_file_bytes), str(path.absolute())
+            except OSError as error:
+                log.warning("no log file: path=%s error=%s", path, error.strerror)
+        self.is_journal = self._journal is not None
+
+    def __enter__(self) -> RunLog:
+        """Keep the records of this process from here on."""
+        if self.is_journal:
+            # Standard error is the journal too: no line twice.
+            logs.configure(self._process, level=self._level, json=self._as_json, stderr=False)
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keep no more."""
+        logging.getLogger().removeHandler(self)
+        for end in (self._file, self._journal):
+            if end is not None:
+                end.close()
+        self._file = self._journal = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record of this process; where the journal does not take it, standard error gets it."""
+        text = self.format(record)
+        if not self.keep(self._process, text, os.getpid()) and self.is_journal:
+            with contextlib.suppress(OSError):
+                sys.stderr.write(text + "\n")
+
+    def keep(self, process: str, text: str, pid: int) -> bool:
+        """Keep a line.
+
+        Args:
+            process: Who wrote it, such as ``rollout-0``.
+            text: The line, with more lines below it where it is a record with a traceback.
+            pid: The writer's.
+
+        Returns:
+            Whether the journal has it, so that it need not be shown on standard error.
+        """
+        with self._writing:
+            if self._journal is not None:
+                return self._to_journal(self._journal, process, text, pid)
+            if self._file is not None and self._file.append(log_lines.stored(text, process, as_json=self._as_json)):
+                self._tell_lost(self._file)
+            return False
+
+    def _to_journal(self, journal: Journal, process: str, text: str, pid: int) -> bool:
+        line = log_lines.parse(text, process)
+        role, dash, index = process.rpartition("-")
+        told = itertools.islice(line.fields.items(), _MOST_FIELDS)
+        fields = {f"RLHFD_{name.upper()}": value for name, value in told if name.isascii()}
+        # What is ours comes last: a field of a message cannot take its place.
+        fields |= {
+            "MESSAGE": line.message,
+            "PRIORITY": str(log_lines.LEVELS[line.level]),
+            "SYSLOG_IDENTIFIER": f"{self._name}-{process}",
+            "RLHFD_NAME": self._name,
+            "RLHFD_ROLE": role if dash else process,
+            "RLHFD_PID": str(pid),
+        }
+        if dash:
+            fields["RLHFD_WORKER"] = index
+        if line.logger:
+            fields |= {"RLHFD_LOGGER": line.logger, "RLHFD_EVENT": line.event}
+        if not journal.send(fields):
+            return False
+        self._tell_lost(journal)
+        return True
+
+    def _tell_lost(self, end: Journal | LogFile) -> None:
+        """Say how many lines are missing, once lines can be kept again."""
+        if missing := end.lost - self._lost_told:
+            self._lost_told = end.lost
+            log.warning("lines of the log were lost: lines=%d", missing)

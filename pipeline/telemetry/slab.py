@@ -1,0 +1,426 @@
+"""The slab: the metrics of every process of an instance in one shared-memory file, one writer a slot, no lock.
+
+    offset 0     header: magic, layout, size, then the slots' names as JSON; padded to a page
+    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, meets f64 (`Progress`)
+                 activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; see below
+                 live         float64 words: counters, histograms and gauges of the process that runs now
+                 base 0, 1    the same words, for the processes of this slot that died
+    at the end   conservation: sequence u64, then two halves; the last bit of `sequence` tells the one that counts
+
+A word is NaN until a process binds it: such a series is absent, which is not 0. A slot's process counts as live while
+``incarnation > folded >> 1``; the last bit of `folded` tells the base that counts.
+
+    step                who, when                              order of stores
+    begin               supervisor, before it starts a child   live words NaN, then `incarnation` + 1
+    write               the child                              one word; a histogram's bucket, then its sum
+    fold                supervisor, after it reaped the child  base + live into the other base, then `folded`
+    publish_group       the buffer                             the other half, then `sequence` + 1
+    enter               the child                              counter of the activity that ends, other half, `turn` + 1
+
+`folded` is one aligned 8-byte store that does two things at once: it turns to the new base and declares the live words
+dead. A supervisor killed before it has folded nothing, killed after it has folded all; whoever folds again counts
+nothing twice. So a counter neither falls nor repeats, whoever is killed. A child killed between the two stores of an
+observation has counted it without adding to the sum.
+
+Times are CLOCK_MONOTONIC's. What a process does now counts up while it lasts though nobody writes: the half that the
+last bit of `turn` tells stands for ``spent + (now - since)`` seconds of its activity, whatever that counter's own word
+says. So no reader sees a torn change; for a dead process `fold` counts up to the moment it is called, and the next
+supervisor up to the last beat of the one before, which beats after each reading that it shows.
+
+Each process relies on another's stores being seen in the order they were made, as x86-64 has it.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import ConfigError, DeadlineError, FieldError, LedgerError
+from pipeline.telemetry.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, START, Conservation, Progress, SlotName
+from pipeline.telemetry.writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
+
+PAGE_BYTES = 4096
+_MAGIC = b"rlhfd-metrics\x00\x00\x02"
+_HEADER = struct.Struct("<16s8sQQ")
+_CONTROL_WORDS = 2 * LINE_WORDS
+_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _MEETS = range(7)
+_TURN = LINE_WORDS
+_HALF_WORDS = 3
+_GROUP_HALF_WORDS = -(-CONSERVATION_WORDS // LINE_WORDS) * LINE_WORDS
+_READ_ATTEMPTS = 1000
+
+
+class SlabLayout:
+    """Where everything lies in a slab with these slots, in words of 8 bytes.
+
+    Attributes:
+        header: The header's bytes; two slabs can be read alike only if these are equal.
+        control_at: Where each slot's control words begin; its live words and bases follow.
+        group_at: Where the conservation block begins.
+        nbytes: Size of the file.
+    """
+
+    def __init__(self, slots: Sequence[SlotName]) -> None:
+        self.slots = tuple(SlotName(*slot) for slot in slots)
+        self.of_role = {role: SlotLayout(role, self.slots) for role in dict.fromkeys(slot.role for slot in self.slots)}
+        self.index = {slot: index for index, slot in enumerate(self.slots)}
+        description = json.dumps(self.slots).encode()
+        word = -(-(_HEADER.size + len(description)) // PAGE_BYTES) * PAGE_BYTES // WORD_BYTES
+        self.control_at = []
+        for slot in self.slots:
+            self.control_at.append(word)
+            word += _CONTROL_WORDS + 3 * self.of_role[slot.role].words
+        self.group_at = word
+        self.nbytes = (word + LINE_WORDS + 2 * _GROUP_HALF_WORDS) * WORD_BYTES
+        self.header = _HEADER.pack(_MAGIC, self._identity(), self.nbytes, len(description)) + description
+
+    @classmethod
+    def of_header(cls, start: bytes) -> SlabLayout:
+        """Return the layout of the slab that starts with these bytes, a page at least.
+
+        Raises:
+            LedgerError: If it was made by another version of this code.
+        """
+        magic, _, _, described = _HEADER.unpack_from(start)
+        if magic != _MAGIC:
+            raise LedgerError("no metrics slab of this version")
+        try:
+            layout = cls([SlotName(*slot) for slot in json.loads(start[_HEADER.size : _HEADER.size + described])])
+        except (ValueError, TypeError) as error:
+            raise LedgerError("a metrics slab with a torn header") from error
+        if not start.startswith(layout.header):
+            raise LedgerError("a metrics slab of another catalogue")
+        return layout
+
+    def live(self, index: int) -> slice:
+        """Return the words of the process that runs in this slot."""
+        words = self.of_role[self.slots[index].role].words
+        start = self.control_at[index] + _CONTROL_WORDS
+        return slice(start, start + words)
+
+    def base(self, index: int, half: int) -> slice:
+        """Return the words of one of the slot's bases."""
+        live = self.live(index)
+        words = live.stop - live.start
+        return slice(live.stop + half * words, live.stop + (half + 1) * words)
+
+    def group(self, half: int) -> slice:
+        """Return the words of one half of the conservation block."""
+        start = self.group_at + LINE_WORDS + half * _GROUP_HALF_WORDS
+        return slice(start, start + CONSERVATION_WORDS)
+
+    def _identity(self) -> bytes:
+        """Return a digest of what the words mean: every series of every role, in order."""
+        series = {
+            role: [(cell.metric.name, cell.metric.kind, cell.metric.buckets, cell.labels) for cell in layout.cells]
+            for role, layout in self.of_role.items()
+        }
+        return hashlib.sha256(repr((series, CONSERVATION_WORDS)).encode()).digest()[:8]
+
+
+class SlotWriter(MetricWriter):
+    """A process's own slot in the slab."""
+
+    def __init__(self, slab: MetricsSlab, index: int) -> None:
+        layout = slab.layout
+        name = layout.slots[index]
+        super().__init__(name, layout.of_role[name.role], slab.floats, layout.live(index).start)
+        self._slab = slab
+        self._control_at = layout.control_at[index]
+        self._beat_at = self._control_at + _BEAT
+
+    def beat(self) -> None:
+        """Note that the work goes on: from the main loop, and from within whatever takes long."""
+        self._slab.floats[self._beat_at] = time.monotonic()
+
+    def work_on(self, number: int = -1, deadline_s: float = 0.0) -> None:
+        """Show the ticket or lease that the process is at, -1 for none, and when it is due."""
+        self._slab.floats[self._control_at + _DEADLINE] = deadline_s
+        self._slab.floats[self._control_at + _WORKING_ON] = float(number)
+        self.beat()
+
+    def meet(self, others: bool) -> None:
+        """Show whether the process waits in a collective for the other ranks."""
+        self._slab.floats[self._control_at + _MEETS] = float(others)
+        self.beat()
+
+    def enter(self, activity: str, since_ns: int, spent_ns: int) -> None:
+        """Show what the process does from `since_ns` on, and how long it had done that before in all."""
+        self._slab._show_activity(self._control_at, activity, since_ns, spent_ns)
+        self._slab.floats[self._beat_at] = since_ns / 1e9
+
+    def started_ns(self) -> int | None:
+        """Return since when the process has existed, if whoever began the slot said so and nothing else was entered."""
+        activity, since_ns, spent_ns = self._slab._activity(self._control_at)
+        return since_ns if activity == 1 + ACTIVITIES.index(START) and not spent_ns else None
+
+    def publish_group(self, block: Conservation) -> None:
+        """Replace the conservation block as a whole. The buffer alone may; its last block stays when it dies."""
+        if self.name.role != BUFFER:
+            raise FieldError(f"the conservation block is the buffer's, not the {self.name.role}'s")
+        words, layout = self._slab.words, self._slab.layout
+        sequence = words[layout.group_at] + 1
+        self._slab.floats[layout.group(sequence & 1)] = _doubles(block.to_words())
+        words[layout.group_at] = sequence
+
+
+class MetricsSlab:
+    """A mapping of the slab's file; owns the mapping, not the file.
+
+    Attributes:
+        layout: Where everything lies.
+        floats: The file as float64 words.
+        words: The file as unsigned 64-bit words.
+    """
+
+    def __init__(self, layout: SlabLayout, mapping: mmap.mmap) -> None:
+        self.layout = layout
+        self._map = mapping
+        self._bytes = memoryview(mapping)
+        self.floats = self._bytes.cast("d")
+        self.words = self._bytes.cast("Q")
+        self._mergers: dict[int, tuple[int, Merge]] = {}
+
+    @classmethod
+    def create(cls, path: Path, slots: Sequence[SlotName]) -> MetricsSlab:
+        """Make a new slab of mode 0600, all of it absent, in the place of any other.
+
+        Args:
+            path: Where; its folder is ours alone.
+            slots: The processes it has room for, the supervisor first.
+
+        Raises:
+            ConfigError: If the file system has no room for it.
+        """
+        layout = SlabLayout(slots)
+        content = array.array("d", [math.nan]) * (layout.nbytes // WORD_BYTES)
+        for start, length in [*((at, _CONTROL_WORDS) for at in layout.control_at), (layout.group_at, LINE_WORDS)]:
+            content[start : start + length] = array.array("d", bytes(length * WORD_BYTES))
+        temporary = path.with_suffix(".new")
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, layout.nbytes)
+            os.pwrite(descriptor, content, 0)
+            os.pwrite(descriptor, layout.header, 0)
+            # Renamed when whole: whoever finds `path` finds a slab.
+            os.rename(temporary, path)
+            return cls(layout, mmap.mmap(descriptor, layout.nbytes))
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno != errno.ENOSPC:
+                raise
+            system = os.statvfs(path.parent)
+            free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
+            raise ConfigError(
+                f"a metrics slab of {layout.nbytes:,} B does not fit: "
+                f"{free_bytes:,} B free of {total_bytes:,} B on {path.parent}"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def attach(cls, path: Path) -> MetricsSlab:
+        """Map an existing slab.
+
+        Raises:
+            LedgerError: If the file is no slab, or one of another catalogue.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes < PAGE_BYTES:
+                raise LedgerError(f"{path} holds {size_bytes:,} B, no metrics slab")
+            try:
+                layout = SlabLayout.of_header(os.pread(descriptor, size_bytes, 0))
+            except LedgerError as error:
+                raise LedgerError(f"{path} is {error}") from error
+            if size_bytes < layout.nbytes:
+                raise LedgerError(f"{path} holds {size_bytes:,} B, its header says {layout.nbytes:,} B")
+            return cls(layout, mmap.mmap(descriptor, layout.nbytes))
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def reopen(cls, path: Path, slots: Sequence[SlotName]) -> MetricsSlab:
+        """Return the slab of a supervisor that starts: the one its predecessor left, all counters kept, or a new one.
+
+        None of the processes of that instance may live any more.
+        """
+        try:
+            slab = cls.attach(path)
+        except (FileNotFoundError, LedgerError):
+            return cls.create(path, slots)
+        if slab.layout.slots != tuple(slots):
+            slab.close()
+            return cls.create(path, slots)
+        # They ended with their supervisor, whose last beat is the last moment anybody was shown.
+        ended_ns = int(slab.progress(*slots[0]).beat_s * 1e9)
+        for slot in slab.layout.slots:
+            slab.fold(*slot, until_ns=ended_ns)
+        return slab
+
+    def begin(self, role: str, worker: int = 0, *, activity: str = "") -> int:
+        """Make the slot ready for a new process, folding the last one, and return its incarnation.
+
+        Args:
+            role: The slot's role.
+            worker: The slot's number.
+            activity: What the process does from now on, until it has code of its own to say so; nothing if empty.
+        """
+        self.fold(role, worker)
+        index = self._index(role, worker)
+        control = self.layout.control_at[index]
+        live = self.layout.live(index)
+        self.floats[live] = _doubles([math.nan] * (live.stop - live.start))
+        self.words[control + _PID] = 0
+        self.floats[control + _BEAT : control + _CONTROL_WORDS] = _doubles([0.0, -1.0, *[0.0] * (_CONTROL_WORDS - 5)])
+        if activity:
+            self._show_activity(control, activity, time.monotonic_ns(), 0)
+        self.words[control + _INCARNATION] += 1
+        return self.words[control + _INCARNATION]
+
+    def writer(self, role: str, worker: int = 0) -> SlotWriter:
+        """Return this process's writer.
+
+        Raises:
+            LedgerError: If the supervisor has not begun the slot.
+        """
+        index = self._index(role, worker)
+        if not self.is_live(role, worker):
+            raise LedgerError(f"the metrics slot of {role} {worker} was not begun")
+        self.words[self.layout.control_at[index] + _PID] = os.getpid()
+        return SlotWriter(self, index)
+
+    def fold(self, role: str, worker: int = 0, *, until_ns: int | None = None) -> None:
+        """Keep what a dead process has counted; its gauges go. Only after it was reaped; to do it again is harmless.
+
+        Args:
+            role: The slot's role.
+            worker: The slot's number.
+            until_ns: Monotonic time up to which it was at its last activity, None for now.
+        """
+        index = self._index(role, worker)
+        control = self.layout.control_at[index]
+        incarnation, folded = self.words[control + _INCARNATION], self.words[control + _FOLDED]
+        if incarnation <= folded >> 1:
+            return
+        other = 1 - (folded & 1)
+        layout = self.layout.of_role[role]
+        kept = layout.merge(layout.merge(self._base(index, folded), self._live(index, until_ns)), None)
+        self.floats[self.layout.base(index, other)] = _doubles(kept)
+        self.words[control + _FOLDED] = incarnation << 1 | other
+
+    def is_live(self, role: str, worker: int = 0) -> bool:
+        """Whether the slot has begun and is not folded."""
+        control = self.layout.control_at[self._index(role, worker)]
+        return self.words[control + _INCARNATION] > self.words[control + _FOLDED] >> 1
+
+    def pid(self, role: str, worker: int = 0) -> int:
+        """Return the pid that writes, 0 before it has attached."""
+        return self.words[self.layout.control_at[self._index(role, worker)] + _PID]
+
+    def progress(self, role: str, worker: int = 0) -> Progress:
+        """Return what the slot's process is at, or was at when it died, until the slot begins anew."""
+        index = self._index(role, worker)
+        control = self.layout.control_at[index]
+        activity, since_ns, _ = self._activity(control)
+        beat_s, working_on, deadline_s, meets = self.floats[control + _BEAT : control + _MEETS + 1]
+        name = ACTIVITIES[activity - 1] if activity else ""
+        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(meets))
+
+    def read(self, index: int) -> Sequence[float]:
+        """Return what the slot with this index amounts to, dead processes included; a fold meanwhile does not show."""
+        control = self.layout.control_at[index]
+        for _ in range(_READ_ATTEMPTS):
+            incarnation, folded = self.words[control + _INCARNATION], self.words[control + _FOLDED]
+            live = self._live(index, None) if incarnation > folded >> 1 else None
+            merge = self._merger(index, folded)
+            if (incarnation, folded) == (self.words[control + _INCARNATION], self.words[control + _FOLDED]):
+                # Most slots never died; at 64 workers this saves a fifth of a scrape.
+                return live if live is not None and not folded else merge(live)
+        raise DeadlineError(f"metrics slot {index} changed hands during {_READ_ATTEMPTS:,} reads")
+
+    def conservation(self) -> Conservation | None:
+        """Return the buffer's last block, whole; None before the first."""
+        at = self.layout.group_at
+        for _ in range(_READ_ATTEMPTS):
+            sequence = self.words[at]
+            block = self.floats[self.layout.group(sequence & 1)].tolist()
+            # The half that was read is written again only after the next flip.
+            if self.words[at] == sequence:
+                return Conservation.from_words(block) if sequence else None
+        raise DeadlineError(f"the conservation block changed during {_READ_ATTEMPTS:,} reads")
+
+    def close(self) -> None:
+        """Unmap; a handle used afterwards raises ValueError."""
+        for view in (self.floats, self.words, self._bytes):
+            view.release()
+        self._map.close()
+
+    def _show_activity(self, control: int, activity: str, since_ns: int, spent_ns: int) -> None:
+        """Store an activity so that no reader sees it torn."""
+        turn = self.words[control + _TURN] + 1
+        half = control + _TURN + 1 + _HALF_WORDS * (turn & 1)
+        self.words[half] = 1 + ACTIVITIES.index(activity)
+        self.words[half + 1], self.words[half + 2] = since_ns, spent_ns
+        self.words[control + _TURN] = turn
+
+    def _index(self, role: str, worker: int) -> int:
+        index = self.layout.index.get(SlotName(role, worker))
+        if index is None:
+            raise FieldError(f"the metrics slab has no slot for {role} {worker}")
+        return index
+
+    def _live(self, index: int, until_ns: int | None) -> list[float]:
+        """Return the live words, the activity under way counted up to a time, or to now."""
+        # The clock first: what the process does after this look at it must not count twice.
+        until_ns = time.monotonic_ns() if until_ns is None else until_ns
+        control = self.layout.control_at[index]
+        for _ in range(_READ_ATTEMPTS):
+            turn = self.words[control + _TURN]
+            activity, since_ns, spent_ns = self._activity(control)
+            live: list[float] = [*self.floats[self.layout.live(index)].tolist()]
+            if self.words[control + _TURN] == turn:
+                break
+        else:
+            raise DeadlineError(f"metrics slot {index} changed its activity during {_READ_ATTEMPTS:,} reads")
+        if activity:
+            at = self.layout.of_role[self.layout.slots[index].role].activities[activity - 1]
+            # As the process itself will book it, so that the total never falls by a bit.
+            live[at] = (spent_ns + max(0, until_ns - since_ns)) / 1e9
+        return live
+
+    def _activity(self, control: int) -> tuple[int, int, int]:
+        for _ in range(_READ_ATTEMPTS):
+            turn = self.words[control + _TURN]
+            half = control + _TURN + 1 + _HALF_WORDS * (turn & 1)
+            activity, since_ns, spent_ns = self.words[half : half + _HALF_WORDS].tolist()
+            # The half that was read is written again only after the next flip.
+            if self.words[control + _TURN] == turn:
+                return activity, since_ns, spent_ns
+        raise DeadlineError(f"a metrics slot changed its activity during {_READ_ATTEMPTS:,} reads")
+
+    def _merger(self, index: int, folded: int) -> Merge:
+        """Return what adds a life to this base; `folded` never has the same value for another one."""
+        known = self._mergers.get(index)
+        if known is None or known[0] != folded:
+            layout = self.layout.of_role[self.layout.slots[index].role]
+            known = self._mergers[index] = folded, layout.merger(self._base(index, folded))
+        return known[1]
+
+    def _base(self, index: int, folded: int) -> Sequence[float]:
+        return self.floats[self.layout.base(index, folded & 1)].tolist()
+
+
+def _doubles(values: list[float]) -> memoryview[float]:
+    return memoryview(array.array("d", values))

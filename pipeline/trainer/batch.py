@@ -1,0 +1,145 @@
+"""What a loss needs of a batch of experience: checked, on one device, without what teaches nothing, cut to size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import FieldError, ShapeError
+from pipeline.experience.types import TOKEN_FIELDS, Experience, ExperienceVL
+from pipeline.experience.vision_rows import VisionRows
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """Rows of one batch.
+
+    Attributes:
+        sequences: ``(B, S)`` int64.
+        attention_mask: ``(B, S)`` int64.
+        action_mask: ``(B, A)`` bool; action column j is sequence column S - A + j, as everywhere.
+        log_probs: ``(B, A)`` float32, of the policy that sampled.
+        advantages: ``(B, A)`` float32.
+        base_log_probs: ``(B, A)`` float32, of the reference.
+        values: ``(B, A)`` float32, of the critic at the rollout.
+        returns: ``(B, A)`` float32, what the critic shall learn.
+        vision: Images and videos of the rows, left where they are until a micro-batch needs them.
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    base_log_probs: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
+    vision: VisionRows | None = None
+
+    @classmethod
+    def of(
+        cls,
+        experience: Experience,
+        algorithm: Literal["ppo", "grpo"],
+        device: torch.device,
+        *,
+        needs_reference: bool,
+    ) -> Self:
+        """Take what a loss needs of an experience; with GRPO, of groups whose scores differ only.
+
+        Raises:
+            FieldError: If a field is missing, is a list (a packed batch), marks actions in the padding, or if pixels
+                and grids do not account for each other.
+            ShapeError: If fields disagree in shape.
+        """
+        sequences = _tensor(experience, "sequences", device)
+        attention_mask = _tensor(experience, "attention_mask", device, like=sequences)
+        action_mask = _tensor(experience, "action_mask", device).bool()
+        _check_mask(attention_mask, action_mask)
+        advantages = _tensor(experience, "advantages", device)
+        if advantages.dim() == 1 or advantages.shape[1] == 1:
+            advantages = advantages.reshape(-1, 1).expand(-1, action_mask.shape[1])
+        if advantages.shape != action_mask.shape:
+            raise ShapeError(f"advantages {tuple(advantages.shape)} for actions {tuple(action_mask.shape)}")
+        base_log_probs = values = returns = None
+        if needs_reference:
+            base_log_probs = _tensor(experience, "base_action_log_probs", device, like=action_mask)
+        if algorithm == "ppo":
+            values = _tensor(experience, "values", device, like=action_mask)
+            returns = advantages + values
+            if experience.returns is not None:
+                returns = _tensor(experience, "returns", device, like=action_mask)
+        batch = cls(
+            sequences=sequences,
+            attention_mask=attention_mask,
+            action_mask=action_mask,
+            log_probs=_tensor(experience, "action_log_probs", device, like=action_mask),
+            advantages=advantages,
+            base_log_probs=base_log_probs,
+            values=values,
+            returns=returns,
+            vision=VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None,
+        )
+        mixed = (experience.info or {}).get("group_mixed") if algorithm == "grpo" else None
+        return batch if mixed is None else batch._rows(mixed.to(device).bool().nonzero().squeeze(1))
+
+    def micro_batches(self, most_rows: int | None) -> Iterator[Self]:
+        """Yield the rows in parts of at most `most_rows`, rows of similar length together, padding cut off.
+
+        Cut off are the columns that are padding in all rows of the part, and what follows the last action. A part
+        without any action is left out.
+        """
+        if not len(self.sequences):
+            return
+        lengths = self.attention_mask.sum(dim=1)
+        for index in lengths.argsort(stable=True).split(most_rows or len(lengths)):
+            part = self._rows(index)
+            if part.action_mask.any():
+                yield part._trimmed()
+
+    def _rows(self, index: Tensor) -> Self:
+        rows = self._mapped(lambda column: column[index], lambda column: column[index])
+        return rows if self.vision is None else replace(rows, vision=self.vision.rows(index))
+
+    def _trimmed(self) -> Self:
+        actions = self.action_mask.any(dim=0).nonzero()
+        first, end = int(actions[0]), int(actions[-1]) + 1
+        prompt_columns = self.sequences.shape[1] - self.action_mask.shape[1]
+        first_token = int(self.attention_mask.any(dim=0).nonzero()[0])
+        # The column before the first action stays in any case: there stands its distribution.
+        start = min(first_token, prompt_columns + first - 1)
+        return self._mapped(lambda column: column[:, start : prompt_columns + end], lambda column: column[:, first:end])
+
+    def _mapped(self, by_token: Callable[[Tensor], Tensor], by_action: Callable[[Tensor], Tensor]) -> Self:
+        def mapped(name: str) -> Any:
+            column = getattr(self, name)
+            if name == "vision":
+                return column
+            return None if column is None else (by_token if name in TOKEN_FIELDS else by_action)(column)
+
+        return type(self)(**{field.name: mapped(field.name) for field in fields(self)})
+
+
+def _tensor(experience: Experience, name: str, device: torch.device, *, like: Tensor | None = None) -> Tensor:
+    value = getattr(experience, name)
+    if not isinstance(value, Tensor):
+        kind = "missing" if value is None else f"a {type(value).__name__}, a packed batch is not trained on"
+        raise FieldError(f"{name} is {kind}")
+    if like is not None and value.shape != like.shape:
+        raise ShapeError(f"{name} of shape {tuple(value.shape)} where {tuple(like.shape)} is needed")
+    return value.to(device)
+
+
+def _check_mask(attention_mask: Tensor, action_mask: Tensor) -> None:
+    rows, num_actions = action_mask.shape
+    if len(attention_mask) != rows or not 0 < num_actions < attention_mask.shape[1]:
+        raise ShapeError(
+            f"action_mask {tuple(action_mask.shape)} for sequences {tuple(attention_mask.shape)}: "
+            "the rows must be as many, and the actions fewer than the columns"
+        )
+    if (action_mask & (attention_mask[:, -num_actions:] == 0)).any():
+        raise FieldError("action_mask marks columns that attention_mask says are padding")

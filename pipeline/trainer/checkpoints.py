@@ -1,0 +1,323 @@
+"""Checkpoints: a folder that `from_pretrained` reads, with all that training goes on from; whole or not there at all.
+
+step-000070/   the actor, its tokenizer and image processor in Hugging Face's format
+    critic/                      with PPO
+    trainer_state.safetensors    optimizer moments, float32 copies, progress, random state
+    trainer_state.json           `CheckpointNote`: what it is of, and size and checksum of every other file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime.latest_checkpoint import Latest, flush_folder, read_latest, write_latest
+from pipeline.runtime.messages import UNREADABLE
+
+_STATE = "trainer_state.safetensors"
+_NOTE = "trainer_state.json"
+_READ_BYTES = 1 << 24
+_FLUSH_BYTES = 1 << 28
+_LOOK_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class FileNote(msgspec.Struct, frozen=True):
+    """A file's size in bytes and its xxh3-64, in hexadecimal."""
+
+    nbytes: int
+    xxh3: str
+
+
+class CheckpointNote(msgspec.Struct, frozen=True):
+    """What a checkpoint says about itself; as `Latest`, and more.
+
+    Attributes:
+        digest: Of all experience trained on, in hexadecimal.
+        fingerprint: Of its weights as published, in hexadecimal.
+        config: The configuration in force.
+        written_by: Versions of torch and transformers.
+        files: Every other file in the folder.
+    """
+
+    identity: str
+    step: int
+    version: int
+    position: int
+    complete: bool
+    digest: str
+    fingerprint: str
+    config: dict[str, Any]
+    run: str = ""
+    written_by: dict[str, str] = {}
+    files: dict[str, FileNote] = {}
+
+    def latest(self, folder: Path) -> Latest:
+        """Return the note by which this checkpoint is found."""
+        return Latest(
+            self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run,
+            self.fingerprint,
+        )  # fmt: skip
+
+
+def save_checkpoint(
+    root: Path,
+    note: CheckpointNote,
+    *,
+    actor: Any,
+    tokenizer: Any,
+    state: Mapping[str, torch.Tensor],
+    critic: Any = None,
+    keep: int = 0,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write the checkpoint of one step, make it the last, and remove those of its run that are not kept.
+
+    Args:
+        root: Folder of all checkpoints; made if need be.
+        note: What it is of; `run`, `written_by` and `files` are filled in here.
+        actor: A `PreTrainedModel`.
+        tokenizer: Its tokenizer, saved beside it.
+        state: What training goes on from beside the weights.
+        critic: With PPO, saved in ``critic/`` inside.
+        keep: Checkpoints of a run that stay, this one included; 0 for all.
+        on_progress: Called again and again while bytes are written, read or brought to disk, from a thread too; not
+            where none of them moves.
+
+    Returns:
+        ``root/step-000150``. A folder of that name from before is replaced once the new one is whole.
+
+    Raises:
+        CheckpointError: If it cannot be written; nothing of it is left then, and the last one is the one before.
+    """
+    target = root / f"step-{note.step:06d}"
+    temporary = root / f".{target.name}.{os.getpid()}"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_unfinished(root)
+        run = _run_of(root) or secrets.token_hex(4)
+        written_by = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+        with _told_of_growth(temporary, on_progress):
+            actor.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            if critic is not None:
+                critic.save_pretrained(temporary / "critic")
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / _STATE)
+        note = msgspec.structs.replace(note, run=run, written_by=written_by, files=_files(temporary, on_progress))
+        (temporary / _NOTE).write_bytes(msgspec.json.format(msgspec.json.encode(note)) + b"\n")
+        _flush(temporary, on_progress)
+        _put_in_place(temporary, target)
+        write_latest(root, note.latest(target))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(_why_not_written(target, temporary, error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if keep:
+        _remove_old(root, note, keep)
+    return target
+
+
+def read_note(folder: Path) -> CheckpointNote:
+    """Return what a checkpoint says about itself.
+
+    Raises:
+        CheckpointError: If it says nothing that can be read.
+    """
+    try:
+        return msgspec.json.decode((folder / _NOTE).read_bytes(), type=CheckpointNote)
+    except (OSError, *UNREADABLE) as error:
+        raise CheckpointError(f"{folder / _NOTE}: {error}") from error
+
+
+def verify(folder: Path, note: CheckpointNote) -> None:
+    """Read every file of a checkpoint.
+
+    Raises:
+        CheckpointError: If one is missing, of another size, or not what was written.
+    """
+    for name, written in note.files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+            if found != written.nbytes:
+                raise CheckpointError(f"{path} has {found:,} B, {written.nbytes:,} B were written")
+            if _checksum(path) != written.xxh3:
+                raise CheckpointError(f"{path} is damaged: its checksum is not the one that was written")
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def load_state(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Copy a checkpoint's training state into tensors; all of them or, if any does not fit, none.
+
+    Raises:
+        CheckpointError: If a tensor is missing, too many or of another shape or type.
+    """
+    try:
+        saved = load_file(folder / _STATE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / _STATE}: {error}") from error
+    copy_tensors(saved, into, str(folder / _STATE))
+
+
+def copy_tensors(saved: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor], source: str) -> None:
+    """Copy tensors by name; all of them or, if any does not fit, none.
+
+    Raises:
+        CheckpointError: If a tensor is missing, too many or of another shape or type.
+    """
+    if odd := saved.keys() ^ into.keys():
+        raise CheckpointError(f"{source}: {min(odd)} is {'missing' if min(odd) in into else 'not of this model'}")
+    for name, tensor in into.items():
+        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+            found = f"{tuple(saved[name].shape)} {saved[name].dtype}"
+            raise CheckpointError(f"{source}: {name} is {found}, expected {tuple(tensor.shape)} {tensor.dtype}")
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(saved[name])
+
+
+def earlier_of_run(root: Path, latest: Latest) -> Iterator[Path]:
+    """Yield the last checkpoint's folder, then those that its run wrote before it, the newest first."""
+    yield root / latest.path
+    yield from reversed([folder for step, folder in _of_run(root, latest.run) if step < latest.step])
+
+
+def _run_of(root: Path) -> str:
+    """Return which run the last checkpoint is of, "" where nothing says so."""
+    try:
+        latest = read_latest(root)
+    except ConfigError as error:
+        # Whatever has become of it, the checkpoint that is written now replaces it.
+        log.warning("%s", error)
+        return ""
+    return "" if latest is None else latest.run
+
+
+def _files(folder: Path, on_progress: Callable[[], None]) -> dict[str, FileNote]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): FileNote(path.stat().st_size, _checksum(path, on_progress)) for path in paths
+    }
+
+
+def _checksum(path: Path, on_progress: Callable[[], None] = lambda: None) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+            on_progress()
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _told_of_growth(folder: Path, on_progress: Callable[[], None]) -> Iterator[None]:
+    """Call `on_progress` whenever the files in a folder have grown: one of them may take minutes, in a single call."""
+    done = threading.Event()
+
+    def watch() -> None:
+        written = 0
+        while not done.wait(_LOOK_S):
+            before, written = written, _written_bytes(folder)
+            if written > before:
+                on_progress()
+
+    watcher = threading.Thread(target=watch, name="checkpoint", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _written_bytes(folder: Path) -> int:
+    """Return what the files take on disk: safetensors gives them their whole length before the first byte."""
+    blocks = 0
+    for path in folder.rglob("*"):
+        # It is written under another name first.
+        with contextlib.suppress(FileNotFoundError):
+            blocks += path.stat().st_blocks
+    return 512 * blocks
+
+
+def _flush(folder: Path, on_progress: Callable[[], None]) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_file():
+            _flush_pieces(path, on_progress)
+        # A folder is opened and flushed like a file.
+        flush_folder(path)
+        on_progress()
+
+
+def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
+    """Bring a large file to disk a piece at a time: nothing can be told of one call that takes minutes."""
+    nbytes = path.stat().st_size
+    if nbytes <= _FLUSH_BYTES:
+        return
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        for start in range(0, nbytes, _FLUSH_BYTES):
+            mapped.flush(start, min(_FLUSH_BYTES, nbytes - start))
+            on_progress()
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Two renames where a folder of that name is replaced; between them the one before is the last whole one."""
+    replaced = target.with_name(f".{target.name}.replaced.{os.getpid()}")
+    if target.exists():
+        target.rename(replaced)
+    temporary.rename(target)
+    flush_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_unfinished(root: Path) -> None:
+    """Remove what killed processes left half-written."""
+    for folder in root.glob(".step-*"):
+        pid = folder.name.rpartition(".")[2]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_old(root: Path, note: CheckpointNote, keep: int) -> None:
+    for _, folder in [found for found in _of_run(root, note.run) if found[0] <= note.step][:-keep]:
+        log.info("old checkpoint removed: path=%s", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of_run(root: Path, run: str) -> list[tuple[int, Path]]:
+    """Return step and folder of each checkpoint of a run, the oldest first."""
+    found = []
+    for folder in root.glob("step-*"):
+        # One that cannot be read is nobody's: it is neither taken nor removed.
+        with contextlib.suppress(CheckpointError):
+            note = read_note(folder)
+            if note.run == run:
+                found.append((note.step, folder))
+    return sorted(found)
+
+
+def _why_not_written(target: Path, temporary: Path, error: Exception) -> str:
+    written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+    place = next((folder for folder in target.parents if folder.is_dir()), Path("/"))
+    return (
+        f"checkpoint {target} could not be written: {error}; "
+        f"{written:,} B were written, {shutil.disk_usage(place).free:,} B are free"
+    )

@@ -1,0 +1,153 @@
+"""Losses of PPO and GRPO over action tokens, as formulas over tensors; what lies outside a mask never counts.
+
+Every loss is the mean over the masked actions of the batch. Where that batch is only a part of what one optimizer step
+sees, `denominator` is the number of actions in all of it: then the losses of the parts, and their gradients, add up to
+those of the whole. The estimator of the KL is `pipeline.experience.advantages.k3_kl`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ShapeError
+
+_MAX_LOG_RATIO = 20.0
+"""exp of it, 5e8, is so far outside every clip range that a larger ratio would change nothing but overflow."""
+
+_VARIANCE_EPS = 1e-8
+
+
+class PolicyLoss(NamedTuple):
+    """What `policy_loss` returns.
+
+    Attributes:
+        loss: Scalar, differentiable.
+        ratios: ``(B, A)`` float32, the importance ratios, without gradient; 1 outside the mask.
+        clipped: ``(B, A)`` bool, the actions whose gradient the clip cut off.
+    """
+
+    loss: Tensor
+    ratios: Tensor
+    clipped: Tensor
+
+
+def masked_mean(values: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
+    """Sum the masked elements and divide by `denominator`, or by their number where it is None.
+
+    Args:
+        values: Any shape; elements outside the mask may be NaN.
+        mask: The same shape, bool.
+        denominator: What to divide by, above 0.
+
+    Returns:
+        Scalar; 0 where the mask is empty.
+
+    Raises:
+        ShapeError: If the shapes differ.
+    """
+    if values.shape != mask.shape:
+        raise ShapeError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape")
+    total = values.masked_fill(~mask, 0.0).sum()
+    return total / (mask.sum().clamp(min=1) if denominator is None else denominator)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_range: float,
+    *,
+    denominator: float | None = None,
+) -> PolicyLoss:
+    """Clipped surrogate loss of PPO, mean of -min(r A, clip(r, 1 - eps, 1 + eps) A), r = exp(logp - logp_old).
+
+    PPO: arXiv:1707.06347 eq. 7. GRPO takes the same term (arXiv:2402.03300 eq. 3) with one advantage for all actions of
+    a response; there it is first averaged within each response, here over all actions, so that an action of a long
+    response weighs as much as one of a short response (DAPO, arXiv:2503.14476 eq. 8).
+
+    Args:
+        log_probs: ``(B, A)`` float32, of the policy that is trained.
+        old_log_probs: ``(B, A)`` float32, of the policy that sampled.
+        advantages: ``(B, A)`` float32.
+        mask: ``(B, A)`` bool.
+        clip_range: eps.
+        denominator: Actions in the whole step; None for those in `mask`.
+
+    Returns:
+        Loss, ratios and which actions were clipped.
+    """
+    # masked_fill also stops the gradient there, which may be NaN.
+    log_ratios = (log_probs - old_log_probs).masked_fill(~mask, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratios = log_ratios.exp()
+    unclipped = -ratios * advantages
+    clipped = -ratios.clamp(1 - clip_range, 1 + clip_range) * advantages
+    loss = masked_mean(torch.maximum(unclipped, clipped), mask, denominator)
+    return PolicyLoss(loss, ratios.detach(), (clipped > unclipped).detach() & mask)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip_range: float,
+    *,
+    denominator: float | None = None,
+) -> Tensor:
+    """Clipped value loss of PPO, mean of max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) / 2.
+
+    From OpenAI's baselines; written down in arXiv:2005.12729, section 3.
+
+    Args:
+        values: ``(B, A)`` float32, of the critic that is trained.
+        old_values: ``(B, A)`` float32, of the critic at the rollout.
+        returns: ``(B, A)`` float32, R.
+        mask: ``(B, A)`` bool.
+        clip_range: eps.
+        denominator: Actions in the whole step; None for those in `mask`.
+
+    Returns:
+        Scalar, differentiable.
+    """
+    # Filled before the arithmetic: NaN times the zero gradient of a masked element is NaN.
+    old_values, returns = old_values.masked_fill(~mask, 0.0), returns.masked_fill(~mask, 0.0)
+    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    errors = torch.maximum((values - returns).square(), (clipped - returns).square())
+    return masked_mean(errors, mask, denominator) / 2
+
+
+def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares of the masked elements; moments of parts add up to those of the whole.
+
+    Returns:
+        ``(3,)`` float64.
+    """
+    kept = values.masked_fill(~mask, 0.0).double()
+    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def mean_and_stddev(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population standard deviation from `masked_moments`, both 0 where nothing was counted."""
+    count = moments[0].clamp(min=1)
+    mean = moments[1] / count
+    return mean, (moments[2] / count - mean.square()).clamp(min=0).sqrt()
+
+
+def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+    """Shift and scale the masked elements to mean 0 and variance 1, (x - mean) / sqrt(variance + 1e-8).
+
+    Args:
+        values: ``(B, A)`` float32.
+        mask: ``(B, A)`` bool.
+        moments: From `masked_moments`, of this batch or summed over all that belong to the step.
+
+    Returns:
+        ``(B, A)`` float32, 0 outside the mask.
+    """
+    mean, stddev = mean_and_stddev(moments)
+    whitened = (values - mean.float()) / (stddev.square() + _VARIANCE_EPS).sqrt().float()
+    return whitened.masked_fill(~mask, 0.0)

@@ -1,0 +1,168 @@
+"""What a trainer rank counts. Losses and rewards are shown by rank 0, for they are those of all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+
+from pipeline.experience.types import Experience
+from pipeline.models.torch_memory import show_memory
+from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.slab import SlotWriter
+from pipeline.trainer.step_stats import StepStats
+
+
+class TrainerMetrics:
+    """Writes a rank's slot."""
+
+    def __init__(self, writer: SlotWriter, *, rank: int, reward_source: str) -> None:
+        self._writer = writer
+        self._leads = rank == 0
+        self.clock = ActivityClock(writer, ["train", "publish", "wait_data", "fetch_weights"])
+        self._waited_s = 0.0
+        self._fetch_s = writer.histogram("rlhfd_train_phase_duration_seconds", phase="fetch")
+        self._wait_s = writer.histogram("rlhfd_buffer_get_wait_seconds")
+        self._tokens = writer.counter("rlhfd_tokens_total", kind="trained")
+        self._experiences = writer.counter("rlhfd_train_experiences_total")
+        self._staleness = writer.histogram("rlhfd_policy_staleness_versions", point="train")
+        self._version = writer.gauge("rlhfd_policy_version")
+        self._ratio = writer.histogram("rlhfd_importance_ratio")
+        self._kl = writer.histogram("rlhfd_kl_nats")
+        self._phases = {
+            phase: writer.histogram("rlhfd_train_phase_duration_seconds", phase=phase)
+            for phase in ("forward", "backward", "reduce", "optimizer")
+        }
+        if not self._leads:
+            return
+        self._steps = writer.counter("rlhfd_train_steps_total")
+        self._reward_mean = writer.gauge("rlhfd_reward_mean", source=reward_source)
+        self._reward_stddev = writer.gauge("rlhfd_reward_stddev", source=reward_source)
+        self._losses = {kind: writer.gauge("rlhfd_loss", kind=kind) for kind in ("policy", "value", "kl", "total")}
+        self._gradient_norm = writer.gauge("rlhfd_gradient_norm")
+        self._learning_rate = writer.gauge("rlhfd_learning_rate")
+        self._clipped = writer.gauge("rlhfd_clipped_ratio")
+        self._entropy = writer.gauge("rlhfd_entropy_nats")
+        self._nonfinite = {
+            where: writer.counter("rlhfd_nonfinite_total", where=where) for where in ("loss", "gradient")
+        }
+        self._publish_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="publish")
+        self._publish_phase_s = writer.histogram("rlhfd_train_phase_duration_seconds", phase="publish")
+        self._published_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport="shm")
+        self._published = writer.counter("rlhfd_weight_syncs_total", result="ok")
+        self._published_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
+        self._saved = writer.counter("rlhfd_checkpoints_total", result="ok")
+        self._not_saved = writer.counter("rlhfd_checkpoints_total", result="error")
+        self._save_s = writer.histogram("rlhfd_checkpoint_duration_seconds")
+        self._save_time = writer.gauge("rlhfd_checkpoint_last_success_timestamp_seconds")
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Copy a batch out of the arena; a look that finds none costs nothing worth showing."""
+        started_s = time.monotonic()
+        yield
+        duration_s = time.monotonic() - started_s
+        if duration_s > 1e-4:
+            self._fetch_s.observe(duration_s)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for a batch."""
+        self._writer.work_on()
+        started_s = time.monotonic()
+        with self.clock.during("wait_data"):
+            yield
+        self._waited_s += time.monotonic() - started_s
+
+    def work_on(self, lease: int) -> None:
+        """Show which batch is in hand."""
+        self._writer.work_on(lease)
+
+    def phase(self, name: str) -> None:
+        """Show that a step goes on; in "reduce" it waits for the other ranks."""
+        self._writer.meet(name == "reduce")
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Wait for the other ranks to come to a step, which is to wait for their data."""
+        self._writer.meet(True)
+        with self.clock.during("wait_data"):
+            yield
+        self._writer.meet(False)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Take an optimizer step."""
+        self._wait_s.observe(self._waited_s)
+        self._waited_s = 0.0
+        with self.clock.during("train"):
+            yield
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Publish weights."""
+        with self.clock.during("publish"):
+            yield
+
+    def began(self, version: int) -> None:
+        """Show where training starts from."""
+        self._version.set(version)
+
+    def resumed(self, steps: int) -> None:
+        """Count the steps that an earlier instance of the run has taken; its counters are gone."""
+        if self._leads:
+            self._steps.inc(steps)
+
+    def stepped(self, stats: StepStats, batches: list[Experience], for_version: int) -> None:
+        """Count a step and show what came of it."""
+        for batch in batches:
+            assert batch.info is not None
+            self._experiences.inc(len(batch.sequences))
+            staleness = (for_version - batch.info["policy_version"]).clamp(min=0)
+            self._staleness.observe_many(staleness.tolist())
+        self._tokens.inc(stats.tokens_trained)
+        self._ratio.observe_many(stats.row_importance_ratios)
+        self._kl.observe_many(stats.row_kl_nats)
+        for phase, histogram in self._phases.items():
+            histogram.observe(getattr(stats, f"{phase}_s"))
+        self._writer.beat()
+        show_memory(self._writer)
+        if self._leads:
+            self._lead(stats)
+
+    def _lead(self, stats: StepStats) -> None:
+        self._steps.inc()
+        self._reward_mean.set(stats.reward_mean)
+        self._reward_stddev.set(stats.reward_stddev)
+        self._entropy.set(stats.entropy_nats)
+        for where in stats.nonfinite:
+            self._nonfinite[where].inc()
+        for kind, value in (
+            ("policy", stats.policy_loss), ("value", stats.value_loss), ("kl", stats.kl_loss), ("total", stats.loss),
+        ):  # fmt: skip
+            if value is not None and math.isfinite(value):
+                self._losses[kind].set(value)
+        if math.isfinite(stats.gradient_norm):
+            self._gradient_norm.set(stats.gradient_norm)
+        self._learning_rate.set(stats.learning_rate)
+        self._clipped.set(stats.clipped_ratio)
+
+    def published(self, version: int, nbytes: int, duration_s: float) -> None:
+        """Count a publish."""
+        self._version.set(version)
+        self._publish_s.observe(duration_s)
+        self._publish_phase_s.observe(duration_s)
+        self._published_bytes.inc(nbytes)
+        self._published.inc()
+        self._published_time.set(time.time())
+
+    def saved(self, duration_s: float) -> None:
+        """Count a checkpoint."""
+        self._saved.inc()
+        self._save_s.observe(duration_s)
+        self._save_time.set(time.time())
+
+    def not_saved(self) -> None:
+        """Count a checkpoint that could not be written."""
+        self._not_saved.inc()

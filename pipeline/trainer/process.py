@@ -1,0 +1,200 @@
+"""A trainer rank's process: models, process group and connection around `pipeline.trainer.trainer`."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as distributed
+
+from pipeline.config.schema import Config
+from pipeline.errors import ExitCode
+from pipeline.models.device import process_device
+from pipeline.models.loading import Critic, Preprocessing, load_actor, load_critic, load_tokenizer
+from pipeline.models.lora import Saved, adapt
+from pipeline.models.weights.probe import answer, probe_tokens
+from pipeline.runtime.latest_checkpoint import checkpoints_dir
+from pipeline.runtime.role import Report, RoleContext, reward_source
+from pipeline.runtime.transport import Traffic
+from pipeline.runtime.workspace import identity_of
+from pipeline.storage.weights_header import Probe, WeightsVersion
+from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.trainer.connection import Connection, open_connection
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.resume import Resumption
+from pipeline.trainer.state import Progress, tensors_of
+from pipeline.trainer.trainer import CheckpointWriter, Trainer
+
+_IDLE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, context: RoleContext) -> ExitCode:
+    """Train until `trainer.max_steps`, a drain, or SIGTERM."""
+    torch.set_num_threads(config.trainer.threads)
+    connection = open_connection(
+        context.folder,
+        rank=context.index,
+        world_size=config.trainer.world_size,
+        prefetch=batches_ahead(config),
+        verify_checksum=config.buffer.checksum,
+        traffic=Traffic(context.metrics),
+    )
+    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(process_device()))
+    join_ranks(config, context)
+    trainer = new_trainer(config, context, connection)
+    context.ready()
+    try:
+        while not trainer.finished:
+            context.metrics.beat()
+            if (changed := context.reloaded()) is not None:
+                trainer.save_every = changed.trainer.save_every
+            if context.stopping:
+                trainer.stop()
+            elif not trainer.poll():
+                trainer.wait(_IDLE_S)
+        saved = trainer.close()
+        if trainer.complete:
+            context.report(Report(state="finished"))
+    finally:
+        connection.close()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+    return ExitCode.OK if saved else ExitCode.FAILED
+
+
+def batches_ahead(config: Config) -> int:
+    """Return how many batches a rank holds: those of a whole version, and one to go on with."""
+    return config.trainer.gradient_accumulation_steps * config.trainer.publish_every + 1
+
+
+def join_ranks(config: Config, context: RoleContext) -> None:
+    """Meet the other ranks of this generation, over a file in the instance's folder: no port is taken for it."""
+    if config.trainer.world_size == 1:
+        return
+    if context.index == 0:
+        # Those of generations before: each leaves a file when it is killed.
+        for left in context.folder.glob("ranks-*"):
+            if int(left.name.partition("-")[2]) < context.generation:
+                left.unlink(missing_ok=True)
+    backend = "nccl" if process_device().type == "cuda" else "gloo"
+    distributed.init_process_group(
+        backend,
+        init_method=f"file://{context.folder / f'ranks-{context.generation}'}",
+        rank=context.index,
+        world_size=config.trainer.world_size,
+        # A rank may wait for data as long as it takes; a hang is for the supervisor's watchdog to find.
+        timeout=datetime.timedelta(days=7),
+    )
+
+
+def all_ranks_agree(ready: bool) -> bool:
+    """Return whether every rank said True."""
+    flag = torch.tensor(int(ready), device=process_device())
+    distributed.all_reduce(flag, distributed.ReduceOp.MIN)
+    return bool(flag)
+
+
+def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
+    """Load the models, set them to where training begins (`pipeline.trainer.resume`), and join them to the daemon."""
+    device = process_device()
+    actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
+    models: dict[str, torch.nn.Module] = {"actor": actor}
+    if config.rollout.algorithm == "ppo":
+        models["critic"] = (
+            Critic.from_actor(actor)
+            if config.model.critic is None
+            else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
+        )
+    # After the critic, which is made of the backbone as it was.
+    adapt(actor, config.model, seed=config.daemon.seed)
+    metrics = TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config))
+
+    def agree(ready: bool) -> bool:
+        if config.trainer.world_size == 1:
+            return ready
+        with metrics.meeting():
+            return all_ranks_agree(ready)
+
+    learner = Learner(
+        config.trainer,
+        config.rollout.algorithm,
+        actor,
+        models.get("critic"),
+        temperature=config.rollout.temperature,
+        kl_coef=config.trainer_kl_coef,
+        process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
+        on_phase=metrics.phase,
+    )
+    resumption = Resumption(config, connection, learner, models, device)
+    start = resumption.find()
+    # Nothing of what another rank still reads is replaced.
+    agree(True)
+    if context.index == 0:
+        resumption.settle(start)
+    trainer = Trainer(
+        config,
+        learner,
+        connection,
+        models,
+        metrics,
+        device=device,
+        agree=agree,
+        save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
+        start=start,
+        probe=question(config, actor, device),
+    )
+    if start.rollback:
+        agree(True)
+        published = connection.newest()
+        if context.index and published is not None:
+            connection.start_over(published)
+    return trainer
+
+
+def question(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:
+    """Return what asks the actor that which workers are asked too; None where there is nothing to ask."""
+    tokens = probe_tokens(config, load_tokenizer(config.model.actor))
+    return functools.partial(answer, actor, tokens, device) if tokens else None
+
+
+def checkpoint_writer(
+    config: Config,
+    models: Mapping[str, torch.nn.Module],
+    learner: Learner,
+    device: torch.device,
+    on_progress: Callable[[], None],
+) -> CheckpointWriter:
+    """Return what writes this run's checkpoints; `on_progress` is called while it does."""
+    preprocessing = Preprocessing(config.model.actor, load_tokenizer(config.model.actor))
+    described, identity = config.model_dump(mode="json"), identity_of(config)
+
+    def save(progress: Progress, version: WeightsVersion, *, complete: bool) -> Path:
+        note = CheckpointNote(
+            identity,
+            progress.step,
+            version.version,
+            progress.position,
+            complete,
+            digest=f"{progress.digest:016x}",
+            fingerprint=f"{version.fingerprint:016x}",
+            config=described,
+        )
+        return save_checkpoint(
+            checkpoints_dir(config),
+            note,
+            actor=Saved(models["actor"], config.model),
+            tokenizer=preprocessing,
+            critic=models.get("critic"),
+            state=tensors_of(learner, progress, device),
+            keep=config.trainer.keep_checkpoints,
+            on_progress=on_progress,
+        )
+
+    return save

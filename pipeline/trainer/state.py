@@ -1,0 +1,86 @@
+"""What training goes on from beside the weights, as named tensors: progress, random state, the optimizers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+import xxhash
+
+from pipeline.errors import FieldError
+from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.experience.vision_rows import MODEL_KEYWORDS
+
+_PROGRESS = "progress"
+_CPU_GENERATOR = "generator.cpu"
+_CUDA_GENERATOR = "generator.cuda"
+
+
+class HasTensors(Protocol):
+    """Who trains (`pipeline.trainer.learner.Learner`)."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that a step changes beside the weights, live."""
+
+
+class Progress(NamedTuple):
+    """How far training has come.
+
+    Attributes:
+        step: Optimizer steps taken.
+        digest: Of all experience trained on, in order (`digest_after`).
+        position: First prompt that may still be missing from it.
+    """
+
+    step: int = 0
+    digest: int = 0
+    position: int = 0
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
+    return data
+
+
+def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
+    """Return the digest of all experience up to these batches, given the one of all before them.
+
+    It is chained, each from the one before and one batch's bytes, so that it survives its process as one number.
+
+    Raises:
+        FieldError: If a batch lacks a field that is trained on.
+    """
+    for experience in experiences:
+        link = xxhash.xxh3_64(digest.to_bytes(8, "little"))
+        for tensor in (experience.sequences, experience.action_log_probs, experience.advantages, experience.reward):
+            if tensor is None:
+                raise FieldError("action_log_probs, advantages or reward is missing")
+            link.update(_bytes_of(tensor))
+        if isinstance(experience, ExperienceVL):
+            for name in MODEL_KEYWORDS:
+                pixels = getattr(experience, name)
+                link.update(b"" if pixels is None else _bytes_of(pixels))
+        # 63 bits: it also lies in a signed integer.
+        digest = link.intdigest() >> 1
+    return digest
+
+
+def tensors_of(learner: HasTensors, progress: Progress, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the training state: the learner's tensors, live, and copies of the rest."""
+    state = {
+        _PROGRESS: torch.tensor(progress, dtype=torch.int64),
+        _CPU_GENERATOR: torch.get_rng_state(),
+        **learner.tensors(),
+    }
+    if device.type == "cuda":
+        state[_CUDA_GENERATOR] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def take_over(state: Mapping[str, torch.Tensor], device: torch.device) -> Progress:
+    """Set the random state, and return the progress; the learner's tensors hold their values already."""
+    torch.set_rng_state(state[_CPU_GENERATOR].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[_CUDA_GENERATOR].cpu(), device)
+    return Progress(*state[_PROGRESS].tolist())
