@@ -19,7 +19,7 @@ from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.process import SHOW_S
 from pipeline.runtime.messages import Ack, Credit, Hello, Lease, Message, Sealed, Ticket, WantTickets
 from pipeline.runtime.transport import trainer_name, worker_name
-from pipeline.storage.arena import ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import LedgerLayout
 from pipeline.telemetry.slab import MetricsSlab, SlotName

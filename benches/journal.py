@@ -19,7 +19,8 @@ from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.snapshot import BufferJournal
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig
-from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import LedgerLayout
 

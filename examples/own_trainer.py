@@ -16,7 +16,8 @@ import argparse
 import torch
 
 import pipeline
-from pipeline.models.loading import action_log_probs, load_actor
+from pipeline.models.loading import load_actor
+from pipeline.models.log_probs import action_log_probs
 
 
 def main() -> None:

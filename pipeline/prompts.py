@@ -12,13 +12,15 @@ position and nothing else, and platform, Python and numpy versions do not change
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, PromptError
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
@@ -344,3 +346,20 @@ def _splitmix64(state: int) -> int:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return state ^ (state >> 31)
+
+
+_TOKENS = 64
+
+
+def probe_tokens(config: Config, tokenizer: Any) -> list[int]:
+    """Return the tokens that are asked about: the first prompt of the run's sequence, its text, cut at 64.
+
+    Nothing comes back where that has no two tokens, or cannot be rendered as text: then nothing is asked.
+    """
+    with contextlib.closing(PromptSource(config.prompts.path, config.daemon.seed)) as source:
+        prompt = source.at(0)
+    try:
+        tokens = render(prompt, tokenizer, config.prompts.template)[:_TOKENS]
+    except PromptError:
+        return []
+    return tokens if len(tokens) > 1 else []

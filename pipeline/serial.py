@@ -19,6 +19,7 @@ from pipeline import sort_digits
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.process import new_buffer
+from pipeline.buffer.sizing import ledger_layout
 from pipeline.buffer.snapshot import BufferJournal
 from pipeline.buffer.spool import Spool
 from pipeline.config.load import LoadedConfig
@@ -27,11 +28,12 @@ from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import new_worker
 from pipeline.rollout.worker import RolloutWorker
-from pipeline.runtime.lock import InstanceLock, hold_signals, ignore_signals, shm_directory, unwind_on_signals
+from pipeline.runtime.lock import InstanceLock, shm_directory
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import RoleContext, monotonic_s, reward_source
+from pipeline.runtime.signals import hold_signals, ignore_signals, unwind_on_signals
 from pipeline.runtime.transport import BUFFER, trainer_name, worker_name
-from pipeline.runtime.workspace import Workspace, ledger_layout
+from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.telemetry import log as logs
@@ -39,6 +41,7 @@ from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.run_log import RunLog
 from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer import setup
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.process import batches_ahead, new_trainer
 from pipeline.trainer.trainer import Trainer
@@ -108,7 +111,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
         try:
             unwind_on_signals()
             if sort_digits.is_used(loaded.config):
-                sort_digits.prepare(sort_digits.directory_of(config.daemon.state_dir))
+                setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
             has_begun = True
             code = _Serial(config, workspace).run()
         except BaseException as error:

@@ -30,7 +30,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.errors import RlhfdError
-from pipeline.runtime import lock
+from pipeline.runtime import control, lock
 from pipeline.runtime.lock import InstanceRecord, shm_directory
 
 PROGRAM = Path(sys.executable).with_name("rlhfd")
@@ -58,10 +58,10 @@ _T = TypeVar("_T")
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded task's directory, its model warmed up by a few steps only."""
-    from pipeline import sort_digits
+    from pipeline.trainer import setup
 
     directory = tmp_path_factory.mktemp("task") / "sort-digits"
-    sort_digits.prepare(directory, warmup_steps=_WARMUP_STEPS)
+    setup.prepare(directory, warmup_steps=_WARMUP_STEPS)
     return directory
 
 
@@ -260,11 +260,11 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """Ask over the control socket; the command `rlhfd status --json` prints the same (see `ask`)."""
-        return lock.request(lock.find(self.runtime_dir), "status", 10.0)
+        return control.request(lock.find(self.runtime_dir), "status", 10.0)
 
     def why(self) -> dict[str, Any]:
         """Ask what holds it back; the command `rlhfd why --json` prints the same."""
-        return lock.request(lock.find(self.runtime_dir), "why", 10.0)
+        return control.request(lock.find(self.runtime_dir), "why", 10.0)
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command such as ``status --json`` against it."""
@@ -296,7 +296,7 @@ class Daemon:
     def _answering(self) -> InstanceRecord | None:
         try:
             record = lock.find(self.runtime_dir)
-            lock.request(record, "status", 10.0)
+            control.request(record, "status", 10.0)
         except (RlhfdError, OSError):
             return None
         return record if record.pid == self.pid else None

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime import lock
+from pipeline.runtime import control
 from pipeline.runtime.lock import InstanceRecord
 
 HOLD = """
@@ -83,7 +83,7 @@ def serving(
     ready, loop, stopping = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        server = await lock.serve_control(folder / lock.CONTROL_SOCKET, handler)
+        server = await control.serve_control(folder / control.CONTROL_SOCKET, handler)
         ready.set()
         await stopping.wait()
         server.close()

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ArenaFullError, ConfigError, LedgerError
-from pipeline.storage.arena import ALIGNMENT_BYTES, Arena, Extent, ExtentAllocator
+from pipeline.storage.allocator import Extent, ExtentAllocator
+from pipeline.storage.arena import ALIGNMENT_BYTES, Arena
 
 
 def make(path: Path, payload_bytes: int = 1 << 20) -> Arena:

@@ -28,7 +28,7 @@ from pipeline.runtime.messages import (
     WantTickets,
     Welcome,
 )
-from pipeline.storage.arena import ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS, LedgerLayout
 

@@ -52,8 +52,8 @@ def wait_steps(daemon: Daemon, more: int) -> None:
 
 
 def arena_file_bytes() -> int:
+    from pipeline.buffer.sizing import ledger_layout
     from pipeline.config.schema import Config
-    from pipeline.runtime.workspace import ledger_layout
     from pipeline.storage.arena import PAGE_BYTES
 
     config = Config.model_validate(

@@ -14,7 +14,8 @@ import torch
 
 import pipeline
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models.loading import action_log_probs, load_actor, load_tokenizer
+from pipeline.models.loading import load_actor, load_tokenizer
+from pipeline.models.log_probs import action_log_probs
 from pipeline.prompts import Prompt
 from pipeline.rollout.vision_prompts import VisionPrompts
 from tests import tiny_vision

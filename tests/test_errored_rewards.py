@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.errors import RewardError
 from pipeline.experience.types import Experience
-from pipeline.models.loading import Critic
+from pipeline.models.critic import Critic
 from pipeline.rollout.maker import NaiveExperienceMaker
 from tests import tiny
 from tests.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture

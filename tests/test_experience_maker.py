@@ -16,7 +16,8 @@ from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import Experience
-from pipeline.models.loading import Critic, action_log_probs, action_values
+from pipeline.models.critic import Critic
+from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.rollout.generation.interface import Responses, Sampling
 from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
 from pipeline.rollout.rewards import FunctionReward

@@ -59,7 +59,7 @@ def test_greedy_responses_equal_one_forward_a_token(build: type[LlamaForCausalLM
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
 @torch.no_grad()
 def test_reported_log_probs_are_the_actors(build: type[LlamaForCausalLM]) -> None:
-    from pipeline.models.loading import action_log_probs
+    from pipeline.models.log_probs import action_log_probs
 
     model = build()
 

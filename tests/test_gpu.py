@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from pipeline.experience import codec
-from pipeline.models.loading import action_log_probs
-from pipeline.models.torch_memory import show_memory
+from pipeline.models.device import show_memory
+from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.pinned import PinnedMemory, pin_arena
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.generation.interface import Sampling

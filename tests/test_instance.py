@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
+from pipeline.runtime import control
 from pipeline.runtime import lock as instance_lock
 from pipeline.runtime.lock import InstanceLock, InstanceRecord
 from tests.instances import process, record, serving
@@ -248,7 +249,7 @@ class TestTerminate:
 def knock(folder: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(10)
-    client.connect(str(folder / instance_lock.CONTROL_SOCKET))
+    client.connect(str(folder / control.CONTROL_SOCKET))
     return client
 
 
@@ -269,30 +270,30 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestControl:
     def test_command_and_fields_reach_the_handler(self, tmp_path: Path) -> None:
         with serving(tmp_path) as server:
-            assert instance_lock.request(server, "stop", 5, now=True) == {"echo": {"command": "stop", "now": True}}
+            assert control.request(server, "stop", 5, now=True) == {"echo": {"command": "stop", "now": True}}
 
     def test_large_answer_arrives_whole(self, tmp_path: Path) -> None:
         async def much(request: dict[str, Any]) -> dict[str, Any]:
             return {"text": "x" * 3_000_000}
 
         with serving(tmp_path, much) as server:
-            assert len(instance_lock.request(server, "status", 10)["text"]) == 3_000_000
+            assert len(control.request(server, "status", 10)["text"]) == 3_000_000
 
     def test_error_of_the_handler_is_raised_at_the_client(self, tmp_path: Path) -> None:
         async def refuse(request: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError("not now")
 
         with serving(tmp_path, refuse) as server, pytest.raises(RlhfdError, match=r"^not now$"):
-            instance_lock.request(server, "reload", 5)
+            control.request(server, "reload", 5)
 
     def test_socket_is_for_the_owner_alone_and_replaces_a_dead_ones(self, tmp_path: Path) -> None:
         dead = socket.socket(socket.AF_UNIX)
-        dead.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
+        dead.bind(str(tmp_path / control.CONTROL_SOCKET))
         dead.close()
 
         with serving(tmp_path) as server:
-            assert stat.S_IMODE((tmp_path / instance_lock.CONTROL_SOCKET).stat().st_mode) == 0o600
-            assert instance_lock.request(server, "status", 5)
+            assert stat.S_IMODE((tmp_path / control.CONTROL_SOCKET).stat().st_mode) == 0o600
+            assert control.request(server, "status", 5)
 
     @pytest.mark.parametrize(
         "sent",
@@ -337,7 +338,7 @@ class TestControl:
     @pytest.mark.usefixtures("impatient")
     def test_silent_client_is_cut_off_and_holds_nobody_up(self, tmp_path: Path) -> None:
         with serving(tmp_path) as server, knock(tmp_path) as silent:
-            assert instance_lock.request(server, "status", 5)
+            assert control.request(server, "status", 5)
 
             assert b"error" in silent.recv(1000)
             assert silent.recv(1000) == b""
@@ -349,7 +350,7 @@ class TestControl:
 
         with serving(tmp_path, much) as server, knock(tmp_path) as deaf:
             deaf.sendall(b"{}\n")
-            assert instance_lock.request(server, "status", 10)
+            assert control.request(server, "status", 10)
 
             deadline = time.monotonic() + 10
             while True:
@@ -366,12 +367,12 @@ class TestControl:
                 for _ in range(40):
                     crowd.enter_context(knock(tmp_path))
                 with pytest.raises(RlhfdError, match="too many clients"):
-                    instance_lock.request(server, "status", 5)
+                    control.request(server, "status", 5)
 
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
                 with contextlib.suppress(RlhfdError):
-                    assert instance_lock.request(server, "status", 5)
+                    assert control.request(server, "status", 5)
                     return
             pytest.fail("still too many clients")
 
@@ -380,13 +381,13 @@ class TestControl:
             if os.geteuid():
                 monkeypatch.setattr(instance_lock.os, "geteuid", lambda: os.getuid() + 1)
                 with pytest.raises(RlhfdError, match=r"uid \d+ may not control"):
-                    instance_lock.request(server, "stop", 5)
+                    control.request(server, "stop", 5)
                 return
             descriptor = os.open(tmp_path, os.O_PATH)
-            (tmp_path / instance_lock.CONTROL_SOCKET).chmod(0o666)
+            (tmp_path / control.CONTROL_SOCKET).chmod(0o666)
             code = (
                 "import socket; client = socket.socket(socket.AF_UNIX);"
-                f"client.connect('/proc/self/fd/{descriptor}/{instance_lock.CONTROL_SOCKET}');"
+                f"client.connect('/proc/self/fd/{descriptor}/{control.CONTROL_SOCKET}');"
                 "print(client.recv(1000))"
             )
             tmp_path.chmod(0o755)
@@ -401,29 +402,29 @@ class TestControl:
 class TestRequest:
     def test_missing_socket_is_unreachable(self, tmp_path: Path) -> None:
         with pytest.raises(UnreachableError, match="cannot be reached"):
-            instance_lock.request(record(tmp_path), "status", 5)
+            control.request(record(tmp_path), "status", 5)
 
     def test_server_that_never_answers_is_unreachable_in_time(self, tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
+            listener.bind(str(tmp_path / control.CONTROL_SOCKET))
             listener.listen()
 
             with pytest.raises(UnreachableError, match=r"does not answer within 0.1 s"):
-                instance_lock.request(record(tmp_path), "status", 0.1)
+                control.request(record(tmp_path), "status", 0.1)
 
     def test_server_whose_queue_is_full_is_unreachable_in_time(self, tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as queue:
-            listener.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
+            listener.bind(str(tmp_path / control.CONTROL_SOCKET))
             listener.listen(0)
             queue.enter_context(knock(tmp_path))
 
             with pytest.raises(UnreachableError, match="does not answer within"):
-                instance_lock.request(record(tmp_path), "status", 0.1)
+                control.request(record(tmp_path), "status", 0.1)
 
     @pytest.mark.parametrize("sent", [b"", b"nonsense\n", b"[]\n", b'{"half":'])
     def test_answer_that_is_no_json_line_is_unreachable(self, tmp_path: Path, sent: bytes) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(tmp_path / instance_lock.CONTROL_SOCKET))
+            listener.bind(str(tmp_path / control.CONTROL_SOCKET))
             listener.listen()
 
             def serve() -> None:
@@ -436,5 +437,5 @@ class TestRequest:
             thread.start()
 
             with pytest.raises(UnreachableError, match="no JSON line"):
-                instance_lock.request(record(tmp_path), "status", 5)
+                control.request(record(tmp_path), "status", 5)
             thread.join()

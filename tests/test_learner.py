@@ -20,7 +20,8 @@ from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import Experience, ExperienceVL
-from pipeline.models.loading import Critic, action_log_probs, action_values
+from pipeline.models.critic import Critic
+from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio

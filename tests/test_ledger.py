@@ -5,9 +5,8 @@ import copy
 
 import pytest
 
-from pipeline.buffer.admission import oldest_rows
 from pipeline.errors import LedgerError
-from pipeline.storage.ledger import Ledger
+from pipeline.storage.ledger import Ledger, oldest_rows
 from pipeline.storage.records import ExtentState, LedgerLayout
 from pipeline.storage.tables import Run, add_prompts, between
 

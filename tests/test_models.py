@@ -13,17 +13,10 @@ from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassific
 from pipeline.errors import ConfigError, ShapeError
 from pipeline.experience.batching import make_experience_batch
 from pipeline.experience.types import BufferItem
-from pipeline.models.loading import (
-    Critic,
-    SequenceReward,
-    action_log_probs,
-    action_values,
-    load_actor,
-    load_critic,
-    load_reward_model,
-    load_tokenizer,
-    position_ids_from_mask,
-)
+from pipeline.models.critic import Critic
+from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer, position_ids_from_mask
+from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.reward_model import SequenceReward
 from tests import tiny
 
 

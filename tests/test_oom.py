@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.supervisor import oom
+from pipeline.supervisor import fleet, oom
 from tests.slabs import ROOT
 
 _PROGRAM = """
@@ -55,4 +55,4 @@ def test_a_kill_for_lack_of_memory_is_counted_and_another_is_not(group: Path) ->
 def test_where_nothing_is_counted_nothing_was_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(oom, "_CGROUPS", tmp_path)
 
-    assert oom.kill_count() == 0
+    assert fleet.kill_count() == 0

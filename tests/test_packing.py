@@ -15,7 +15,8 @@ from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
-from pipeline.models.loading import Critic, action_log_probs, action_values
+from pipeline.models.critic import Critic
+from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import packed_action_log_probs, packed_action_values
 from pipeline.trainer.losses import masked_mean, policy_loss, value_loss
 from tests import tiny

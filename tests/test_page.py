@@ -21,7 +21,8 @@ from prometheus_client.exposition import choose_encoder
 
 from pipeline.config.schema import MetricsConfig
 from pipeline.errors import ConfigError
-from pipeline.supervisor.web.server import OPENMETRICS_TYPE, TEXT_TYPE, Access, HttpServer, wants_openmetrics
+from pipeline.supervisor.web.access import Access
+from pipeline.supervisor.web.server import OPENMETRICS_TYPE, TEXT_TYPE, HttpServer, wants_openmetrics
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 

@@ -24,7 +24,7 @@ from pipeline.runtime.messages import (
     WantRoom,
     Welcome,
 )
-from pipeline.storage.arena import ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import LedgerLayout
 

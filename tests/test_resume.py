@@ -6,12 +6,11 @@ import shutil
 import pytest
 import torch
 
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ConfigError, WeightsError
-from pipeline.models.loading import Critic
+from pipeline.models.critic import Critic
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.runtime.latest_checkpoint import read_latest
-from pipeline.runtime.workspace import identity_of
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.resume import Resumption, Start

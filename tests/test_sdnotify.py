@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.supervisor.live import Snapshot
-from pipeline.supervisor.sdnotify import Notifier
-from pipeline.supervisor.systemd import Service, status_line
+from pipeline.supervisor.snapshot import Snapshot
+from pipeline.supervisor.systemd import Notifier, Service, status_line
 
 
 @pytest.fixture(params=["file", "abstract"])

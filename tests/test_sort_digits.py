@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from pipeline import prompts, sort_digits
 from pipeline.config.schema import Config, DaemonConfig, ModelConfig, PromptsConfig
 from pipeline.errors import DeadlineError
+from pipeline.trainer import setup
 
 FEW_STEPS = 3
 
@@ -24,7 +25,7 @@ FEW_STEPS = 3
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     directory = sort_digits.directory_of(tmp_path_factory.mktemp("state"))
-    sort_digits.prepare(directory, warmup_steps=FEW_STEPS)
+    setup.prepare(directory, warmup_steps=FEW_STEPS)
     return directory
 
 
@@ -121,7 +122,7 @@ def test_the_model_is_the_small_llama(directory: Path) -> None:
 def test_prepared_again_nothing_is_written(directory: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
-    sort_digits.prepare(directory, warmup_steps=FEW_STEPS)
+    setup.prepare(directory, warmup_steps=FEW_STEPS)
 
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
@@ -131,7 +132,7 @@ def test_the_same_seed_makes_the_same_weights_and_leaves_the_random_state(direct
     state = torch.get_rng_state()
     seen: list[tuple[int, int]] = []
 
-    sort_digits.prepare(tmp_path / "again", warmup_steps=FEW_STEPS, progress=lambda *done: seen.append(done))
+    setup.prepare(tmp_path / "again", warmup_steps=FEW_STEPS, progress=lambda *done: seen.append(done))
 
     weights = [sort_digits.model_directory(path) / "model.safetensors" for path in (directory, tmp_path / "again")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -141,16 +142,16 @@ def test_the_same_seed_makes_the_same_weights_and_leaves_the_random_state(direct
 
 def test_half_made_and_outdated_directories_are_made_again(tmp_path: Path) -> None:
     directory = tmp_path / "sort-digits"
-    sort_digits.prepare(directory, warmup_steps=1)
+    setup.prepare(directory, warmup_steps=1)
     (tmp_path / ".sort-digits.partial").mkdir()
     (tmp_path / ".sort-digits.partial" / "left by a killed process").touch()
     os.truncate(directory / "model" / "model.safetensors", 100)
     half_made = sort_digits.is_prepared(directory, warmup_steps=1)
 
-    sort_digits.prepare(directory, warmup_steps=1)
+    setup.prepare(directory, warmup_steps=1)
     made_again = sort_digits.is_prepared(directory, warmup_steps=1)
     of_other_steps = sort_digits.is_prepared(directory, warmup_steps=2)
-    sort_digits.prepare(directory, warmup_steps=2)
+    setup.prepare(directory, warmup_steps=2)
 
     assert (half_made, made_again, of_other_steps) == (False, True, False)
     assert sort_digits.is_prepared(directory, warmup_steps=2)
@@ -162,9 +163,9 @@ def test_a_second_caller_waits_for_the_first_until_its_deadline(tmp_path: Path) 
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         with pytest.raises(DeadlineError, match=r"\.sort-digits\.lock is locked by another process for 0 s"):
-            sort_digits.prepare(tmp_path / "sort-digits", timeout_s=0)
+            setup.prepare(tmp_path / "sort-digits", timeout_s=0)
 
-    sort_digits.prepare(tmp_path / "sort-digits", warmup_steps=0, timeout_s=0)
+    setup.prepare(tmp_path / "sort-digits", warmup_steps=0, timeout_s=0)
 
 
 def test_to_see_whether_it_is_prepared_torch_is_not_imported(directory: Path) -> None:

@@ -7,13 +7,13 @@ import torch
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.spool import Spool
-from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig
+from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig, identity_of
 from pipeline.experience import codec
 from pipeline.runtime.latest_checkpoint import Latest, write_latest
 from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Sealed, Ticket, WantTickets
-from pipeline.runtime.workspace import identity_of
 from pipeline.storage import extent_file
-from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS, LedgerLayout
 from pipeline.storage.tables import Run

@@ -9,7 +9,8 @@ from pipeline.errors import DeadlineError
 from pipeline.experience import codec
 from pipeline.runtime.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
 from pipeline.serial import Post
-from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS, LedgerLayout
 from pipeline.trainer.connection import Connection

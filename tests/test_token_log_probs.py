@@ -15,7 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2LMHeadModel, PreTr
 
 from pipeline.models import chunked_log_probs
 from pipeline.models.chunked_log_probs import plain_head
-from pipeline.models.loading import action_log_probs
+from pipeline.models.log_probs import action_log_probs
 from pipeline.rollout.maker import NaiveExperienceMaker
 from tests import tiny
 

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeline.supervisor.live import LiveView, RateWindow, Snapshot, line, panel, sparkline
+from pipeline.supervisor.live import LiveView, line, panel, sparkline
+from pipeline.supervisor.snapshot import RateWindow, Snapshot
 from tests.slabs import ROOT
 
 SNAPSHOT = Snapshot(

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models.loading import Critic, action_log_probs, action_values, load_actor, load_critic, sees_images
+from pipeline.models.critic import Critic
+from pipeline.models.loading import load_actor, load_critic, sees_images
+from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.vision_inputs import vision_inputs
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import LeanGenerator

@@ -15,7 +15,8 @@ from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import Experience, ExperienceVL
-from pipeline.models.loading import Critic, action_values
+from pipeline.models.critic import Critic
+from pipeline.models.log_probs import action_values
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.rewards import FunctionReward
 from pipeline.trainer.learner import Learner

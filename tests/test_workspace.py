@@ -5,10 +5,11 @@ import stat
 
 import pytest
 
+from pipeline.buffer.sizing import limits_of
 from pipeline.config.schema import Config
 from pipeline.config.sizes import row_bytes_bound
 from pipeline.errors import ConfigError
-from pipeline.runtime.workspace import Workspace, limits_of
+from pipeline.runtime.workspace import Workspace
 
 
 def config(**buffer):

@@ -19,8 +19,8 @@ import itertools
 from typing import Literal, Protocol
 
 from pipeline.runtime.messages import Faulty, Sealed
-from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import Chosen, ExtentRecord, ItemState
+from pipeline.storage.ledger import Ledger, oldest_rows
+from pipeline.storage.records import Chosen, ExtentRecord, held_rows, ready_rows
 from pipeline.storage.tables import Run, between
 
 
@@ -128,17 +128,6 @@ def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
     return chosen if not under_way or _fits_later(ledger, limits, left_behind, min(under_way)) else None
 
 
-def oldest_rows(ledger: Ledger, count: int) -> Chosen:
-    """Return the `count` ready rows of the oldest versions, in order of prompts; `count` are there."""
-    chosen: Chosen = []
-    records = ledger.index.ready()
-    while count:
-        record = next(records)
-        chosen.append((record, ready_rows(record)[:count]))
-        count -= len(chosen[-1][1])
-    return chosen
-
-
 def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slow: int) -> bool:
     """Whether rows left behind by the next batch, counted by version, can all be trained within the bound.
 
@@ -154,20 +143,6 @@ def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slo
         if version >= slow and rows > room:
             return False
     return True
-
-
-def ready_rows(record: ExtentRecord) -> list[int]:
-    """Return the rows of a sealed extent that wait for a batch."""
-    if record.ready == record.rows:
-        return list(range(record.rows))
-    ready = ItemState.READY
-    return [row for row, item in enumerate(record.items) if item.state is ready] if record.ready else []
-
-
-def held_rows(record: ExtentRecord) -> list[int]:
-    """Return the rows of a sealed extent that wait for a batch or are in one."""
-    gone = ItemState.GONE
-    return [row for row, item in enumerate(record.items) if item.state is not gone]
 
 
 def rolled_back_rows(ledger: Ledger) -> Chosen:

@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Callable
 
-from pipeline.buffer import admission
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.leases import Leases, Quarantine, Send
 from pipeline.buffer.observer import Observer
@@ -29,7 +28,8 @@ from pipeline.runtime.messages import (
     Welcome,
 )
 from pipeline.runtime.transport import trainer_name
-from pipeline.storage.arena import Extent, ExtentAllocator
+from pipeline.storage import records
+from pipeline.storage.allocator import Extent, ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen
 from pipeline.storage.tables import Run
@@ -197,7 +197,7 @@ class Buffer:
         cut = [Run(record.position, record.prompts) for record in self.ledger.reserved_extents()]
         for record in list(self.ledger.reserved_extents()):
             self._tickets.abandon(record)
-        rest = [(record, admission.ready_rows(record)) for record in self.ledger.sealed_extents()]
+        rest = [(record, records.ready_rows(record)) for record in self.ledger.sealed_extents()]
         reason, whole = "cleared", True
         if spool is not None and self.ledger.totals.tickets:
             try:
@@ -219,7 +219,7 @@ class Buffer:
         The bytes of these rows stay as they are until `thaw`, whatever becomes of the rows.
         """
         self._allocator.hold()
-        chosen = [(record, rows) for record in self.ledger.sealed_extents() if (rows := admission.held_rows(record))]
+        chosen = [(record, rows) for record in self.ledger.sealed_extents() if (rows := records.held_rows(record))]
         return chosen, [Run(record.position, record.prompts) for record in self.ledger.reserved_extents()]
 
     def thaw(self) -> None:

@@ -10,7 +10,8 @@ from pipeline.buffer.admission import Limits
 from pipeline.buffer.observer import AsideReason, LeaseEnd, Observer
 from pipeline.runtime.messages import Ack, Credit, Damaged, ExtentRows, Lease, Message, Published, Release
 from pipeline.runtime.transport import trainer_name
-from pipeline.storage.arena import Extent, ExtentAllocator
+from pipeline.storage import records
+from pipeline.storage.allocator import Extent, ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen, ExtentRecord
 from pipeline.storage.tables import MOST_LEASES
@@ -159,7 +160,7 @@ class Leases:
         log.error("damaged experience: trainer=%s lease=%d tickets=%s reason=%s",
                   damaged.trainer, damaged.lease, damaged.tickets, damaged.reason)  # fmt: skip
         self._take_back(rank, damaged.lease, "nacked", now_s)
-        self._set_aside("checksum", [(record, admission.ready_rows(record)) for record in found], damaged.reason)
+        self._set_aside("checksum", [(record, records.ready_rows(record)) for record in found], damaged.reason)
 
     def blame(self, trainer: str, lease: int, now_s: float) -> None:
         """Note that a trainer died at a batch; rows at which one died twice are not delivered again.

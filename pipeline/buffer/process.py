@@ -12,6 +12,7 @@ from pipeline.buffer.leases import Send
 from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.quarantine import Quarantine
+from pipeline.buffer.sizing import ledger_layout, limits_of
 from pipeline.buffer.snapshot import BufferJournal
 from pipeline.buffer.spool import Spool
 from pipeline.config.schema import Config
@@ -20,8 +21,8 @@ from pipeline.runtime.messages import Message, Published
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import RoleContext, monotonic_s
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Traffic
-from pipeline.runtime.workspace import ledger_layout, limits_of
-from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.weights_header import Age, newest_version
 from pipeline.telemetry.activity import ActivityClock

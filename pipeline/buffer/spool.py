@@ -27,12 +27,12 @@ from pathlib import Path
 import msgspec
 
 from pipeline.buffer import admission
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ArenaFullError, DecodeError
 from pipeline.runtime.latest_checkpoint import Latest, checkpoints_dir, read_latest, why_anew
-from pipeline.runtime.workspace import identity_of
 from pipeline.storage import extent_file
-from pipeline.storage.arena import Arena, Extent, ExtentAllocator
+from pipeline.storage.allocator import Extent, ExtentAllocator
+from pipeline.storage.arena import Arena
 from pipeline.storage.extent_file import ExtentFile, SavedExtent
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen

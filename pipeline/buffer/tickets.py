@@ -15,7 +15,7 @@ from pipeline.config.sizes import extent_bytes_bound
 from pipeline.errors import ArenaFullError, GaveUpError
 from pipeline.runtime.messages import Failed, Faulty, Sealed, Settled, Ticket, Wait, WantTickets
 from pipeline.runtime.transport import worker_name
-from pipeline.storage.arena import Extent, ExtentAllocator
+from pipeline.storage.allocator import Extent, ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import ExtentRecord, ExtentState
 

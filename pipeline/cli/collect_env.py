@@ -19,7 +19,7 @@ from pathlib import Path
 from pipeline.cli.status import render, size
 from pipeline.config import load as config_load
 from pipeline.errors import NotRunningError, RlhfdError
-from pipeline.runtime import lock
+from pipeline.runtime import control, lock
 from pipeline.supervisor import placement
 from pipeline.telemetry import log_file, log_lines
 
@@ -155,9 +155,9 @@ def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str,
 
 def _instance(folder: Path) -> Iterator[str]:
     record = lock.find(folder)
-    yield render(lock.request(record, "status", _TIMEOUT_S))
+    yield render(control.request(record, "status", _TIMEOUT_S))
     yield ""
-    yield from lock.request(record, "why", _TIMEOUT_S).get("sentences") or []
+    yield from control.request(record, "why", _TIMEOUT_S).get("sentences") or []
 
 
 def _last_errors(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], folder: Path) -> Iterator[str]:

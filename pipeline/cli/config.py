@@ -33,11 +33,11 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
       rlhfd config check
       rlhfd config check --config grpo.toml --set rollout.workers=8
     """
-    from pipeline.runtime import workspace
+    from pipeline.buffer import sizing
 
     loaded = load(path, sets, files=True)
     try:
-        workspace.refuse_sizes(loaded.config)
+        sizing.refuse_sizes(loaded.config)
     except ConfigError as error:
         raise ConfigError(loaded.placed(str(error))) from error
     click.echo(f"{loaded.path or 'embedded defaults'}: ok")

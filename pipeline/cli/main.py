@@ -103,11 +103,11 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
       rlhfd stop
       rlhfd stop --runtime-dir /run/rlhfd --timeout-s 300
     """
-    from pipeline.runtime import lock
+    from pipeline.runtime import control, lock
 
     folder = runtime_dir_of(runtime_dir, path)
     try:
-        lock.request(lock.find(folder), "stop", REQUEST_TIMEOUT_S)
+        control.request(lock.find(folder), "stop", REQUEST_TIMEOUT_S)
     except NotRunningError:
         raise
     except RlhfdError as error:

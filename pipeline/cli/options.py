@@ -71,9 +71,9 @@ def ask(
     command: str, path: Path | None, directory: Path | None, timeout_s: float = REQUEST_TIMEOUT_S
 ) -> dict[str, Any]:
     """Return what the running instance answers to a command."""
-    from pipeline.runtime import lock
+    from pipeline.runtime import control, lock
 
-    return lock.request(lock.find(runtime_dir_of(directory, path)), command, timeout_s)
+    return control.request(lock.find(runtime_dir_of(directory, path)), command, timeout_s)
 
 
 def replace_unknown_characters() -> None:

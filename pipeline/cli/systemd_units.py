@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pipeline.config import load as config_load
 from pipeline.config.load import CONFIG_VARIABLE, LoadedConfig
-from pipeline.config.schema import BUILTIN_PREFIX
+from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError
 from pipeline.runtime import lock
 
@@ -29,7 +29,6 @@ UNIT_DIR = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")
 """Is there where systemd is PID 1."""
 SHIPPED_DIR = Path(__file__).parents[2] / "systemd"
-
 _DROP_IN = "configuration.conf"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # What hides these folders from a service (it would end with 203, or find no model), and what lets it read them.

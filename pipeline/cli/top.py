@@ -13,7 +13,8 @@ from rich.text import Text
 
 from pipeline.cli.status import cares, duration, size, table
 from pipeline.errors import UnreachableError
-from pipeline.supervisor.live import Snapshot, panel
+from pipeline.supervisor.live import panel
+from pipeline.supervisor.snapshot import Snapshot
 
 _COLUMNS = ("process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices")
 # On a narrow terminal the later ones are left out, none is cut short.

@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config.schema import BUILTINS, Config
+from pipeline.config.schema import Config
+from pipeline.config.types import BUILTINS
 
 SECTIONS: dict[str, BaseModel] = {name: info.default for name, info in Config.model_fields.items()}
-
 _TYPE_MESSAGES = {
     "int_type": "must be an integer",
     "float_type": "must be a number",

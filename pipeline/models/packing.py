@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
+from pipeline.models.critic import Critic
 from pipeline.models.inputs import accepted_keywords
-from pipeline.models.loading import Critic
 
 _keeps_apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -92,7 +92,7 @@ class PackedRows:
 def packed_action_log_probs(
     model: nn.Module, experience: Experience, *, temperature: float = 1.0, chunk_tokens: int | None = None
 ) -> list[Tensor]:
-    """Log-probs of the actions of a packed batch, in one forward pass; as `pipeline.models.loading.action_log_probs`.
+    """Log-probs of the actions of a packed batch, in one forward pass; as `pipeline.models.log_probs.action_log_probs`.
 
     Args:
         model: A causal language model of transformers. Its ``.logits`` are used where it has no `plain_head`.

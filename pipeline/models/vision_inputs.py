@@ -25,7 +25,7 @@ def vision_backbone(model: Any) -> Any | None:
     """The part of a model that knows where images stand; None for a model of text alone.
 
     Args:
-        model: A model of transformers, a `pipeline.models.loading.Critic` around one, or anything else.
+        model: A model of transformers, a `pipeline.models.critic.Critic` around one, or anything else.
     """
     for part in (model, getattr(model, "base_model", None), getattr(model, "backbone", None)):
         if hasattr(part, "get_rope_index"):

@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from pipeline.buffer.admission import oldest_rows, ready_rows
 from pipeline.errors import ArenaFullError
 from pipeline.runtime.messages import (
     Ack,
@@ -31,9 +30,9 @@ from pipeline.runtime.messages import (
     WantRoom,
     Welcome,
 )
-from pipeline.storage.arena import Extent, ExtentAllocator
-from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import ExtentRecord, ExtentState
+from pipeline.storage.allocator import Extent, ExtentAllocator
+from pipeline.storage.ledger import Ledger, oldest_rows
+from pipeline.storage.records import ExtentRecord, ExtentState, ready_rows
 
 log = logging.getLogger(__name__)
 

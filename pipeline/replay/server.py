@@ -19,7 +19,8 @@ from pipeline.replay.client import Settings, is_held, remember_lease, remembered
 from pipeline.replay.queue import ReplayQueue
 from pipeline.runtime.messages import Join, Message, PeerDied
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox
-from pipeline.storage.arena import Arena, ExtentAllocator
+from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 
 _LOOK_S = 0.25

@@ -17,10 +17,11 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models.loading import Critic, load_actor, load_critic, load_reward_model, sees_images
+from pipeline.models.critic import Critic
+from pipeline.models.loading import load_actor, load_critic, load_reward_model, sees_images
 from pipeline.models.lora import adapt, published
-from pipeline.models.weights.probe import answer, check, probe_tokens
-from pipeline.prompts import PromptSource
+from pipeline.models.weights.probe import answer, check
+from pipeline.prompts import PromptSource, probe_tokens
 from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.interface import ResponseGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker

@@ -29,8 +29,10 @@ from pipeline.experience.advantages import (
 )
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows, take_vision
+from pipeline.models.critic import Critic
 from pipeline.models.inputs import is_transformers_model
-from pipeline.models.loading import Critic, SequenceReward, action_log_probs, all_values
+from pipeline.models.log_probs import action_log_probs, all_values
+from pipeline.models.reward_model import SequenceReward
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from pipeline.experience.types import Experience
-from pipeline.models.torch_memory import show_memory
+from pipeline.models.device import show_memory
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.slab import SlotWriter
 

@@ -20,7 +20,7 @@ import torch
 
 from pipeline.errors import ExitCode, RewardError, RlhfdError
 from pipeline.models.loading import load_tokenizer
-from pipeline.rollout.reward_pool import Died, Loaded, RowScore, RowToScore, frame, unframe, vision_of
+from pipeline.rollout.reward_wire import Died, Loaded, RowScore, RowToScore, frame, unframe, vision_of
 from pipeline.rollout.rewards import FunctionReward, load_reward_function
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 

@@ -16,8 +16,8 @@ import msgspec
 
 from pipeline.errors import ConfigError
 from pipeline.runtime.lifeline import PARENT_VARIABLE
-from pipeline.runtime.messages import UNREADABLE
 from pipeline.runtime.role import Report
+from pipeline.storage.files import UNREADABLE
 
 _MAX_LINE_BYTES = 64 << 10
 _DESCRIPTORS = 128

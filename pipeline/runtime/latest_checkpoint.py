@@ -14,17 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ConfigError
-from pipeline.runtime.messages import UNREADABLE
-from pipeline.runtime.workspace import identity_of
+from pipeline.storage.files import UNREADABLE, flush_folder
 
 
 class Latest(msgspec.Struct, frozen=True):
     """The last whole checkpoint.
 
     Attributes:
-        identity: Of its run's configuration (`pipeline.runtime.workspace.identity_of`).
+        identity: Of its run's configuration (`pipeline.config.schema.identity_of`).
         step: Optimizer steps taken.
         version: Policy version of its weights.
         position: First prompt that may still be missing from it.
@@ -90,12 +89,3 @@ def why_anew(config: Config, latest: Latest) -> str:
     if 0 < config.trainer.max_steps <= latest.step:
         return f"it took all of trainer.max_steps={config.trainer.max_steps}"
     return ""
-
-
-def flush_folder(folder: Path) -> None:
-    """Return once the names in a folder lie on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

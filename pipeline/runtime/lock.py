@@ -9,7 +9,6 @@ Sockets lie in shared memory rather than in the runtime directory: the path of a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import functools
@@ -17,20 +16,14 @@ import hashlib
 import logging
 import os
 import signal
-import socket
-import struct
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import msgspec
 
-from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
-from pipeline.runtime.messages import UNREADABLE
-
-CONTROL_SOCKET = "control.sock"
+from pipeline.errors import ConfigError, NotRunningError, UnreachableError
+from pipeline.storage.files import UNREADABLE
 
 _LOCK = "lock"
 _RECORD = "instance.json"
@@ -38,16 +31,8 @@ _UNFINISHED_RECORD = ".instance.json.new"
 # `find` holds the lock shared for microseconds; a start that meets it tries again.
 _LOCK_TIMEOUT_S = 0.5
 _POLL_S = 0.02
-_REQUEST_BYTES = 64 << 10
-_ANSWER_BYTES = 16 << 20
-_CLIENT_TIMEOUT_S = 5.0
-_CLIENTS = 16
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 @functools.cache
@@ -169,34 +154,6 @@ class InstanceRecord(msgspec.Struct, frozen=True):
             (runtime_dir / name).unlink(missing_ok=True)
 
 
-def hold_signals() -> None:
-    """Let signals that ask for the end wait for `release_signals`: nobody could answer them properly meanwhile."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
-
-
-def release_signals() -> None:
-    """Let those through that waited, and those to come."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
-
-
-def unwind_on_signals() -> None:
-    """From here on end with 0 at a signal that asks for the end, by way of every ``finally``."""
-
-    def unwind(*_: object) -> None:
-        ignore_signals()
-        raise SystemExit(0)
-
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, unwind)
-    release_signals()
-
-
-def ignore_signals() -> None:
-    """Let no signal that asks for the end interrupt it; programs started from here on would ignore them too."""
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -> Path:
     """Return the folder in shared memory of the instance that serves, or would serve, `runtime_dir`; it is not made.
 
@@ -282,156 +239,6 @@ def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
-    """Answer requests on the control socket until the server is closed.
-
-    Clients of other users, but root, are refused; one that is slow, sends too much or never reads is cut off.
-
-    Args:
-        path: Where the socket is made, mode 0600; one that a dead process left is replaced.
-        handler: Gets a request, returns its answer; an `RlhfdError` becomes the answer ``{"error": ...}``.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        path.chmod(0o600)
-    except BaseException:
-        listener.close()
-        raise
-    clients = 0
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal clients
-        clients += 1
-        try:
-            if refusal := "too many clients" if clients > _CLIENTS else _refusal(writer):
-                await _tell(writer, {"error": refusal})
-            else:
-                await _converse(reader, writer, handler)
-        except (OSError, TimeoutError) as error:
-            log.debug("control client lost: %s", error)
-        finally:
-            clients -= 1
-            await _close(writer)
-
-    return await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES)
-
-
-async def _close(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    try:
-        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
-            await writer.wait_closed()
-    except (OSError, TimeoutError):
-        writer.transport.abort()
-
-
-def _refusal(writer: asyncio.StreamWriter) -> str:
-    """Why this client is not answered; empty if it is."""
-    credentials = writer.get_extra_info("socket").getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
-    )
-    pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-    if uid in (0, os.geteuid()):
-        return ""
-    log.warning("control client refused: pid=%d uid=%d", pid, uid)
-    return f"uid {uid} may not control this instance"
-
-
-async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
-    """Answer line by line until the client has no more to ask, or sends no whole line."""
-    answered, problem = False, ""
-    while not problem:
-        try:
-            async with asyncio.timeout(_CLIENT_TIMEOUT_S):
-                answer = await _answer(await reader.readuntil(b"\n"), handler)
-        except asyncio.IncompleteReadError as error:
-            if not error.partial:
-                return
-            problem = f"it ends after {len(error.partial):,} B"
-        except asyncio.LimitOverrunError:
-            problem = f"more than {_REQUEST_BYTES:,} B"
-        except TimeoutError:
-            if answered:
-                return
-            problem = f"none within {_CLIENT_TIMEOUT_S:g} s"
-        await _tell(writer, {"error": f"no request of one JSON line: {problem}"} if problem else answer)
-        answered = True
-        # One that asks without a pause leaves the others their turn.
-        await asyncio.sleep(0)
-
-
-async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
-    try:
-        request = msgspec.json.decode(line, type=dict[str, Any])
-    except UNREADABLE as error:
-        return {"error": f"no request of one JSON line: {error}"}
-    try:
-        return await handler(request)
-    except RlhfdError as error:
-        return {"error": str(error)}
-
-
-async def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
-    writer.write(msgspec.json.encode(answer) + b"\n")
-    async with asyncio.timeout(_CLIENT_TIMEOUT_S):
-        await writer.drain()
-
-
-def request(record: InstanceRecord, command: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-    """Ask a running instance over its control socket.
-
-    Args:
-        record: The instance.
-        command: ``"status"``, ``"stop"``, ...
-        timeout_s: Until the whole answer is there.
-        fields: More of the request, by name.
-
-    Raises:
-        UnreachableError: If it does not answer in time, or not with one JSON line.
-        RlhfdError: If it answers with an error.
-    """
-    deadline = time.monotonic() + timeout_s
-    path = Path(record.shm_dir) / CONTROL_SOCKET
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as client:
-            _connect(client, path, deadline)
-            client.sendall(msgspec.json.encode({"command": command, **fields}) + b"\n")
-            line = _read_line(client, deadline)
-        answer = msgspec.json.decode(line, type=dict[str, Any])
-    except TimeoutError:
-        raise UnreachableError(f"pid {record.pid} does not answer within {timeout_s:g} s") from None
-    except OSError as error:
-        raise UnreachableError(f"pid {record.pid} cannot be reached at {path}: {error.strerror}") from error
-    except UNREADABLE as error:
-        raise UnreachableError(f"pid {record.pid} answers with no JSON line: {error}") from error
-    if "error" in answer:
-        raise RlhfdError(str(answer["error"]))
-    return answer
-
-
-def _connect(client: socket.socket, path: Path, deadline: float) -> None:
-    while True:
-        client.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            return client.connect(str(path))
-        except BlockingIOError:  # so many clients wait that the kernel takes no more
-            if time.monotonic() >= deadline:
-                raise TimeoutError from None
-            time.sleep(_POLL_S)
-
-
-def _read_line(client: socket.socket, deadline: float) -> bytes:
-    line = bytearray()
-    while not line.endswith(b"\n") and len(line) <= _ANSWER_BYTES:
-        client.settimeout(max(deadline - time.monotonic(), 0.001))
-        if not (part := client.recv(1 << 16)):
-            break
-        line += part
-    return bytes(line)
 
 
 def _lock_file(path: Path) -> int | None:

@@ -6,14 +6,12 @@ messages in flight behind, so whoever is addressed compares `to` with its own in
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
 from pipeline.errors import DecodeError
-
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises at bytes that hold nothing of the wanted type; ill-formed text and deep nesting among it."""
+from pipeline.storage.files import UNREADABLE
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import logging
 import os
 import secrets
@@ -20,20 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.buffer.admission import Limits
-from pipeline.config.schema import Config
-from pipeline.config.sizes import EXTENT_OVERHEAD_BYTES
+from pipeline.buffer.sizing import ledger_layout, refuse_sizes
+from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ConfigError, LedgerError
-from pipeline.runtime.messages import UNREADABLE
-from pipeline.storage.arena import PAGE_BYTES, Arena, no_room
+from pipeline.storage.arena import PAGE_BYTES, Arena
+from pipeline.storage.files import UNREADABLE, no_room
 from pipeline.storage.records import LedgerLayout
-from pipeline.storage.tables import MOST_LEASES
 
 log = logging.getLogger(__name__)
-
-_LEAST_EXTENTS = 256
-_MOST_EXTENTS = 16384
-_TYPICAL_ROW_BYTES = 256
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -187,75 +180,3 @@ def _make_own(folder: Path) -> None:
             raise ConfigError(f"{folder} belongs to another user") from None
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"{folder} is not a directory") from None
-
-
-def limits_of(config: Config) -> Limits:
-    """Return what bounds the buffer under this configuration."""
-    return Limits(
-        sample_batch_size=config.sample_batch_size,
-        rows_per_version=config.rows_per_version,
-        group_size=config.group_size,
-        prompts_per_ticket=config.prompts_per_ticket,
-        max_staleness=config.buffer.max_staleness,
-        limit_batches=config.buffer.limit,
-        world_size=config.trainer.world_size,
-        row_bytes=config.row_bytes,
-        drop_stale=config.buffer.stale_policy == "drop",
-    )
-
-
-def capacity_items(config: Config) -> int:
-    """Return how many rows may be reserved or ready at once: by the limit, or by the staleness bound."""
-    staleness = (config.buffer.max_staleness + 1) * config.rows_per_version
-    return min(config.buffer.limit * config.sample_batch_size, staleness) if config.buffer.limit else staleness
-
-
-def ledger_layout(config: Config) -> LedgerLayout:
-    """Return a ledger with a record for as many extents as the arena could hold of short rows.
-
-    `buffer.row_bytes` has no say: rows without images are short whatever the room, and a run that goes on with more
-    room must find the ledger it left.
-    """
-    rows = config.prompts_per_ticket * config.group_size
-    extents = config.buffer.arena_bytes // (rows * _TYPICAL_ROW_BYTES)
-    return LedgerLayout(extents=min(max(extents, _LEAST_EXTENTS), _MOST_EXTENTS), rows_per_extent=rows)
-
-
-def refuse_sizes(config: Config) -> None:
-    """Raise ConfigError when memory of these sizes could not hold what the configuration asks for."""
-    refuse_small_arena(config, limits_of(config))
-    refuse_many_leases(config)
-
-
-def refuse_small_arena(config: Config, limits: Limits) -> None:
-    """Raise ConfigError when the arena could not hold one batch for each rank and one ticket beside them."""
-    rows = limits.sample_batch_size * limits.world_size + limits.prompts_per_ticket * limits.group_size
-    needed_bytes = rows * limits.row_bytes + 2 * EXTENT_OVERHEAD_BYTES
-    if config.buffer.arena_bytes < needed_bytes:
-        given = config.buffer.row_bytes
-        kind = f"of {config.rollout.max_length} tokens" if given is None else f"of buffer.row_bytes = {given:,} B"
-        raise ConfigError(
-            f"buffer.arena_bytes: {config.buffer.arena_bytes:,} B cannot hold a batch a rank and a ticket: "
-            f"{rows} rows {kind} take up to {needed_bytes:,} B"
-        )
-
-
-def refuse_many_leases(config: Config) -> None:
-    """Raise ConfigError when the ranks would hold more batches at once than the ledger has leases for."""
-    trainer = config.trainer
-    leases = (trainer.gradient_accumulation_steps * trainer.publish_every + 1) * trainer.world_size
-    if leases > MOST_LEASES:
-        raise ConfigError(
-            f"trainer.publish_every: {trainer.world_size} ranks would hold {leases:,} batches at once, "
-            f"{trainer.gradient_accumulation_steps} x {trainer.publish_every} to a version; at most {MOST_LEASES:,}"
-        )
-
-
-def identity_of(config: Config) -> str:
-    """Return a digest of everything that makes two runs the same run: models, prompts, seed, algorithm and batches."""
-    parts = (
-        config.daemon.seed, config.model.model_dump_json(), config.prompts.model_dump_json(), config.rollout.algorithm,
-        config.rollout.num_generations, config.rollout.max_length, config.sample_batch_size, config.prompts_per_ticket,
-        config.trainer.world_size, config.trainer.kind, config.buffer.arena_bytes,
-    )  # fmt: skip
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

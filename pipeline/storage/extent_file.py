@@ -16,8 +16,8 @@ import msgspec
 import xxhash
 
 from pipeline.errors import DecodeError
-from pipeline.runtime.messages import UNREADABLE
 from pipeline.storage.arena import Arena
+from pipeline.storage.files import UNREADABLE, sync_folder
 from pipeline.storage.records import Chosen
 
 SUFFIX = ".safetensors"
@@ -183,15 +183,6 @@ def copy(
         done += len(piece)
         on_progress()
     return digest.intdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _name(extent: SavedExtent) -> str:

@@ -43,6 +43,7 @@ from pipeline.storage.records import (
     Item,
     ItemState,
     LedgerLayout,
+    ready_rows,
 )
 from pipeline.storage.tables import MOST_LEASES, Run, add_prompts
 
@@ -459,3 +460,14 @@ def _make_ready(item: Item) -> None:
 
 def _make_gone(item: Item) -> None:
     item.state = ItemState.GONE
+
+
+def oldest_rows(ledger: Ledger, count: int) -> Chosen:
+    """Return the `count` ready rows of the oldest versions, in order of prompts; `count` are there."""
+    chosen: Chosen = []
+    records = ledger.index.ready()
+    while count:
+        record = next(records)
+        chosen.append((record, ready_rows(record)[:count]))
+        count -= len(chosen[-1][1])
+    return chosen

@@ -15,7 +15,6 @@ from pipeline.storage.tables import VACANT_BYTES, VERSIONS_BYTES, redo_bytes
 
 DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 LAYOUT_VERSION = 4
-
 _TOTALS = struct.Struct("<14q")
 _EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
 _ITEM = struct.Struct("<BBBxI")
@@ -240,3 +239,17 @@ FRESH_ITEM = Item().pack()
 
 # Rows of extents, in the order in which a batch takes them.
 Chosen = list[tuple[ExtentRecord, list[int]]]
+
+
+def ready_rows(record: ExtentRecord) -> list[int]:
+    """Return the rows of a sealed extent that wait for a batch."""
+    if record.ready == record.rows:
+        return list(range(record.rows))
+    ready = ItemState.READY
+    return [row for row, item in enumerate(record.items) if item.state is ready] if record.ready else []
+
+
+def held_rows(record: ExtentRecord) -> list[int]:
+    """Return the rows of a sealed extent that wait for a batch or are in one."""
+    gone = ItemState.GONE
+    return [row for row, item in enumerate(record.items) if item.state is not gone]

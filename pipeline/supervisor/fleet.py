@@ -7,6 +7,7 @@ import logging
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from pipeline.errors import ExitCode, GaveUpError
 from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, executed
 from pipeline.runtime.forkserver import Template
 from pipeline.runtime.role import Report
-from pipeline.supervisor import oom
+from pipeline.supervisor import fleet
 from pipeline.supervisor.placement import Place
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
 from pipeline.telemetry.metrics import BY_NAME, START
@@ -137,7 +138,7 @@ class Fleet:
         self._on_end = on_end
         self._on_change = on_change
         self._on_line = on_line
-        self._oom_kills = oom.kill_count()
+        self._oom_kills = fleet.kill_count()
         self._metrics = slab.writer("supervisor")
 
     def add(self, role: str, index: int, place: Place) -> Slot:
@@ -334,7 +335,7 @@ class Fleet:
         if slot.works:
             slot.working_on = self._slab.progress(slot.role, slot.index).working_on
             self._slab.fold(slot.role, slot.index)
-            kills = oom.kill_count()
+            kills = fleet.kill_count()
             if code == -signal.SIGKILL and not slot.ended_by and kills > self._oom_kills:
                 slot.ended_by = "oom"
             self._oom_kills = kills
@@ -358,3 +359,33 @@ def exit_reason(code: int, *, booted: bool, ended_by: str = "") -> str:
     if code < 0:
         return "signal"
     return "error" if booted else "boot"
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def kill_count() -> int:
+    """Return how many processes it has killed so far; 0 where that cannot be told."""
+    for path in _counters():
+        try:
+            fields = dict(line.split() for line in path.read_text().splitlines())
+            return int(fields["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return 0
+
+
+def _counters() -> list[Path]:
+    """Return where the count may stand: version 2 of control groups, version 1, and both as a container shows them."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    unified, legacy = _CGROUPS / own.get("", ""), _CGROUPS / "memory" / own.get("memory", "")
+    return [
+        unified / "memory.events",
+        legacy / "memory.oom_control",
+        _CGROUPS / "memory.events",
+        _CGROUPS / "memory" / "memory.oom_control",
+    ]

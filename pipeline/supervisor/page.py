@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
+from pipeline.buffer.sizing import capacity_items
 from pipeline.config.schema import Config
-from pipeline.runtime.workspace import Workspace, capacity_items
+from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.status import InstanceStatus
 from pipeline.supervisor.watchdog import Guard
 from pipeline.telemetry.history import History, HistoryRecorder

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.buffer.sizing import capacity_items
 from pipeline.config.schema import Config
 from pipeline.runtime.pause import Pause
-from pipeline.runtime.workspace import Workspace, capacity_items
+from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
-from pipeline.supervisor.live import RateWindow, Snapshot
+from pipeline.supervisor.snapshot import RateWindow, Snapshot
 from pipeline.supervisor.watchdog import Guard
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info

@@ -19,18 +19,13 @@ from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.child_process import allow_descriptors
+from pipeline.runtime.control import serve_control
 from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
-from pipeline.runtime.lock import (
-    InstanceLock,
-    InstanceRecord,
-    hold_signals,
-    release_signals,
-    serve_control,
-    shm_directory,
-)
+from pipeline.runtime.lock import InstanceLock, InstanceRecord, shm_directory
 from pipeline.runtime.messages import PeerDied
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
+from pipeline.runtime.signals import hold_signals, release_signals
 from pipeline.runtime.transport import BUFFER, Outbox, trainer_name, worker_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor import placement
@@ -40,12 +35,12 @@ from pipeline.supervisor.page import PageData
 from pipeline.supervisor.placement import Place
 from pipeline.supervisor.reload import Hangup, Reload
 from pipeline.supervisor.restarts import RestartLimits
-from pipeline.supervisor.sdnotify import Notifier
 from pipeline.supervisor.shutdown import Ending
 from pipeline.supervisor.status import InstanceStatus
-from pipeline.supervisor.systemd import Service
+from pipeline.supervisor.systemd import Notifier, Service
 from pipeline.supervisor.watchdog import Guard
-from pipeline.supervisor.web.server import MOST_CONNECTIONS, Access, HttpServer
+from pipeline.supervisor.web.access import Access
+from pipeline.supervisor.web.server import MOST_CONNECTIONS, HttpServer
 from pipeline.telemetry import log as logs
 from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.run_log import RunLog

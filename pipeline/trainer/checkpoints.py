@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.runtime.latest_checkpoint import Latest, flush_folder, read_latest, write_latest
-from pipeline.runtime.messages import UNREADABLE
+from pipeline.runtime.latest_checkpoint import Latest, read_latest, write_latest
+from pipeline.storage.files import UNREADABLE, flush_folder
 
 _STATE = "trainer_state.safetensors"
 _NOTE = "trainer_state.json"

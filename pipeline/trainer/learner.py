@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.types import Experience
-from pipeline.models.loading import action_log_probs, action_values
+from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.losses import masked_mean, policy_loss, value_loss, whiten
 from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio
@@ -77,8 +77,8 @@ class Learner:
         Args:
             trainer: Learning rates, clips and schedule.
             algorithm: "ppo" or "grpo".
-            actor: The policy; called as `pipeline.models.loading.action_log_probs` does.
-            critic: The value model of PPO; called as `pipeline.models.loading.action_values` does.
+            actor: The policy; called as `pipeline.models.log_probs.action_log_probs` does.
+            critic: The value model of PPO; called as `pipeline.models.log_probs.action_values` does.
             temperature: The sampling temperature, at which log-probs are taken.
             kl_coef: Weight of the k3 KL to the reference in the loss.
             step: Updates done before, where training goes on.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from pipeline.experience.types import Experience
-from pipeline.models.torch_memory import show_memory
+from pipeline.models.device import show_memory
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.step_stats import StepStats

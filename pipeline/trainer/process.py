@@ -11,16 +11,17 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ExitCode
+from pipeline.models.critic import Critic
 from pipeline.models.device import process_device
-from pipeline.models.loading import Critic, Preprocessing, load_actor, load_critic, load_tokenizer
+from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import Saved, adapt
-from pipeline.models.weights.probe import answer, probe_tokens
+from pipeline.models.weights.probe import answer
+from pipeline.prompts import probe_tokens
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
 from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
-from pipeline.runtime.workspace import identity_of
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.connection import Connection, open_connection

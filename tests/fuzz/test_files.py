@@ -5,18 +5,19 @@ import random
 import msgspec
 import pytest
 
+from pipeline.buffer.sizing import ledger_layout
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, DecodeError, UnreachableError
 from pipeline.experience import codec
 from pipeline.experience.quarantine_reader import read
 from pipeline.runtime.latest_checkpoint import Latest, read_latest, write_latest
 from pipeline.runtime.lock import InstanceRecord
-from pipeline.runtime.messages import UNREADABLE
 from pipeline.runtime.role import Report
-from pipeline.runtime.workspace import Workspace, ledger_layout
+from pipeline.runtime.workspace import Workspace
 from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
 from pipeline.storage.extent_file import SUFFIX
+from pipeline.storage.files import UNREADABLE
 from pipeline.storage.records import ExtentRecord, LedgerLayout
 from tests.experiences import made_up
 from tests.fuzz.mutation import damaged

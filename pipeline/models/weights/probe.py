@@ -7,39 +7,20 @@ the trainer publishes with a version what its model answers, and a worker compar
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from pipeline.config.schema import Config
-from pipeline.errors import MistrustedError, PromptError
-from pipeline.prompts import PromptSource, render
+from pipeline.errors import MistrustedError
 from pipeline.storage.weights_header import Probe, WeightsVersion
-
-_TOKENS = 64
 
 # Both answers carry the rounding of their own kernels, which sum in another order on another device. Some 300 roundings
 # lie on the way to a logit (10 a layer, 32 layers); as a random walk they grow it by a factor of 18, from a unit
 # roundoff of 2**-24, 2**-12 and 2**-9 of logits up to 20. That is 2e-5, 0.09 and 0.7 nats for the worst token of the
 # lowest precision, a third of that on average over tokens whose errors differ in sign; and tenfold room for float32.
 _TOLERANCE_NATS_A_TOKEN = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-
-
-def probe_tokens(config: Config, tokenizer: Any) -> list[int]:
-    """Return the tokens that are asked about: the first prompt of the run's sequence, its text, cut at 64.
-
-    Nothing comes back where that has no two tokens, or cannot be rendered as text: then nothing is asked.
-    """
-    with contextlib.closing(PromptSource(config.prompts.path, config.daemon.seed)) as source:
-        prompt = source.at(0)
-    try:
-        tokens = render(prompt, tokenizer, config.prompts.template)[:_TOKENS]
-    except PromptError:
-        return []
-    return tokens if len(tokens) > 1 else []
 
 
 def answer(model: Callable[..., Any], tokens: Sequence[int], device: torch.device) -> Probe:

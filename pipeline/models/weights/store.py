@@ -33,7 +33,7 @@ import torch
 from pipeline.errors import WeightsError
 from pipeline.models.weights.pinned import PinnedMemory
 from pipeline.models.weights.slot_copy import Slot
-from pipeline.storage.arena import allocate, refuse_larger_than_free
+from pipeline.storage.files import allocate, refuse_larger_than_free
 from pipeline.storage.weights_header import (
     HEADER,
     MAGIC,

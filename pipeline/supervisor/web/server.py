@@ -12,18 +12,12 @@ nothing from elsewhere, run no script that is not such a file, and take no text 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import dataclasses
 import errno
-import hmac
 import ipaddress
 import logging
-import os
 import socket
-import ssl
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -33,11 +27,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.config.schema import MetricsConfig
 from pipeline.errors import ConfigError
+from pipeline.supervisor.web.access import Access, _Guard, _load_certificate
 from pipeline.supervisor.web.connections import Door
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,8 +43,6 @@ _BACKLOG: Final = 128
 _KEEP_ALIVE_S: Final = 75
 _REQUEST_TIMEOUT_S: Final = 10.0
 _MOST_HEADER_BYTES: Final = 16 << 10
-_MOST_TOKEN_BYTES: Final = 4096
-_OPEN_PATHS: Final = ("/healthz", "/readyz")
 _WEB: Final = Path(__file__).with_name("static")
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -83,72 +75,6 @@ class Page(Protocol):
 
     def samples(self, cursor: str) -> bytes:
         """Return the rollouts that came after a cursor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Access:
-    """Who may ask: everybody who reaches the port, unless there is a token; in the clear, unless there is TLS."""
-
-    tls: ssl.SSLContext | None = None
-    token: bytes = dataclasses.field(default=b"", repr=False)
-
-    @classmethod
-    def of(cls, config: MetricsConfig) -> Access:
-        """Read what a configuration names.
-
-        Raises:
-            ConfigError: If a file cannot be read or used, or others than its user may read what is secret.
-        """
-        token = b""
-        if config.token_file is not None:
-            token = _secret("metrics.token_file", config.token_file).strip()
-            if not token or len(token) > _MOST_TOKEN_BYTES:
-                raise ConfigError(f"metrics.token_file: {config.token_file} holds no token of 1 to 4,096 bytes")
-        if config.tls_cert is None or config.tls_key is None:
-            return cls(None, token)
-        _secret("metrics.tls_key", config.tls_key)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        _load_certificate(context, config)
-        return cls(context, token)
-
-    def admits(self, scope: Scope) -> bool:
-        """Whether a request may be answered."""
-        if not self.token or scope["path"] in _OPEN_PATHS:
-            return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(_token_of(given[0]), self.token)
-
-
-def _token_of(authorization: bytes) -> bytes:
-    """Return the token of a request: a bearer's, or the password that a browser asks its user for."""
-    scheme, _, credentials = authorization.partition(b" ")
-    if scheme.lower() == b"bearer":
-        return credentials
-    if scheme.lower() != b"basic":
-        return b""
-    try:
-        return base64.b64decode(credentials, validate=True).partition(b":")[2]
-    except binascii.Error:
-        return b""
-
-
-def _load_certificate(context: ssl.SSLContext, config: MetricsConfig) -> None:
-    assert config.tls_cert is not None
-    try:
-        # A password is asked for on the terminal otherwise.
-        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"metrics.tls_cert: cannot use {config.tls_cert} and its key: {error}") from error
-
-
-def _secret(key: str, path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ConfigError(f"{key}: {path} is open to other users, it must have mode 0600")
-            return file.read(1 << 20)
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
 
 
 class HttpServer:
@@ -297,37 +223,6 @@ class _Connection(H11Protocol):
     def _cut_silent(self) -> None:
         if self.cycle is None:
             self.transport.abort()
-
-
-class _Guard:
-    """Lets through what `Access` admits; on the loopback address, what the page asks for under its own name only.
-
-    A page from elsewhere, whose owner points its name to 127.0.0.1, would otherwise be of the same origin.
-    """
-
-    def __init__(self, application: ASGIApp, access: Access, *, names_are_refused: bool) -> None:
-        self._application = application
-        self.access = access
-        self._names_are_refused = names_are_refused
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self.access.admits(scope):
-            refused = PlainTextResponse("a bearer token is needed\n", 401, headers={"WWW-Authenticate": "Bearer"})
-            # A browser asks for a password then; any user's name will do. It takes one way a line.
-            refused.headers.append("WWW-Authenticate", 'Basic realm="rlhfd: the password is the token"')
-            await refused(scope, receive, send)
-        elif self._names_are_refused and scope["path"].startswith("/api/") and not _is_own_name(scope):
-            await PlainTextResponse("ask for localhost or an address\n", 421)(scope, receive, send)
-        else:
-            await self._application(scope, receive, send)
-
-
-def _is_own_name(scope: Scope) -> bool:
-    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    host = hosts[0].rpartition("]")[0].lstrip("[") or hosts[0].partition(":")[0] if len(hosts) == 1 else ""
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return host.lower() == "localhost"
 
 
 def _report(task: asyncio.Task[None]) -> None:

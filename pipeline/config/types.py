@@ -1,0 +1,123 @@
+"""Types of configuration values: their forms in TOML, their bounds and their validators."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+)
+from pydantic_core import PydanticCustomError
+
+BUILTIN_PREFIX = "builtin:"
+BUILTINS = ("builtin:sort-digits",)
+_BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTES_TEXT = re.compile(r"([0-9]+)\s*([KMGT]iB|B)")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_ENGINE = re.compile(rf"(transformers|vllm|{_FUNCTION.pattern})")
+
+
+def _parse_bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _BYTES_TEXT.fullmatch(value.strip())
+    if match is None:
+        raise PydanticCustomError("bytes", 'must be a number of bytes or a text such as "64MiB" or "2GiB"')
+    return int(match[1]) * _BYTE_UNITS[match[2]]
+
+
+def _check_devices(value: object) -> object:
+    if value == "auto":
+        return value
+    if not isinstance(value, list) or any(type(device) is not int or device < 0 for device in value):
+        raise PydanticCustomError("devices", 'must be "auto" or a list of device numbers')
+    if not value:
+        raise PydanticCustomError("devices", 'must be "auto" or name at least one device')
+    if len(set(value)) < len(value):
+        raise PydanticCustomError("devices", "must name each device once")
+    return value
+
+
+def _check_betas(value: object) -> object:
+    betas = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas):
+        return betas
+    raise PydanticCustomError("betas", "must be a list of two numbers, each at least 0 and less than 1")
+
+
+def _check_stops(value: object) -> object:
+    def is_sequence(ids: object) -> bool:
+        return isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
+
+    if value is None or is_sequence([value]) or is_sequence(value):
+        return value
+    if isinstance(value, list) and all(ids and is_sequence(ids) for ids in value):
+        return value
+    raise PydanticCustomError("stops", "must be a token id, a list of ids (one stop sequence), or a list of such lists")
+
+
+def _check_source(value: str) -> str:
+    if not value or "\0" in value:
+        raise PydanticCustomError("source", f"must be a path or one of {', '.join(BUILTINS)}")
+    if value.startswith(BUILTIN_PREFIX) and value not in BUILTINS:
+        raise PydanticCustomError("source", f"must be one of {', '.join(BUILTINS)} where it is no path")
+    return value
+
+
+def _check_path(value: object) -> object:
+    if not isinstance(value, Path) and (not isinstance(value, str) or not value or "\0" in value):
+        raise PydanticCustomError("path", "must be a path")
+    return value
+
+
+def _check_function(value: str) -> str:
+    if _FUNCTION.fullmatch(value) is None:
+        raise PydanticCustomError("function", 'must be of the form "module:function"')
+    return value
+
+
+def _check_engine(value: str) -> str:
+    if _ENGINE.fullmatch(value) is None:
+        raise PydanticCustomError("engine", 'must be transformers, vllm, or of the form "module:function"')
+    return value
+
+
+_BytesText = Annotated[str, Field(pattern=rf"^{_BYTES_TEXT.pattern}$")]
+
+_Natural = Annotated[int, Field(ge=0)]
+
+_Sequence = Annotated[list[_Natural], Field(min_length=1)]
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+_DeviceList = Annotated[list[_Natural], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
+
+_Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes, json_schema_input_type=int | _BytesText)]
+
+Devices = Annotated[
+    Literal["auto"] | list[int],
+    BeforeValidator(_check_devices, json_schema_input_type=Literal["auto"] | _DeviceList),
+]
+
+AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
+
+Source = Annotated[str, AfterValidator(_check_source)]
+
+EngineName = Annotated[str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^{_ENGINE.pattern}$"})]
+
+FunctionName = Annotated[
+    str, AfterValidator(_check_function), Field(json_schema_extra={"pattern": f"^{_FUNCTION.pattern}$"})
+]
+
+StopTokenIds = Annotated[
+    int | list[int] | list[list[int]] | None,
+    BeforeValidator(_check_stops, json_schema_input_type=_Natural | list[_Natural] | list[_Sequence] | None),
+]
+
+Betas = Annotated[tuple[float, float], BeforeValidator(_check_betas, json_schema_input_type=_Betas)]

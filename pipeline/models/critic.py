@@ -1,0 +1,71 @@
+"""The critic: a language model with a value head."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.inputs import position_ids_from_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class Critic(nn.Module):
+    """A backbone and a value head that starts at zero, so that an untrained critic says 0 everywhere.
+
+    Args:
+        backbone: A model without a head that returns ``last_hidden_state``.
+    """
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        hidden_size = backbone.config.get_text_config().hidden_size
+        # float32 whatever the backbone is: a bfloat16 value of 1 moves in steps of 0.008.
+        self.value_head = nn.Linear(hidden_size, 1, device=backbone.device, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @classmethod
+    def from_actor(cls, actor: PreTrainedModel) -> Self:
+        """Make a critic of a copy of an actor's backbone; the actor is left alone."""
+        backbone: Any = copy.deepcopy(actor.base_model)
+        backbone.requires_grad_(True)
+        return cls(backbone)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **pixels: Tensor
+    ) -> Tensor:
+        """Value of the state after each token.
+
+        Args:
+            input_ids: ``(B, S)`` int64.
+            attention_mask: ``(B, S)``, 1 where the token is real.
+            position_ids: ``(B, S)`` int64; None takes them from the mask. ``(3, B, S)`` of a vision-language backbone.
+            **pixels: Pixels and grids, of a vision-language backbone.
+
+        Returns:
+            ``(B, S)`` float32.
+        """
+        if position_ids is None:
+            position_ids = position_ids_from_mask(attention_mask)
+        output = self.backbone(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **pixels
+        )
+        values: Tensor = self.value_head(output.last_hidden_state.float())
+        return values.squeeze(-1)
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the backbone as transformers does, and the value head beside it, for `load_critic`."""
+        from safetensors.torch import save_file
+
+        self.backbone.save_pretrained(path)
+        save_file(dict(self.value_head.state_dict()), Path(path) / _VALUE_HEAD_FILE)

@@ -1,0 +1,51 @@
+"""A reward model: one score for a whole sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipeline.models.inputs import accepted_keywords, position_ids_from_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class SequenceReward:
+    """A sequence-classification model at the reward seam: one score a row, read at the last real token.
+
+    Args:
+        model: A model with one label. Where it has a ``score`` head, the head is read at the last attended token: its
+            own ``logits`` are read before the last token equal to the pad token, which may be the stop itself.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, **_ignored: Any) -> Tensor:
+        """Score rows.
+
+        Args:
+            input_ids: ``(B, S)`` int64.
+            attention_mask: ``(B, S)``, 1 where the token is real.
+
+        Returns:
+            ``(B,)`` float32.
+        """
+        device = self.model.device
+        input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        positions = {"position_ids": position_ids_from_mask(attention_mask)}
+        score = getattr(self.model, "score", None)
+        if score is None:
+            logits: Tensor = self.model(**inputs, **accepted_keywords(self.model, positions)).logits
+            return logits[:, 0].float()
+        backbone = self.model.base_model
+        hidden = backbone(**inputs, **accepted_keywords(backbone, positions)).last_hidden_state
+        columns = torch.arange(input_ids.shape[1], device=device)
+        last = torch.where(attention_mask != 0, columns, 0).amax(dim=1)
+        scores: Tensor = score(hidden[torch.arange(len(hidden), device=device), last])
+        return scores[:, 0].float()

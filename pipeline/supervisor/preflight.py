@@ -1,0 +1,60 @@
+"""Checks of the files that a configuration names, before a start."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from pipeline import prompts
+from pipeline.config.load import _FOLDER_KEYS, _MODEL_KEYS, _SECRET_KEYS, LoadedConfig, get
+from pipeline.config.types import BUILTIN_PREFIX
+from pipeline.errors import ConfigError
+from pipeline.supervisor import placement
+
+
+def _problems_of_files(loaded: LoadedConfig) -> list[str]:
+    errors = []
+    for key in _MODEL_KEYS:
+        source = get(loaded.config, key)
+        if source is None or source.startswith(BUILTIN_PREFIX):
+            continue
+        if not Path(source).is_dir():
+            errors.append(f"{loaded.where(key)}: no such directory: {source} (models are local, none is downloaded)")
+        elif not (Path(source) / "config.json").is_file():
+            errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
+    if not loaded.config.prompts.path.startswith(BUILTIN_PREFIX):
+        try:
+            prompts.check(loaded.config.prompts.path)
+        except ConfigError as error:
+            # Lines about the prompts' own content begin with the place there.
+            where, name = loaded.where("prompts.path"), "prompts.path:"
+            errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
+    errors += [problem for key in _SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
+    try:
+        placement.place(loaded.config, placement.visible_gpus(os.environ), [])
+    except ConfigError as error:
+        errors.append(loaded.placed(str(error)))
+    for key in _FOLDER_KEYS:
+        folder = get(loaded.config, key)
+        nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        if not nearest.is_dir():
+            errors.append(f"{loaded.where(key)}: {nearest} is not a directory")
+        elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
+            errors.append(f"{loaded.where(key)}: {nearest} cannot be written by uid {os.geteuid()}")
+    return errors
+
+
+def _problem_of_secret(loaded: LoadedConfig, key: str) -> str:
+    """What is wrong with a file of the HTTP server: whether it can be used shows when it is."""
+    path: Path | None = get(loaded.config, key)
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        return f"{loaded.where(key)}: cannot read {path}: {error.strerror}"
+    if key != "metrics.tls_cert" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return f"{loaded.where(key)}: {path} is open to other users, it must have mode 0600: chmod 600 {path}"
+    return ""
