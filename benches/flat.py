@@ -20,8 +20,8 @@ from pipeline.buffer.process import SHOW_S
 from pipeline.runtime.messages import Ack, Credit, Hello, Lease, Message, Sealed, Ticket, WantTickets
 from pipeline.runtime.transport import trainer_name, worker_name
 from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import LedgerLayout
 from pipeline.telemetry.slab import MetricsSlab, SlotName
 
 _ROWS = 16

@@ -21,8 +21,8 @@ from pipeline.buffer.snapshot import BufferJournal
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import LedgerLayout
 
 _ROWS = 16
 _WRITES = 2

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from benches.measure import Sample, interleaved, timed
 from benches.report import Section, Table
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import LedgerLayout
 
 _LEASED = 512
 

@@ -18,9 +18,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Literal, Protocol, TypeAlias, cast
 
-from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, PromptError
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
@@ -29,6 +28,7 @@ Template: TypeAlias = Literal["auto", "none", "chat"]
 
 _ERRORS_SHOWN = 20
 _FEISTEL_ROUNDS = 8
+_PROBE_TOKENS = 64
 _MASK_64 = (1 << 64) - 1
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -348,18 +348,22 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-_TOKENS = 64
+def first_tokens(path: str, seed: int, template: Template, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of the first prompt of a sequence, cut at 64; trainer and workers probe their models with them.
 
+    Args:
+        path: The prompts' file.
+        seed: Seed of the sequence.
+        template: As for `render`.
+        tokenizer: As for `render`.
 
-def probe_tokens(config: Config, tokenizer: Any) -> list[int]:
-    """Return the tokens that are asked about: the first prompt of the run's sequence, its text, cut at 64.
-
-    Nothing comes back where that has no two tokens, or cannot be rendered as text: then nothing is asked.
+    Returns:
+        At least two token ids; none if the prompt has fewer or cannot be rendered as text, and then nothing is probed.
     """
-    with contextlib.closing(PromptSource(config.prompts.path, config.daemon.seed)) as source:
+    with contextlib.closing(PromptSource(path, seed)) as source:
         prompt = source.at(0)
     try:
-        tokens = render(prompt, tokenizer, config.prompts.template)[:_TOKENS]
+        tokens = render(prompt, tokenizer, template)[:_PROBE_TOKENS]
     except PromptError:
         return []
     return tokens if len(tokens) > 1 else []

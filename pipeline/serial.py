@@ -19,7 +19,7 @@ from pipeline import sort_digits
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.process import new_buffer
-from pipeline.buffer.sizing import ledger_layout
+from pipeline.buffer.sizing import checked_layout, ledger_layout
 from pipeline.buffer.snapshot import BufferJournal
 from pipeline.buffer.spool import Spool
 from pipeline.config.load import LoadedConfig
@@ -106,7 +106,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
         raise ConfigError("--serial: one process computes all of it; set cluster.engine = local")
     hold_signals()
     with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "serial"):
-        workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
+        workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config, checked_layout(config))
         has_begun = False
         try:
             unwind_on_signals()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.buffer import admission
 from pipeline.buffer.admission import Limits
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import LedgerLayout
 
 LIMITS = Limits(
     sample_batch_size=8,

@@ -29,8 +29,9 @@ from pipeline.runtime.messages import (
     Welcome,
 )
 from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import DROP_REASONS, LedgerLayout
+from pipeline.storage.records import DROP_REASONS
 
 LIMITS = Limits(
     sample_batch_size=8,

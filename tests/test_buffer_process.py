@@ -7,6 +7,7 @@ import time
 import pytest
 
 from pipeline.buffer import process as buffer_process
+from pipeline.buffer.sizing import checked_layout
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig
 from pipeline.runtime.messages import Hello, Wait, WantTickets, Welcome
 from pipeline.runtime.role import RoleContext
@@ -23,7 +24,7 @@ def folder(tmp_path):
         daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"),
         buffer=BufferConfig(arena_bytes=1 << 20),
     )
-    workspace = Workspace.prepare(folder, config)
+    workspace = Workspace.prepare(folder, config, checked_layout(config))
     MetricsSlab.create(workspace.metrics_path, [SlotName("buffer", 0)]).close()
     slab = MetricsSlab.attach(workspace.metrics_path)
     slab.begin("buffer")

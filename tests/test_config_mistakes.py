@@ -13,6 +13,7 @@ import pytest
 from pipeline.config import load as config_load
 from pipeline.config.advice import SECTIONS
 from pipeline.config.load import ConfigErrors
+from pipeline.supervisor.preflight import problems_of_files
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def errors_of(
     path = Path("config.toml")
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigErrors) as raised:
-        config_load.load(path, sets, environ or {}, files=files)
+        config_load.load(path, sets, environ or {}, check_files=problems_of_files if files else None)
     assert str(raised.value) == "\n".join(raised.value.errors)
     return list(raised.value.errors)
 
@@ -524,11 +525,12 @@ class TestFiles:
 
     def test_folder_that_cannot_be_written_is_an_error(self) -> None:
         code = (
-            "import os; from pipeline import config_file\n"
+            "import os; from pipeline.config import load; from pipeline.supervisor.preflight import problems_of_files\n"
             # Root may write everywhere, so root steps down; everything is imported by then.
             "os.getuid() or os.seteuid(65534)\n"
-            "try: config_file.load(None, ['daemon.state_dir=/'], {'RLHFD_RUNTIME_DIR': '/usr/none/run'}, files=True)\n"
-            "except config_file.ConfigErrors as error: print(error)"
+            "sets, environ = ['daemon.state_dir=/'], {'RLHFD_RUNTIME_DIR': '/usr/none/run'}\n"
+            "try: load.load(None, sets, environ, check_files=problems_of_files)\n"
+            "except load.ConfigErrors as error: print(error)"
         )
 
         told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -585,4 +587,4 @@ class TestFiles:
         (folder / "m/config.json").touch()
         (folder / "p.jsonl").write_text('{"prompt": "a"}')
 
-        config_load.load(None, ["model.actor=m", "prompts.path=p.jsonl"], {}, files=True)
+        config_load.load(None, ["model.actor=m", "prompts.path=p.jsonl"], {}, check_files=problems_of_files)

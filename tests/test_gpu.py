@@ -8,13 +8,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from pipeline.experience import codec
-from pipeline.models.device import show_memory
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.pinned import PinnedMemory, pin_arena
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import LeanGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.storage.arena import Arena
 from pipeline.supervisor.gpus import LIBRARY, Nvml
 from pipeline.telemetry.slab import MetricsSlab
@@ -59,7 +59,7 @@ def test_allocated_memory_of_a_process_on_the_gpu_is_shown(tmp_path):
     slab = MetricsSlab.create(tmp_path / "metrics", SLOTS)
     held = torch.ones(1 << 20, device="cuda")
 
-    show_memory(begun(slab, "rollout"))
+    RolloutMetrics(begun(slab, "rollout"), reward_source="function").in_flight(0)
 
     assert value(slab, "rlhfd_torch_memory_bytes", state="allocated") >= held.nbytes
     assert value(slab, "rlhfd_torch_memory_bytes", state="reserved") >= held.nbytes

@@ -6,8 +6,9 @@ import copy
 import pytest
 
 from pipeline.errors import LedgerError
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger, oldest_rows
-from pipeline.storage.records import ExtentState, LedgerLayout
+from pipeline.storage.records import ExtentState
 from pipeline.storage.tables import Run, add_prompts, between
 
 LAYOUT = LedgerLayout(extents=6, rows_per_extent=4)

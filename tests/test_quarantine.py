@@ -13,7 +13,8 @@ from pipeline.experience import codec
 from pipeline.experience.quarantine_reader import read
 from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
-from pipeline.storage.records import ExtentRecord, LedgerLayout
+from pipeline.storage.layout import LedgerLayout
+from pipeline.storage.records import ExtentRecord
 from tests.experiences import made_up
 
 LAYOUT = LedgerLayout(extents=4, rows_per_extent=4)

@@ -22,8 +22,8 @@ from pipeline.errors import (
 )
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import LedgerLayout
 from tests.daemon import is_alive
 from tests.experiences import made_up
 from tests.replay_crew import Crew, numbered, numbers_of

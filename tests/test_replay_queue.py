@@ -25,8 +25,8 @@ from pipeline.runtime.messages import (
     Welcome,
 )
 from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import LedgerLayout
 
 LAYOUT = LedgerLayout(extents=64, rows_per_extent=8)
 

@@ -14,8 +14,9 @@ from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Se
 from pipeline.storage import extent_file
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import DROP_REASONS, LedgerLayout
+from pipeline.storage.records import DROP_REASONS
 from pipeline.storage.tables import Run
 from tests.experiences import made_up
 from tests.test_buffer import Counts

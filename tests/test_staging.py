@@ -8,7 +8,7 @@ import torch
 from pipeline.experience import codec
 from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
-from pipeline.storage.records import LedgerLayout
+from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer import prefetch
 from pipeline.trainer.prefetch import Staging
 from tests.experiences import made_up

@@ -11,8 +11,9 @@ from pipeline.runtime.messages import Hello, Lease, Published, Sealed, Ticket, W
 from pipeline.serial import Post
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import DROP_REASONS, LedgerLayout
+from pipeline.storage.records import DROP_REASONS
 from pipeline.trainer.connection import Connection
 from tests.experiences import made_up
 from tests.test_buffer import Counts

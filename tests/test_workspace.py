@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from pipeline.buffer.sizing import limits_of
+from pipeline.buffer.sizing import checked_layout, limits_of
 from pipeline.config.schema import Config
 from pipeline.config.sizes import row_bytes_bound
 from pipeline.errors import ConfigError
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def test_everything_in_it_is_private(folder):
-    workspace = Workspace.prepare(folder, config())
+    workspace = Workspace.prepare(folder, config(), checked_layout(config()))
 
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
@@ -31,7 +31,7 @@ def test_everything_in_it_is_private(folder):
 
 
 def test_children_read_the_configuration_that_the_supervisor_wrote(folder):
-    workspace = Workspace.prepare(folder, config(max_staleness=5))
+    workspace = Workspace.prepare(folder, config(max_staleness=5), checked_layout(config(max_staleness=5)))
 
     again = Workspace.open(folder)
 
@@ -40,12 +40,12 @@ def test_children_read_the_configuration_that_the_supervisor_wrote(folder):
 
 
 def test_what_a_killed_supervisor_left_is_taken_over(folder):
-    first = Workspace.prepare(folder, config())
+    first = Workspace.prepare(folder, config(), checked_layout(config()))
     (folder / "buffer.sock").touch()
     (folder / "ranks-2").touch()
     inode = first.arena_path.stat().st_ino
 
-    second = Workspace.prepare(folder, config())
+    second = Workspace.prepare(folder, config(), checked_layout(config()))
 
     assert second.taken_over
     assert second.run.run_id == first.run.run_id
@@ -55,10 +55,12 @@ def test_what_a_killed_supervisor_left_is_taken_over(folder):
 
 
 def test_another_runs_arena_is_replaced(folder):
-    first = Workspace.prepare(folder, config())
+    first = Workspace.prepare(folder, config(), checked_layout(config()))
 
     second = Workspace.prepare(
-        folder, Config.model_validate({"daemon": {"seed": 1}, "buffer": {"arena_bytes": 4 << 20}})
+        folder,
+        Config.model_validate({"daemon": {"seed": 1}, "buffer": {"arena_bytes": 4 << 20}}),
+        checked_layout(Config.model_validate({"daemon": {"seed": 1}, "buffer": {"arena_bytes": 4 << 20}})),
     )
 
     assert not second.taken_over
@@ -69,37 +71,45 @@ def test_a_folder_that_was_never_finished_is_made_anew(folder):
     folder.mkdir(mode=0o700)
     (folder / "arena").write_bytes(b"half")
 
-    assert not Workspace.prepare(folder, config()).taken_over
+    assert not Workspace.prepare(folder, config(), checked_layout(config())).taken_over
 
 
 def test_a_failed_start_leaves_nothing(folder):
     system = os.statvfs(folder.parent)
 
     with pytest.raises(ConfigError, match="does not fit"):
-        Workspace.prepare(folder, config(arena_bytes=(system.f_blocks + 1) * system.f_frsize))
+        Workspace.prepare(
+            folder,
+            config(arena_bytes=(system.f_blocks + 1) * system.f_frsize),
+            checked_layout(config(arena_bytes=(system.f_blocks + 1) * system.f_frsize)),
+        )
 
     assert not folder.exists()
 
 
 def test_a_start_that_fails_leaves_what_a_killed_supervisor_left(folder, caplog):
-    first = Workspace.prepare(folder, config())
+    first = Workspace.prepare(folder, config(), checked_layout(config()))
     inode = first.arena_path.stat().st_ino
     first.config_path.unlink()
     first.config_path.mkdir()
 
     with pytest.raises(IsADirectoryError):
-        Workspace.prepare(folder, config())
+        Workspace.prepare(folder, config(), checked_layout(config()))
 
     assert "stays for the next start" in caplog.text
     first.config_path.rmdir()
-    again = Workspace.prepare(folder, config())
+    again = Workspace.prepare(folder, config(), checked_layout(config()))
     assert again.taken_over and again.arena_path.stat().st_ino == inode
 
 
 def test_a_configuration_takes_the_place_of_a_longer_one(folder):
-    Workspace.prepare(folder, Config.model_validate({"daemon": {"name": "a" * 20}, "buffer": {"arena_bytes": 4 << 20}}))
+    Workspace.prepare(
+        folder,
+        Config.model_validate({"daemon": {"name": "a" * 20}, "buffer": {"arena_bytes": 4 << 20}}),
+        checked_layout(Config.model_validate({"daemon": {"name": "a" * 20}, "buffer": {"arena_bytes": 4 << 20}})),
+    )
 
-    again = Workspace.prepare(folder, config())
+    again = Workspace.prepare(folder, config(), checked_layout(config()))
 
     assert again.taken_over
     assert Config.model_validate_json(again.config_path.read_bytes()) == config()
@@ -107,7 +117,7 @@ def test_a_configuration_takes_the_place_of_a_longer_one(folder):
 
 def test_an_arena_too_small_for_a_batch_is_refused_with_both_sizes(folder):
     with pytest.raises(ConfigError, match=r"65,536 B cannot hold a batch a rank and a ticket: 384 rows of 24 tokens"):
-        Workspace.prepare(folder, config(arena_bytes=65536))
+        Workspace.prepare(folder, config(arena_bytes=65536), checked_layout(config(arena_bytes=65536)))
 
 
 def test_limits_follow_from_the_configuration():
@@ -125,13 +135,13 @@ def test_room_for_a_row_is_text_unless_it_is_configured():
 def test_an_arena_too_small_for_configured_rows_is_refused_with_the_room_they_ask_for(folder):
     # A batch of 256 rows and a ticket of 128, and the headers of two extents.
     with pytest.raises(ConfigError, match=r"384 rows of buffer.row_bytes = 1,048,576 B take up to 402,669,568 B"):
-        Workspace.prepare(folder, config(row_bytes="1MiB"))
+        Workspace.prepare(folder, config(row_bytes="1MiB"), checked_layout(config(row_bytes="1MiB")))
 
 
 def test_more_room_for_rows_goes_on_with_the_arena_that_was_left(folder):
-    first = Workspace.prepare(folder, config())
+    first = Workspace.prepare(folder, config(), checked_layout(config()))
 
-    second = Workspace.prepare(folder, config(row_bytes="8KiB"))
+    second = Workspace.prepare(folder, config(row_bytes="8KiB"), checked_layout(config(row_bytes="8KiB")))
 
     assert second.taken_over
     assert second.run.run_id == first.run.run_id
@@ -143,7 +153,7 @@ def test_more_batches_at_once_than_there_are_leases_are_refused(folder):
     )
 
     with pytest.raises(ConfigError, match=r"2 ranks would hold 4,098 batches at once, .* at most 4,096"):
-        Workspace.prepare(folder, greedy)
+        Workspace.prepare(folder, greedy, checked_layout(greedy))
 
 
 def test_a_link_or_a_file_under_its_name_is_refused_and_what_it_leads_to_is_left_alone(folder, tmp_path):
@@ -157,7 +167,7 @@ def test_a_link_or_a_file_under_its_name_is_refused_and_what_it_leads_to_is_left
         place()
 
         with pytest.raises(ConfigError, match="is not a directory"):
-            Workspace.prepare(folder, config())
+            Workspace.prepare(folder, config(), checked_layout(config()))
 
         assert (tmp_path / "mine" / "work").exists()
         folder.unlink()

@@ -21,6 +21,7 @@ import torch
 from benches.ways import QUEUED_BATCHES, Send
 from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays
 from pipeline.buffer import process as buffer_process
+from pipeline.buffer.sizing import checked_layout
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig, MetricsConfig, RolloutConfig, TrainerConfig
 from pipeline.errors import DeadlineError
 from pipeline.experience import codec
@@ -46,7 +47,7 @@ class Way:
     def __init__(self) -> None:
         folder = Path("/dev/shm") / f"rlhfd-bench-{secrets.token_hex(4)}"
         config = configuration(folder)
-        self._workspace = Workspace.prepare(folder, config)
+        self._workspace = Workspace.prepare(folder, config, checked_layout(config))
         slots = [SlotName("supervisor", 0), SlotName("buffer", 0)]
         MetricsSlab.create(self._workspace.metrics_path, slots).close()
         self._buffer = subprocess.Popen([sys.executable, "-m", "benches.ways.daemon", str(folder)])

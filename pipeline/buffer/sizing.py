@@ -6,7 +6,7 @@ from pipeline.buffer.admission import Limits
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EXTENT_OVERHEAD_BYTES
 from pipeline.errors import ConfigError
-from pipeline.storage.records import LedgerLayout
+from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.tables import MOST_LEASES
 
 _LEAST_EXTENTS = 256
@@ -44,6 +44,16 @@ def ledger_layout(config: Config) -> LedgerLayout:
     rows = config.prompts_per_ticket * config.group_size
     extents = config.buffer.arena_bytes // (rows * _TYPICAL_ROW_BYTES)
     return LedgerLayout(extents=min(max(extents, _LEAST_EXTENTS), _MOST_EXTENTS), rows_per_extent=rows)
+
+
+def checked_layout(config: Config) -> LedgerLayout:
+    """Return the ledger's layout for this configuration.
+
+    Raises:
+        ConfigError: If the arena is too small for the configured batches, or the ledger for the leases.
+    """
+    refuse_sizes(config)
+    return ledger_layout(config)
 
 
 def refuse_sizes(config: Config) -> None:

@@ -21,6 +21,7 @@ from pipeline.config import load as config_load
 from pipeline.errors import NotRunningError, RlhfdError
 from pipeline.runtime import control, lock
 from pipeline.supervisor import placement
+from pipeline.supervisor.preflight import problems_of_files
 from pipeline.telemetry import log_file, log_lines
 
 _PACKAGES = (
@@ -148,7 +149,7 @@ def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str,
     finally:
         # With files: what is missing on disk is what many reports come down to.
         try:
-            config_load.load(path, sets, environ, files=True)
+            config_load.load(path, sets, environ, check_files=problems_of_files)
         except RlhfdError as error:
             yield str(error)
 

@@ -54,8 +54,9 @@ def finding(command: _Command) -> _Command:
 def load(path: Path | None, sets: tuple[str, ...], *, files: bool) -> LoadedConfig:
     """Return the configuration that these options ask for."""
     from pipeline.config import load as config_load
+    from pipeline.supervisor.preflight import problems_of_files
 
-    return config_load.load(path, sets, os.environ, files=files)
+    return config_load.load(path, sets, os.environ, check_files=problems_of_files if files else None)
 
 
 def runtime_dir_of(directory: Path | None, path: Path | None) -> Path:

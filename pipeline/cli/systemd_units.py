@@ -24,6 +24,7 @@ from pipeline.config.load import CONFIG_VARIABLE, LoadedConfig
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError
 from pipeline.runtime import lock
+from pipeline.supervisor.preflight import problems_of_files
 
 UNIT_DIR = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")
@@ -134,7 +135,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
     ]
     needed: list[Path] = []
     if given or path.exists():
-        loaded = config_load.load(path, (), {}, files=True)
+        loaded = config_load.load(path, (), {}, check_files=problems_of_files)
         needed = _named_paths(loaded)
         notes += [
             f"{loaded.where(key)} is not in force under systemd: {folder} is"

@@ -27,16 +27,15 @@ from pipeline.config.schema import Config
 from pipeline.config.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
-from pipeline.supervisor.preflight import _problems_of_files
 
 CONFIG_VARIABLE = "RLHFD_CONFIG"
 RUNTIME_DIR_VARIABLE = "RLHFD_RUNTIME_DIR"
 _PREFIX = "RLHFD_"
-_FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
-_SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
-_MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
+FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
+SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
+MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
 _PATH_KEYS = {
-    *_FOLDER_KEYS, *_MODEL_KEYS, *_SECRET_KEYS, "prompts.path",
+    *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "prompts.path",
 }  # fmt: skip
 
 
@@ -91,7 +90,12 @@ class LoadedConfig:
         return f"{origin.place}: {error}" if origin.layer == "file" else f"{origin.place}{error[key.end() :]}"
 
 
-def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, files: bool = False) -> LoadedConfig:
+FileChecks = Callable[[LoadedConfig], list[str]]
+
+
+def load(
+    path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, check_files: FileChecks | None = None
+) -> LoadedConfig:
     """Read and check a configuration.
 
     Relative paths are taken from the file's folder where the file or a default gives them, and from the current folder
@@ -101,7 +105,8 @@ def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, 
         path: The file, or None for the one that RLHFD_CONFIG names, or none at all.
         sets: Assignments ``section.key=value``, the value in TOML or else a bare string.
         environ: The environment.
-        files: Check as well what the configuration names on disk: models, prompts, folders.
+        check_files: Returns the problems of the files that the configuration names; None: files are not checked.
+            `pipeline.supervisor.preflight.problems_of_files` is the daemon's.
 
     Raises:
         ConfigErrors: If anything is wrong, naming all of it.
@@ -115,20 +120,20 @@ def load(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, 
     origins = {key: value.origin for key, value in values.items()}
     ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
     loaded = LoadedConfig(config, origins, path, tuple(sets), ours)
-    if files:
-        errors += _problems_of_files(loaded)
+    if check_files is not None:
+        errors += check_files(loaded)
     if errors:
         raise ConfigErrors(sorted(errors, key=_by_place(path)))
     return loaded
 
 
-def load_again(loaded: LoadedConfig) -> LoadedConfig:
-    """Read the same file again, under the same environment and ``--set``, and check all that `load` does with `files`.
+def load_again(loaded: LoadedConfig, check_files: FileChecks) -> LoadedConfig:
+    """Read the same file again, under the same environment and ``--set``, with the same checks as `load`.
 
     Raises:
         ConfigErrors: As `load`.
     """
-    return load(loaded.path, loaded.sets, loaded.environ, files=True)
+    return load(loaded.path, loaded.sets, loaded.environ, check_files=check_files)
 
 
 def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
@@ -358,7 +363,7 @@ def _validate_section(
     given = {
         name: _resolve(f"{section}.{name}", str(getattr(SECTIONS[section], name)), base)
         for name in model.model_fields
-        if f"{section}.{name}" in _FOLDER_KEYS
+        if f"{section}.{name}" in FOLDER_KEYS
     }
     given |= {name: values[f"{section}.{name}"].value for name in model.model_fields if f"{section}.{name}" in values}
     while True:

@@ -1,12 +1,10 @@
-"""Which device a process computes on."""
+"""The device that a process computes on, and its memory."""
 
 from __future__ import annotations
 
 import os
 
 import torch
-
-from pipeline.telemetry.slab import SlotWriter
 
 
 def process_device() -> torch.device:
@@ -15,8 +13,8 @@ def process_device() -> torch.device:
     return torch.device("cuda:0" if visible != "" and torch.cuda.is_available() else "cpu")
 
 
-def show_memory(writer: SlotWriter) -> None:
-    """Show the allocator's memory on the current device, if this process computes on a GPU."""
-    if torch.cuda.is_initialized():
-        writer.gauge("rlhfd_torch_memory_bytes", state="allocated").set(torch.cuda.memory_allocated())
-        writer.gauge("rlhfd_torch_memory_bytes", state="reserved").set(torch.cuda.memory_reserved())
+def allocator_bytes() -> dict[str, int]:
+    """Return the bytes that PyTorch's allocator holds on this GPU, allocated and reserved; nothing without a GPU in use."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}

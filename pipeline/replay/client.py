@@ -32,7 +32,7 @@ from pipeline.replay.queue import client_name
 from pipeline.runtime.messages import Join, Message, Refused, Welcome
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox
 from pipeline.storage.arena import Arena
-from pipeline.storage.records import LedgerLayout
+from pipeline.storage.layout import LedgerLayout
 
 SHARED_MEMORY = Path("/dev/shm")
 _MOST_CLIENTS = 1 << 15

@@ -21,7 +21,7 @@ from pipeline.models.critic import Critic
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, sees_images
 from pipeline.models.lora import adapt, published
 from pipeline.models.weights.probe import answer, check
-from pipeline.prompts import PromptSource, probe_tokens
+from pipeline.prompts import PromptSource, first_tokens
 from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.interface import ResponseGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -194,7 +194,7 @@ def load_models(
 
 def weights_check(config: Config, actor: Any, tokenizer: Any, device: torch.device) -> Callable[[WeightsVersion], None]:
     """Return what compares the actor's answer with the one that was published with its weights, if one was."""
-    tokens = probe_tokens(config, tokenizer)
+    tokens = first_tokens(config.prompts.path, config.daemon.seed, config.prompts.template, tokenizer)
 
     def check_fetched(fetched: WeightsVersion) -> None:
         if fetched.probe is not None:

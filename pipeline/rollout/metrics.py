@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from pipeline.experience.types import Experience
-from pipeline.models.device import show_memory
+from pipeline.models.device import allocator_bytes
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.slab import SlotWriter
 
@@ -155,7 +155,8 @@ class RolloutMetrics:
     def in_flight(self, rollouts: int) -> None:
         """Show how many tickets are in hand."""
         self._in_flight.set(rollouts)
-        show_memory(self._writer)
+        for state, nbytes in allocator_bytes().items():
+            self._writer.gauge("rlhfd_torch_memory_bytes", state=state).set(nbytes)
 
     def work_on(self, ticket: int = -1, deadline_s: float = 0.0) -> None:
         """Show the ticket being worked on, -1 for none."""

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.buffer.sizing import ledger_layout, refuse_sizes
 from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ConfigError, LedgerError
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
-from pipeline.storage.records import LedgerLayout
+from pipeline.storage.layout import LedgerLayout
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Workspace:
         return cls(folder, msgspec.json.decode((folder / "run.json").read_bytes(), type=Run))
 
     @classmethod
-    def prepare(cls, folder: Path, config: Config) -> Workspace:
+    def prepare(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
         """Make the folder, or take over what a killed supervisor of the same run left in it.
 
         The caller holds the instance lock. Whatever was left by another run is removed. If this fails, a folder that it
@@ -80,10 +79,8 @@ class Workspace:
         Raises:
             ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches.
         """
-        refuse_sizes(config)
         _make_own(folder)
         folder.chmod(0o700)
-        layout = ledger_layout(config)
         anew = config.trainer.resume == "never"
         workspace = None if anew else cls._left_behind(folder, identity_of(config), layout)
         try:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import xxhash
+
 from pipeline.errors import LedgerError
 from pipeline.storage.records import (
     EXTENT_BYTES,
     ITEM_BYTES,
+    LAYOUT_VERSION,
     TOTALS_BYTES,
     ExtentRecord,
     ExtentState,
-    LedgerLayout,
     Totals,
 )
-from pipeline.storage.redo_log import Journal
+from pipeline.storage.redo_log import JOURNAL_HEADER_BYTES, Journal
 from pipeline.storage.tables import (
     VACANT_BYTES,
     VERSION_BYTES,
@@ -27,6 +31,62 @@ from pipeline.storage.tables import (
 )
 
 _KNOWN_STATES = bytes(ExtentState)
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerLayout:
+    """How many extents and items a ledger has records for, and the offset of each part; fixed when its arena is made.
+
+    The parts, in this order: journal, totals, vacant leases, prompts to issue again, versions, extents, items.
+    """
+
+    extents: int
+    rows_per_extent: int
+
+    @property
+    def journal_bytes(self) -> int:
+        """Room for a transaction that touches every row of a large batch one by one."""
+        return JOURNAL_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
+
+    @property
+    def totals_offset(self) -> int:
+        """Offset of the totals in bytes."""
+        return self.journal_bytes
+
+    @property
+    def vacant_offset(self) -> int:
+        """Offset of the vacant lease numbers in bytes."""
+        return self.totals_offset + TOTALS_BYTES
+
+    @property
+    def redo_offset(self) -> int:
+        """Offset of the prompts to issue again in bytes."""
+        return self.vacant_offset + VACANT_BYTES
+
+    @property
+    def versions_offset(self) -> int:
+        """Offset of the published versions in bytes."""
+        return self.redo_offset + redo_bytes(self.extents)
+
+    @property
+    def extents_offset(self) -> int:
+        """Offset of the extents' records in bytes."""
+        return self.versions_offset + VERSIONS_BYTES
+
+    @property
+    def items_offset(self) -> int:
+        """Offset of the items' records in bytes."""
+        return self.extents_offset + self.extents * EXTENT_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole ledger."""
+        return self.items_offset + self.extents * self.rows_per_extent * ITEM_BYTES
+
+    @property
+    def identity(self) -> int:
+        """A number that two ledgers share only if both have this layout."""
+        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
 
 
 class LedgerMemory:
@@ -51,12 +111,13 @@ class LedgerMemory:
         self.journal = Journal(memory, layout.journal_bytes)
         self._memory = memory
         self._rows_per_extent = layout.rows_per_extent
-        self._totals_offset = layout.journal_bytes
-        self._vacant_offset = self._totals_offset + TOTALS_BYTES
-        self._redo_offset = self._vacant_offset + VACANT_BYTES
-        self._versions_offset = self._redo_offset + redo_bytes(layout.extents)
-        self._extents_offset = self._versions_offset + VERSIONS_BYTES
-        self._items_offset = self._extents_offset + layout.extents * EXTENT_BYTES
+        # Read once: a transaction looks at them for each record.
+        self._totals_offset = layout.totals_offset
+        self._vacant_offset = layout.vacant_offset
+        self._redo_offset = layout.redo_offset
+        self._versions_offset = layout.versions_offset
+        self._extents_offset = layout.extents_offset
+        self._items_offset = layout.items_offset
 
     # What it holds.
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 
 from pipeline.errors import LedgerError
 from pipeline.storage.index import LedgerIndex
-from pipeline.storage.layout import LedgerMemory
+from pipeline.storage.layout import LedgerLayout, LedgerMemory
 from pipeline.storage.records import (
     DROP_REASONS,
     FRESH_ITEM,
@@ -42,7 +42,6 @@ from pipeline.storage.records import (
     ExtentState,
     Item,
     ItemState,
-    LedgerLayout,
     ready_rows,
 )
 from pipeline.storage.tables import MOST_LEASES, Run, add_prompts

@@ -7,11 +7,7 @@ import enum
 import struct
 from collections.abc import Callable
 
-import xxhash
-
 from pipeline.errors import LedgerError
-from pipeline.storage.redo_log import JOURNAL_HEADER_BYTES
-from pipeline.storage.tables import VACANT_BYTES, VERSIONS_BYTES, redo_bytes
 
 DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 LAYOUT_VERSION = 4
@@ -42,31 +38,6 @@ class ItemState(enum.IntEnum):
 _STATES = tuple(map(int, ItemState))
 # Looked up rather than made: an enum's own call costs more than all else of a record.
 _EXTENT_STATES, _ITEM_STATES = tuple(ExtentState), tuple(ItemState)
-
-
-@dataclasses.dataclass(frozen=True)
-class LedgerLayout:
-    """How many extents and items a ledger can tell apart; fixed when its arena is made."""
-
-    extents: int
-    rows_per_extent: int
-
-    @property
-    def journal_bytes(self) -> int:
-        """Room for a transaction that touches every row of a large batch one by one."""
-        return JOURNAL_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole ledger."""
-        items = self.extents * self.rows_per_extent * ITEM_BYTES
-        tables = VACANT_BYTES + redo_bytes(self.extents) + VERSIONS_BYTES
-        return self.journal_bytes + TOTALS_BYTES + tables + self.extents * EXTENT_BYTES + items
-
-    @property
-    def identity(self) -> int:
-        """A number that two ledgers share only if they can be read alike."""
-        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
 
 
 @dataclasses.dataclass

@@ -7,15 +7,16 @@ import stat
 from pathlib import Path
 
 from pipeline import prompts
-from pipeline.config.load import _FOLDER_KEYS, _MODEL_KEYS, _SECRET_KEYS, LoadedConfig, get
+from pipeline.config.load import FOLDER_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
 from pipeline.supervisor import placement
 
 
-def _problems_of_files(loaded: LoadedConfig) -> list[str]:
+def problems_of_files(loaded: LoadedConfig) -> list[str]:
+    """Return the problems of the models, prompts, secrets, GPUs and folders that a configuration names, a line each."""
     errors = []
-    for key in _MODEL_KEYS:
+    for key in MODEL_KEYS:
         source = get(loaded.config, key)
         if source is None or source.startswith(BUILTIN_PREFIX):
             continue
@@ -30,12 +31,12 @@ def _problems_of_files(loaded: LoadedConfig) -> list[str]:
             # Lines about the prompts' own content begin with the place there.
             where, name = loaded.where("prompts.path"), "prompts.path:"
             errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
-    errors += [problem for key in _SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
+    errors += [problem for key in SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
     try:
         placement.place(loaded.config, placement.visible_gpus(os.environ), [])
     except ConfigError as error:
         errors.append(loaded.placed(str(error)))
-    for key in _FOLDER_KEYS:
+    for key in FOLDER_KEYS:
         folder = get(loaded.config, key)
         nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
         if not nearest.is_dir():

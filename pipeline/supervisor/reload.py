@@ -24,6 +24,7 @@ from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.runtime.workspace import Workspace
+from pipeline.supervisor.preflight import problems_of_files
 from pipeline.supervisor.web.server import HttpServer
 from pipeline.telemetry.slab import SlotWriter
 
@@ -83,7 +84,7 @@ class Reload:
         async with self._lock:
             try:
                 # In a thread: the prompts may be a large file.
-                wanted = await asyncio.to_thread(config_load.load_again, self._loaded)
+                wanted = await asyncio.to_thread(config_load.load_again, self._loaded, problems_of_files)
                 changes = compare(self._running, wanted.config)
                 running = with_live(self._running, wanted.config)
                 config = with_live(self._config, wanted.config)

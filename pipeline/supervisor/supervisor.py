@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import sort_digits
+from pipeline.buffer.sizing import checked_layout
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
@@ -78,7 +79,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
         web = config.metrics
         http = HttpServer.bind(web.host, web.port, Access.of(web)) if web.enabled else None
         try:
-            workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config)
+            workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config, checked_layout(config))
         except BaseException:
             if http is not None:
                 http.close()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from pipeline.experience.types import Experience
-from pipeline.models.device import show_memory
+from pipeline.models.device import allocator_bytes
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.step_stats import StepStats
@@ -127,7 +127,8 @@ class TrainerMetrics:
         for phase, histogram in self._phases.items():
             histogram.observe(getattr(stats, f"{phase}_s"))
         self._writer.beat()
-        show_memory(self._writer)
+        for state, nbytes in allocator_bytes().items():
+            self._writer.gauge("rlhfd_torch_memory_bytes", state=state).set(nbytes)
         if self._leads:
             self._lead(stats)
 

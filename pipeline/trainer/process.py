@@ -18,7 +18,7 @@ from pipeline.models.device import process_device
 from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import Saved, adapt
 from pipeline.models.weights.probe import answer
-from pipeline.prompts import probe_tokens
+from pipeline.prompts import first_tokens
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
 from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
@@ -161,7 +161,9 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
 
 def question(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:
     """Return what asks the actor that which workers are asked too; None where there is nothing to ask."""
-    tokens = probe_tokens(config, load_tokenizer(config.model.actor))
+    tokens = first_tokens(
+        config.prompts.path, config.daemon.seed, config.prompts.template, load_tokenizer(config.model.actor)
+    )
     return functools.partial(answer, actor, tokens, device) if tokens else None
 
 

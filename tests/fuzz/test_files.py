@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from pipeline.buffer.sizing import ledger_layout
+from pipeline.buffer.sizing import checked_layout, ledger_layout
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, DecodeError, UnreachableError
 from pipeline.experience import codec
@@ -18,7 +18,8 @@ from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
 from pipeline.storage.extent_file import SUFFIX
 from pipeline.storage.files import UNREADABLE
-from pipeline.storage.records import ExtentRecord, LedgerLayout
+from pipeline.storage.layout import LedgerLayout
+from pipeline.storage.records import ExtentRecord
 from tests.experiences import made_up
 from tests.fuzz.mutation import damaged
 
@@ -66,14 +67,14 @@ def test_a_workspace_whose_files_are_damaged_is_made_anew(tmp_path, rng, tries):
     folder = tmp_path / "shm"
     for name in ("run.json", "arena"):
         for _ in range(min(tries, 1000) // 20):
-            workspace = Workspace.prepare(folder, config)
+            workspace = Workspace.prepare(folder, config, checked_layout(config))
             assert workspace.run.identity
             with (folder / name).open("r+b") as file:
                 head = file.read(200)
                 file.seek(0)
                 file.write(damaged(rng, head)[:200])
 
-            Workspace.prepare(folder, config)
+            Workspace.prepare(folder, config, checked_layout(config))
 
             Arena(folder / "arena", payload=False).close()
     assert ledger_layout(config).nbytes
