@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.leaks import Holdings, mark_descendants
+from tests.support.leaks import Holdings, mark_descendants
 
 mark_descendants()
 # As at a terminal, though a shell that runs the tests in the background, or nohup, has these ignored: what a test

@@ -20,7 +20,7 @@ from pipeline.config.changes import is_live
 _INTRODUCTION: Final = """\
 # Configuration
 
-<!-- Made by `python -m pipeline.config.reference`; tests/test_config_reference.py keeps it true. -->
+<!-- Made by `python -m pipeline.config.reference`; tests/config/test_reference.py keeps it true. -->
 
 A TOML file, `--config FILE` or else what RLHFD_CONFIG names; without one the embedded run. What is set in several
 places is taken from the first of these:

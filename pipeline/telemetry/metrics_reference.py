@@ -24,7 +24,7 @@ _SECTIONS: Final = {
 _INTRODUCTION: Final = """\
 # Metrics
 
-<!-- Made by `python -m pipeline.telemetry.metrics_reference`; tests/test_metrics_reference.py keeps it true. -->
+<!-- Made by `python -m pipeline.telemetry.metrics_reference`; tests/telemetry/test_metrics_reference.py keeps it true. -->
 
 Served at `/metrics` (`metrics.host`, `metrics.port`; 9477 on the loopback address), in Prometheus' text format or,
 where the scraper asks for it, OpenMetrics. `dashboards/` holds a Prometheus configuration that works as it is,

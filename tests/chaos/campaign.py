@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pipeline.errors import LedgerError
 from pipeline.telemetry.slab import MetricsSlab
-from tests.daemon import Daemon, is_alive, wait_until
+from tests.support.daemon import Daemon, is_alive, wait_until
 
 RECOVERY_TIMEOUT_S = 120.0
 _STAGE_TIMEOUT_S = 4.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import TARGETS, Campaign, Target, trained_in
-from tests.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -42,7 +42,7 @@ def kills(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def targets(request: pytest.FixtureRequest) -> tuple[Target, ...]:
-    """Whom to hit; in short nobody hangs, which tests/test_daemon_hangs.py has one by one."""
+    """Whom to hit; in short nobody hangs, which tests/daemon/test_hangs.py has one by one."""
     return TARGETS if request.config.getoption("--chaos") else tuple(target for target in TARGETS if not target.hangs)
 
 

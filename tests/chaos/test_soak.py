@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.full]
 

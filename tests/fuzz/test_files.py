@@ -20,8 +20,8 @@ from pipeline.storage.extent_file import SUFFIX
 from pipeline.storage.files import UNREADABLE
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.records import ExtentRecord
-from tests.experiences import made_up
 from tests.fuzz.mutation import damaged
+from tests.support.experiences import made_up
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]
 LAYOUT = LedgerLayout(extents=4, rows_per_extent=4)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon import SMALL, Daemon, task, total
+from tests.support.daemon import SMALL, Daemon, task, total
 
 __all__ = ["task"]
 pytestmark = [pytest.mark.fuzz, pytest.mark.integration, pytest.mark.timeout(4200)]

@@ -1,0 +1,102 @@
+"""The buffer through faults of everyone around it, and its own."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.support.town import WORKERS, Town
+
+SHAPES = [(1, 1, 8), (1, 2, 8), (2, 1, 8), (2, 2, 8), (2, 1, 3)]
+
+
+@pytest.mark.parametrize(("world_size", "accumulation", "batch"), SHAPES)
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_and_the_run_goes_on_whoever_dies(seed, staleness, world_size, accumulation, batch):
+    town = Town(staleness=staleness, world_size=world_size, accumulation=accumulation, batch=batch, seed=seed)
+
+    for _ in range(600):
+        town.random_event()
+    town.goes_on()
+
+    totals = town.ledger.totals
+    held = town.ledger.ready + town.ledger.leased
+    assert totals.sealed == totals.trained + sum(totals.dropped) + held
+    assert town.batches > 20, "the town went on"
+
+
+class TownMachine(RuleBasedStateMachine):
+    """The same events, chosen by hypothesis, which finds the shortest way to a fault; at the end all must go on."""
+
+    INDEX = st.integers(0, 1)
+
+    @initialize(shape=st.sampled_from(SHAPES), staleness=st.integers(0, 2))
+    def begin(self, shape, staleness):
+        world_size, accumulation, batch = shape
+        self.town = Town(staleness=staleness, world_size=world_size, accumulation=accumulation, batch=batch)
+
+    @rule(index=INDEX, lost=st.booleans(), shorter=st.booleans())
+    def roll(self, index, lost, shorter):
+        self.town.deliver()
+        self.town.roll(index % WORKERS, lost=lost, shorter=shorter)
+        if lost:
+            self.town.buffer_dies()
+
+    @rule(index=INDEX, fault=st.sampled_from(["rows", "fingerprint", "not finite"]))
+    def roll_wrong(self, index, fault):
+        self.town.deliver()
+        self.town.roll(index % WORKERS, fault=fault)
+
+    @rule(versions=st.integers(1, 2))
+    def go_on(self, versions):
+        self.town.goes_on(versions)
+
+    @rule(lost=st.booleans())
+    def train(self, lost):
+        self.town.deliver()
+        self.town.train(lost=lost)
+        if lost:
+            self.town.buffer_dies()
+
+    @rule(index=INDEX)
+    def worker_dies(self, index):
+        self.town.worker_dies(index % WORKERS)
+
+    @rule(rank=INDEX)
+    def trainer_dies(self, rank):
+        self.town.deliver()
+        self.town.trainer_dies(at=rank % self.town.world_size)
+
+    @rule(overtaken=st.booleans())
+    def trainer_comes_again(self, overtaken):
+        self.town.deliver()
+        self.town.trainer_comes_again(overtaken=overtaken)
+
+    @rule(versions=st.integers(1, 3))
+    def trainer_rolls_back(self, versions):
+        self.town.trainer_rolls_back(versions)
+
+    @rule(rank=INDEX, lost=st.booleans())
+    def damage(self, rank, lost):
+        self.town.deliver()
+        self.town.damage(rank % self.town.world_size, lost=lost)
+        if lost:
+            self.town.buffer_dies()
+
+    @rule()
+    def buffer_dies(self):
+        self.town.buffer_dies()
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "town"):
+            self.town.check_books()
+
+    def teardown(self):
+        if hasattr(self, "town"):
+            self.town.goes_on()
+
+
+TestTownMachine = TownMachine.TestCase
+TestTownMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

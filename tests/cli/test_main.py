@@ -1,0 +1,369 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main as cli
+from pipeline.cli import status as status_view
+from pipeline.config.load import LoadedConfig
+from pipeline.errors import ConfigError, ExitCode
+from pipeline.runtime.lock import InstanceLock
+from tests.support.instances import SERVE, process
+
+STATUS = {
+    "state": "ready",
+    "run_id": "20261121-ab",
+    "pid": 12345,
+    "uptime_s": 192.3,
+    "config": "config.toml",
+    "metrics_url": "http://127.0.0.1:9477/",
+    "algorithm": "grpo",
+    "model": "builtin:sort-digits",
+    "step": 1042,
+    "max_steps": 2000,
+    "policy_version": 1041,
+    "reward_mean": 0.8125,
+    "reward_trend": 0.4375,
+    "tokens_per_s": 12345.6,
+    "steps_per_s": 0.1,
+    "why": "trainer-0 waits for data: 128 of 256 rows are ready.",
+    "needs_restart": ["rollout.temperature"],
+    "staleness_mean_versions": 0.8,
+    "buffer": {
+        "ready_items": 128,
+        "leased_items": 256,
+        "reserved_items": 64,
+        "capacity_bytes": 64 << 20,
+        "used_bytes": 16 << 20,
+        "sealed": 36352,
+        "trained": 36000,
+        "dropped": {"stale": 90, "filtered": 0, "quarantined": 6},
+        "unaccounted": 0,
+    },
+    "processes": [
+        {"role": "buffer", "index": 0, "pid": 1235, "state": "ready", "restarts": 0, "uptime_s": 59,
+         "resident_bytes": 900, "devices": "cpu", "last_exit": None},
+        {"role": "rollout", "index": 0, "pid": 1236, "state": "backoff", "restarts": 12, "uptime_s": 3 * 3600 + 300,
+         "resident_bytes": 3 << 30, "devices": [0, 1], "last_exit": -9},
+        {"role": "rollout", "index": 1, "pid": None, "state": "failed", "last_exit": 78},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for variable in list(os.environ):
+        if variable.startswith("RLHFD_") and variable != "RLHFD_TEST_SESSION":
+            monkeypatch.delenv(variable)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def rlhfd(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments],
+        capture_output=True, text=True, env=os.environ | environ,
+    )  # fmt: skip
+
+
+class TestCommands:
+    def test_import_is_light(self) -> None:
+        code = (
+            "import sys, pipeline.cli.main; print(*{name.partition('.')[0] for name in sys.modules} "
+            "& {'torch', 'numpy', 'transformers', 'pydantic', 'msgspec', 'asyncio', 'zmq', 'rich', 'ray'})"
+        )
+
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "\n"
+
+    def test_configuration_and_status_need_no_torch(self) -> None:
+        code = (
+            "import sys; from pipeline.cli.main import main\n"
+            "for arguments in (['config', 'check'], ['status']): main(arguments, standalone_mode=False)\n"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=False
+        )
+
+        imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+        assert "pydantic" in imported and not imported & {"torch", "numpy", "transformers"}
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            [],
+            ["start"],
+            ["stop"],
+            ["status"],
+            ["why"],
+            ["reload"],
+            ["top"],
+            ["collect-env"],
+            ["completion"],
+            ["pause"],
+            ["resume"],
+            ["samples"],
+            ["config"],
+            ["config", "check"],
+            ["config", "show"],
+            ["config", "schema"],
+            ["logs"],
+            ["systemd"],
+            ["systemd", "install"],
+            ["systemd", "uninstall"],
+        ],
+    )
+    def test_help_of_every_command_has_examples(self, names: list[str]) -> None:
+        result = run(*names, "--help")
+
+        assert result.exit_code == 0
+        examples = result.output.partition("\n  Examples:\n")[2].partition("\n\n")[0].splitlines()
+        # One a line, none folded into its neighbour; a group shows those of its commands.
+        assert examples and all(line.startswith("    ") and "rlhfd " in line for line in examples)
+        assert any(" ".join(["rlhfd", *names]) in line for line in examples)
+        assert "..." not in result.output.partition("Commands:")[2], "the list says what each command does, in full"
+
+    def test_every_command_is_in_the_list_above(self) -> None:
+        config = cli.main.commands["config"]
+
+        assert set(cli.main.commands) == {
+            "bench",
+            "collect-env",
+            "completion",
+            "config",
+            "logs",
+            "pause",
+            "reload",
+            "resume",
+            "samples",
+            "start",
+            "status",
+            "stop",
+            "systemd",
+            "top",
+            "why",
+        }
+        assert isinstance(config, click.Group) and set(config.commands) == {"check", "show", "schema"}
+        systemd = cli.main.commands["systemd"]
+        assert isinstance(systemd, click.Group) and set(systemd.commands) == {"install", "uninstall"}
+
+    def test_version(self) -> None:
+        result = run("--version")
+
+        assert result.exit_code == 0 and result.output.startswith("rlhfd ")
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["strat"], ["--wrong"], ["start", "--set"], ["stop", "--timeout-s", "x"], ["stop", "--timeout-s", "-1"],
+         ["config", "chck"], ["status", "extra"]],
+    )  # fmt: skip
+    def test_usage_errors_exit_with_2(self, arguments: list[str]) -> None:
+        assert run(*arguments).exit_code == ExitCode.USAGE
+
+
+class TestConfig:
+    def test_check_of_a_right_file(self, folder: Path) -> None:
+        (folder / "c.toml").write_text("[rollout]\nworkers = 2")
+
+        result = run("config", "check", "--config", "c.toml")
+
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "c.toml: ok\n", "")
+
+    def test_check_of_the_embedded_run(self) -> None:
+        assert run("config", "check").stdout == "embedded defaults: ok\n"
+
+    def test_check_prints_every_error_in_a_line_and_exits_with_78(self, folder: Path) -> None:
+        (folder / "config.toml").write_text("\n" * 6 + "[rollout]\ntemprature = 1\n[buffer]\narena_bytes = -5\n")
+
+        ended = rlhfd("config", "check", "--set", "model.actor=none", RLHFD_CONFIG="config.toml")
+
+        assert (ended.returncode, ended.stdout) == (78, "")
+        assert ended.stderr.splitlines() == [
+            "config.toml:8:1: unknown key rollout.temprature, did you mean temperature?",
+            "config.toml:10:15: buffer.arena_bytes: must be greater than 0, got -5",
+            f"--set model.actor: no such directory: {folder}/none (models are local, none is downloaded)",
+        ]
+
+    def test_show_and_its_options(self) -> None:
+        assert run("config", "show", "--set", "rollout.workers=2").stdout == "[rollout]\nworkers = 2\n"
+        assert run("config", "show", "--origin", "--set", "rollout.workers=2").stdout == (
+            "[rollout]\nworkers = 2  # --set rollout.workers\n"
+        )
+        assert "sample_batch_size = 256\n" in run("config", "show", "--effective").stdout
+        assert run("config", "show").stdout == ""
+
+    def test_schema_is_json(self) -> None:
+        assert "workers" in json.loads(run("config", "schema").stdout)["properties"]["rollout"]["properties"]
+
+
+class TestStart:
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, LoadedConfig]:
+        """Runners that only note what they were called with."""
+        calls: dict[str, LoadedConfig] = {}
+
+        def runner(name: str, code: ExitCode) -> SimpleNamespace:
+            def run(loaded: LoadedConfig) -> ExitCode:
+                calls[name] = loaded
+                return code
+
+            return SimpleNamespace(run=run)
+
+        monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", runner("supervisor", ExitCode.GAVE_UP))
+        monkeypatch.setitem(sys.modules, "pipeline.serial", runner("serial", ExitCode.OK))
+        return calls
+
+    def test_supervisor_gets_the_configuration_and_gives_the_exit_code(self, started: dict[str, LoadedConfig]) -> None:
+        result = run("start", "--set", "rollout.workers=3")
+
+        assert result.exit_code == ExitCode.GAVE_UP
+        assert started["supervisor"].config.rollout.workers == 3
+
+    def test_serial_runs_in_this_process(self, started: dict[str, LoadedConfig]) -> None:
+        assert run("start", "--serial").exit_code == 0
+        assert list(started) == ["serial"]
+
+    @pytest.mark.parametrize("assignment", ["rollout.workers=0", "model.actor=none"])
+    def test_nothing_starts_with_a_bad_configuration(self, started: dict[str, LoadedConfig], assignment: str) -> None:
+        result = run("start", "--set", assignment)
+
+        assert result.exit_code == ExitCode.BAD_CONFIG and not started
+        assert result.stdout == "" and result.stderr.startswith("--set ")
+
+    def test_error_of_the_runner_is_a_line_and_its_exit_code(
+        self, started: dict[str, LoadedConfig], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(loaded: LoadedConfig) -> ExitCode:
+            raise ConfigError("port 9477 is in use")
+
+        monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", SimpleNamespace(run=refuse))
+
+        result = run("start")
+
+        assert (result.exit_code, result.stderr) == (ExitCode.BAD_CONFIG, "port 9477 is in use\n")
+
+
+class TestStop:
+    def test_running_instance_ends_and_the_command_waits_for_it(self, folder: Path) -> None:
+        with process(folder, SERVE) as child:
+            result = run("stop", "--runtime-dir", ".")
+
+            assert (result.exit_code, result.output) == (0, "")
+            assert child.wait(10) == 0
+
+    def test_instance_that_does_not_answer_gets_sigterm(self, folder: Path) -> None:
+        with process(folder) as child:
+            result = run("stop", "--runtime-dir", ".")
+
+            assert result.exit_code == 0 and result.stderr.endswith("; sending SIGTERM\n")
+            assert child.wait(10) == -signal.SIGTERM
+
+    def test_instance_that_goes_on_is_a_failure_that_names_it(self, folder: Path) -> None:
+        with process(folder, SERVE, "deaf") as child:
+            result = run("stop", "--runtime-dir", ".", "--timeout-s", "0.1")
+
+            assert result.exit_code == ExitCode.FAILED
+            assert result.stderr == f"pid {child.pid} in . has not ended within 0.1 s\n"
+
+    def test_nobody_there_exits_with_3(self, folder: Path) -> None:
+        ended = rlhfd("stop")
+
+        assert (ended.returncode, ended.stderr) == (3, f"no instance runs in {folder}/run/rlhfd\n")
+
+    def test_instance_is_found_by_a_configuration_that_has_become_wrong(self, folder: Path) -> None:
+        (folder / "c.toml").write_text("[daemon]\nruntime_dir = '.'\n[rollout]\nworkers = 0")
+        with process(folder, SERVE):
+            assert run("stop", "--config", "c.toml").exit_code == 0
+
+
+class TestStatus:
+    @pytest.mark.parametrize("way", ["option", "environment", "configuration"])
+    def test_instance_is_found_by(self, folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+        options = {"option": ["--runtime-dir", "r"], "configuration": ["--config", "c.toml"]}.get(way, [])
+        (folder / "c.toml").write_text("[daemon]\nruntime_dir = 'r'")
+        (folder / "r").mkdir()
+        if way == "environment":
+            monkeypatch.setenv("RLHFD_RUNTIME_DIR", "r")
+
+        with process(folder / "r", SERVE) as child:
+            answer = json.loads(run("status", "--json", *options).stdout)
+
+        assert answer == {"state": "ready", "pid": child.pid, "reward_trend": 0.5}
+
+    def test_terminal_without_arrows_is_no_error(self, folder: Path) -> None:
+        with process(folder, SERVE):
+            ended = rlhfd("status", "--runtime-dir", str(folder), PYTHONIOENCODING="latin-1")
+
+        assert ended.returncode == 0, ended.stderr
+        assert "? +0.5000 since the start" in ended.stdout
+
+    def test_nobody_there_exits_with_3(self) -> None:
+        ended = rlhfd("status", RLHFD_RUNTIME_DIR="/none")
+
+        assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "no instance runs in /none\n")
+
+    def test_instance_that_starts_exits_with_4(self, folder: Path) -> None:
+        with InstanceLock(folder):
+            result = run("status", "--runtime-dir", ".")
+
+        assert result.exit_code == ExitCode.UNREACHABLE
+        assert "is starting and does not answer yet" in result.stderr
+
+    def test_answer_is_readable_at_a_glance(self) -> None:
+        assert status_view.render(STATUS).splitlines() == [
+            "state      ready, up 3 min 12 s",
+            "step       1,042 of 2,000, about 2 h 39 min left",
+            "reward     0.8125 ↑ +0.4375 since the start",
+            "speed      12,346 tokens/s, 6.0 steps/min",
+            "now        trainer-0 waits for data: 128 of 256 rows are ready.",
+            "ATTENTION  rollout 1 has failed; rollout 0 was started again 12 times; 6 rows are in quarantine; "
+            "changed, needs a restart: rollout.temperature",
+            "buffer     128 ready, 256 leased, 64 reserved; arena 16.0 MiB of 64.0 MiB (25%)",
+            "staleness  0.80 versions, policy version 1,041",
+            "rows       36,352 sealed, 36,000 trained, 96 (90 stale, 6 quarantined) dropped",
+            "model      builtin:sort-digits, grpo",
+            "run        20261121-ab, pid 12345, configured by config.toml",
+            "metrics    http://127.0.0.1:9477/",
+            "",
+            "process    pid   state    restarts  up          memory   devices  last exit",
+            "buffer 0   1235  ready    0         59 s        900 B    cpu      –",
+            "rollout 0  1236  backoff  12        3 h 05 min  3.0 GiB  0, 1     SIGKILL",
+            "rollout 1  –     failed   –         –           –        –        exit 78",
+        ]
+
+    def test_nothing_to_look_at_is_not_shown(self) -> None:
+        healthy = STATUS | {"needs_restart": [], "processes": STATUS["processes"][:1], "buffer": {"unaccounted": 0}}
+
+        assert status_view.cares(healthy) == []
+        assert "ATTENTION" not in status_view.render(healthy)
+
+    def test_lost_rows_stand_out(self) -> None:
+        text = status_view.render(STATUS | {"buffer": {"unaccounted": 2}})
+
+        assert "ATTENTION  2 rows are unaccounted for, please report this; " in text
+
+    @pytest.mark.parametrize("missing", [*STATUS, "everything"])
+    def test_answer_with_gaps_is_shown_with_dashes(self, missing: str) -> None:
+        status: dict[str, Any] = {} if missing == "everything" else STATUS | {missing: None}
+
+        assert status_view.render(status).startswith("state ")
+
+    @pytest.mark.parametrize(("trend", "arrow"), [(0.1, "↑"), (-0.1, "↓"), (0.0, "→")])
+    def test_trend_has_its_arrow(self, trend: float, arrow: str) -> None:
+        assert f"0.8125 {arrow} " in status_view.render(STATUS | {"reward_trend": trend})

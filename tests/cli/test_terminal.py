@@ -1,0 +1,155 @@
+"""What the terminal commands make of an instance's answers, and that a bug report comes whatever is broken."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline.cli import top as top_view
+from pipeline.cli.collect_env import report
+from pipeline.telemetry import log_file
+from tests.cli.test_main import STATUS
+
+WHY = {
+    "sentences": ["trainer-0 waits for data."],
+    "processes": [
+        {"name": "buffer", "pid": 1235, "stopped": False, "activity": "wait_data", "since_s": 0.1, "working_on": -1,
+         "last_minute": {"wait_data": 0.99, "other": 0.01}},
+        {"name": "rollout-0", "pid": 1236, "stopped": True, "activity": "generate", "since_s": 41.2, "working_on": 1700,
+         "last_minute": {"generate": 0.9, "reward": 0.1}},
+    ],
+}  # fmt: skip
+
+
+class TestTop:
+    def test_a_row_tells_what_a_process_is_at(self) -> None:
+        lines = top_view.text(STATUS, WHY).splitlines()
+
+        assert [re.split(r"\s{2,}", line) for line in lines] == [
+            ["process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices"],
+            ["buffer 0", "1235", "ready", "wait_data", "0 s", "–", "wait_data 99%", "0", "900 B", "cpu"],
+            ["rollout 0", "1236", "stopped", "generate", "41 s", "ticket 1,700", "generate 90% reward 10%", "12",
+             "3.0 GiB", "[0, 1]"],
+            ["rollout 1", "–", "failed", "–", "–", "–", "–", "–", "–", "–"],
+        ]  # fmt: skip
+
+    def test_the_screen_has_panel_cares_sentences_and_processes(self) -> None:
+        console = Console(file=io.StringIO(), width=160, color_system=None)
+
+        console.print(top_view.screen(STATUS, WHY))
+
+        assert isinstance(console.file, io.StringIO)
+        shown = console.file.getvalue()
+        for part in ("1,042 / 2,000", "ATTENTION: rollout 1 has failed", "trainer-0 waits for data.", "ticket 1,700"):
+            assert part in shown
+
+    @pytest.mark.parametrize(
+        ("width", "last"), [(50, "for"), (60, "restarts"), (80, "memory"), (100, "devices"), (160, "devices")]
+    )
+    def test_a_narrow_screen_leaves_columns_out_and_cuts_none_short(self, width: int, last: str) -> None:
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+
+        console.print(top_view.screen(STATUS, WHY, width=width))
+
+        assert isinstance(console.file, io.StringIO)
+        head, *lines = console.file.getvalue().splitlines()[-6:-2]
+        assert head.split()[-1] == last
+        assert [line.split()[:2] for line in lines] == [["buffer", "0"], ["rollout", "0"], ["rollout", "1"]]
+        assert "…" not in "".join([head, *lines])
+
+    def test_an_answer_of_another_version_is_no_error(self) -> None:
+        console = Console(file=io.StringIO(), width=160)
+
+        console.print(top_view.screen({}, {}))
+        assert top_view.text({}, {}).startswith("process")
+
+
+class TestReport:
+    def test_a_broken_configuration_is_told_with_its_mistakes_and_the_rest_is_there(self, tmp_path: Path) -> None:
+        (tmp_path / "c.toml").write_text("[rollout]\nworkers = 0\n")
+
+        told = report(tmp_path / "c.toml", (), {"PATH": os.environ["PATH"]})
+
+        assert f"{tmp_path}/c.toml:2:11: rollout.workers: must be at least 1, got 0" in told
+        assert f"no instance runs in {tmp_path}/run/rlhfd" in told
+        assert "## packages" in told and "msgspec " in told
+
+    @pytest.mark.parametrize("text", ["[", "\0", "[daemon]\nruntime_dir = 3"])
+    def test_nothing_makes_it_fail(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "c.toml").write_text(text)
+
+        assert report(tmp_path / "c.toml", ("x",), {}).count("## ") == 10
+
+    def test_what_cannot_be_told_costs_nothing_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("platform.platform", lambda: 1 / 0)
+
+        told = report(None, (), {}, tmp_path)
+
+        assert "could not be told: ZeroDivisionError" in told and "open files: " in told
+
+    def test_variables_that_hold_secrets_are_hidden(self) -> None:
+        told = report(
+            None, (), {"HF_TOKEN": "abc1", "RLHFD_X_PASSWORD": "abc2", "TOKENIZERS_PARALLELISM": "abc3", "MINE": "abc4"}
+        )
+
+        assert "HF_TOKEN=(hidden)" in told and "TOKENIZERS_PARALLELISM=abc3" in told
+        assert not any(secret in told for secret in ("abc1", "abc2", "abc4"))
+
+
+class TestLastErrors:
+    LINES = (
+        "2026-11-21T07:30:01.250Z INFO rollout-0 pipeline.a: fine\n"
+        "2026-11-21T07:30:01.250Z WARNING rollout-0 pipeline.a: hm: tickets=3\n"
+        "2026-11-21T07:30:01.250Z ERROR supervisor pipeline.b: boom\n"
+    )
+
+    def write(self, folder: Path, text: str = "") -> Path:
+        (folder / "c.toml").write_text(text)
+        log = log_file.path_in(folder / "state")
+        log.parent.mkdir(parents=True)
+        log.write_text(self.LINES)
+        return folder / "c.toml"
+
+    def test_warnings_and_errors_of_a_run_that_has_ended_are_in_the_report(self, tmp_path: Path) -> None:
+        told = report(self.write(tmp_path), (), {}).partition("## last warnings and errors\n\n")[2]
+
+        assert told.splitlines()[:2] == self.LINES.splitlines()[1:] and "fine" not in told
+
+    def test_where_lines_may_quote_prompts_none_is_told(self, tmp_path: Path) -> None:
+        told = report(self.write(tmp_path, "[daemon]\nlog_texts = true\n"), (), {})
+
+        assert "boom" not in told and "left out, for daemon.log_texts is true" in told
+
+
+class TestCompletion:
+    def completed(self, *words: str) -> list[str]:
+        asked = {"_RLHFD_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        code = "from pipeline.cli.main import main; main(prog_name='rlhfd')"
+        told = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True, check=True
+        )
+        return [line.partition(",")[2] for line in told.stdout.splitlines()]
+
+    def test_commands_options_and_keys_are_completed(self) -> None:
+        assert self.completed("rlhfd", "re") == ["reload", "resume"]
+        assert self.completed("rlhfd", "config", "s") == ["schema", "show"]
+        assert self.completed("rlhfd", "top", "--j") == ["--json"]
+        assert self.completed("rlhfd", "start", "--set", "rollout.w") == ["rollout.workers="]
+
+    @pytest.mark.parametrize(
+        ("shell", "word"), [("bash", "complete -o"), ("zsh", "#compdef rlhfd"), ("fish", "complete ")]
+    )
+    def test_each_shell_gets_its_script(self, shell: str, word: str) -> None:
+        code = f"from pipeline.cli.main import main; main(['completion', '{shell}'])"
+        script = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+        assert word in script and "_RLHFD_COMPLETE" in script
+        if shell == "bash":
+            subprocess.run(["bash", "-n"], input=script, text=True, check=True)

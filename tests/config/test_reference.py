@@ -1,0 +1,91 @@
+"""docs/configuration.md and the JSON schema are what the fields say, and the schema refuses what the fields refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import fastjsonschema
+import pytest
+
+from pipeline.config.advice import SECTIONS
+from pipeline.config.reference import bounds, reference, schema
+from pipeline.config.schema import Config
+from tests.config.test_mistakes import MISTAKES
+
+ROOT = Path(__file__).parents[2]
+KEYS = [(section, name) for section, model in SECTIONS.items() for name in type(model).model_fields]
+SCHEMA = schema()
+validate = fastjsonschema.compile(SCHEMA, use_default=False)
+
+
+def test_the_page_is_what_the_fields_say() -> None:
+    assert (ROOT / "docs/configuration.md").read_text() == reference(), (
+        "python -m pipeline.config.reference > docs/configuration.md"
+    )
+
+
+def test_the_schema_is_what_the_fields_say() -> None:
+    assert json.loads((ROOT / "docs/config.schema.json").read_text()) == schema(), (
+        "rlhfd config schema > docs/config.schema.json"
+    )
+
+
+def test_the_embedded_configuration_names_the_schema_for_editors() -> None:
+    first = (ROOT / "config.toml").read_text().splitlines()[0]
+
+    assert first == "#:schema docs/config.schema.json"
+
+
+def test_every_key_has_type_bound_and_one_sentence() -> None:
+    for section, name in KEYS:
+        described = SCHEMA["properties"][section]["properties"][name]
+
+        assert re.fullmatch(r"[A-Z].*[.]", described["description"]) and ". " not in described["description"], name
+        kinds = [described, *described.get("anyOf", ())]
+        assert any("type" in kind or "enum" in kind for kind in kinds), name
+        for kind in kinds:
+            if kind.get("type") in ("integer", "number"):
+                assert "minimum" in kind or "exclusiveMinimum" in kind, f"{name} is without a bound"
+        assert described["x-reload"] in ("live", "restart")
+
+
+def test_bounds_are_those_of_the_field() -> None:
+    trainer, rollout = type(SECTIONS["trainer"]).model_fields, type(SECTIONS["rollout"]).model_fields
+
+    assert bounds(trainer["publish_every"]) == {"minimum": 1, "maximum": 65536}
+    assert bounds(rollout["top_p"]) == {"exclusiveMinimum": 0, "maximum": 1}
+
+
+def test_the_schema_takes_the_embedded_configuration_and_every_default() -> None:
+    validate(tomllib.loads((ROOT / "config.toml").read_text()))
+    defaults = Config().model_dump(mode="json")
+    validate({s: {n: v for n, v in values.items() if v is not None} for s, values in defaults.items()})
+    validate({"buffer": {"arena_bytes": "2GiB", "row_bytes": "4 MiB"}, "rollout": {"stop_token_ids": [[1, 2], [3]]}})
+
+
+# What takes more than one key, or what JSON has not: 1.0 is an integer there, a date a text.
+BEYOND = (
+    r"got \d+\.0,|with GRPO|each needs|must be finite|one of builtin:|must be a path|1979|group of|rows of buffer|"
+    "at least the"
+)
+
+
+def test_the_schema_refuses_what_the_fields_refuse() -> None:
+    tried = 0
+    for text, error in MISTAKES:
+        try:
+            tables = tomllib.loads(text if isinstance(text, str) else text.decode())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        if not re.search(", got |: unknown ", error) or re.search(BEYOND, error):
+            continue
+        tried += 1
+        try:
+            validate(tables)
+        except fastjsonschema.JsonSchemaException:
+            continue
+        pytest.fail(f"taken: {text!r}, {error}")
+    assert tried > 60

@@ -1,0 +1,305 @@
+"""Bad input to a real `rlhfd start`: one clear line that names the place, its exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ExitCode
+from tests.support.daemon import SMALL, Daemon, rlhfd, task, total
+
+pytestmark = pytest.mark.integration
+__all__ = ["task"]
+
+BAD_CONFIG = int(ExitCode.BAD_CONFIG)
+USAGE = int(ExitCode.USAGE)
+PROMPT = json.dumps({"prompt": "7302>", "answer": "0237"})
+MAX_LENGTH = 24
+
+REWARDS = """
+import torch
+def raises(ids, mask, **_): raise ValueError("no luck")
+def nan(ids, mask, **_): return float("nan")
+def row(ids, mask, **_): return torch.zeros(3)
+"""
+
+
+def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = 90.0) -> list[str]:
+    """Run a start that must fail; return the lines of standard error, having looked for what it left."""
+    with daemon:
+        assert daemon.wait(timeout_s) == code, daemon.errors
+    assert not daemon.shm_dir.exists()
+    assert not daemon.runtime_dir.exists() or list(daemon.runtime_dir.iterdir()) == []
+    assert "Traceback" not in daemon.errors
+    return daemon.errors.splitlines()
+
+
+# The configuration: refused before anything is made.
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "rollout.temprature=0.7",
+            "--set rollout.temprature: unknown key rollout.temprature, did you mean temperature?",
+        ),
+        ("rolout.temperature=0.7", "--set rolout.temperature: unknown section rolout, did you mean rollout?"),
+        ("trainer.max_steps=many", '--set trainer.max_steps: must be an integer, got "many"'),
+        ("rollout.num_generations=-4", "--set rollout.num_generations: must be at least 1, got -4"),
+        ("buffer.arena_bytes=-1", "--set buffer.arena_bytes: must be greater than 0, got -1"),
+        (
+            "model.actor=/nowhere/model",
+            "--set model.actor: no such directory: /nowhere/model (models are local, none is downloaded)",
+        ),
+        (
+            "prompts.path=/nowhere/p.jsonl",
+            "--set prompts.path: cannot read /nowhere/p.jsonl: No such file or directory",
+        ),
+        ("trainer.devices=[512]", "--set trainer.devices: device 512 is not there, {gpus} GPUs are visible"),
+    ],
+    ids=lambda value: value.partition("=")[0] if "=" in value else "",
+)
+def test_bad_value_is_refused_in_one_line(tmp_path: Path, task: Path, setting: str, line: str) -> None:
+    shown = refused(Daemon(tmp_path, setting, task=task))
+
+    assert len(shown) == 1
+    assert re.fullmatch(re.escape(line).replace(r"\{gpus\}", "[0-9]+"), shown[0])
+
+
+def test_every_error_of_a_file_is_told_with_its_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[rollout]\ntemprature = 0.7\nworkers = "two"\n\n[buffer]\nlimit = -1\n')
+
+    shown = refused(Daemon(tmp_path, arguments=("--config", str(path))))
+
+    assert shown == [
+        f"{path}:2:1: unknown key rollout.temprature, did you mean temperature?",
+        f'{path}:3:11: rollout.workers: must be an integer, got "two"',
+        f"{path}:6:9: buffer.limit: must be at least 0, got -1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], r"{path}:1:1: no prompt in the file, at least one is needed"),
+        (["", "  "], r"{path}:1:1: no prompt in the file, at least one is needed"),
+        ([*[PROMPT] * 6, '{"prompt": "12>", ', PROMPT], r"{path}:7:\d+: not JSON: .+"),
+        ([*[PROMPT] * 6, '{"promt": "12>"}', PROMPT], r'{path}:7:1: no key "prompt" among promt'),
+    ],
+    ids=["empty", "blank", "line 7 is no JSON", "line 7 has no prompt"],
+)
+def test_bad_prompt_file_is_refused_with_the_place(
+    tmp_path: Path, task: Path, lines: Sequence[str], message: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+    shown = refused(Daemon(tmp_path, f"prompts.path={path}", task=task))
+
+    assert len(shown) == 1
+    assert re.fullmatch(message.replace("{path}", re.escape(str(path))), shown[0])
+
+
+def test_arena_larger_than_shared_memory_is_refused_with_both_sizes(tmp_path: Path, task: Path) -> None:
+    system = os.statvfs("/dev/shm")
+    nbytes = (system.f_blocks + 1) * system.f_frsize
+
+    shown = refused(Daemon(tmp_path, f"buffer.arena_bytes={nbytes}", task=task))
+
+    assert len(shown) == 1
+    assert re.match(
+        r"--set buffer\.arena_bytes: an arena of [\d,]+ B does not fit: [\d,]+ B free of [\d,]+ B on ", shown[0]
+    )
+
+
+def test_port_in_use_is_refused_by_its_number(tmp_path: Path, task: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        shown = refused(Daemon(tmp_path, f"metrics.port={port}", task=task))
+
+    assert shown == [f"--set metrics.port {port} on 127.0.0.1 is in use"]
+
+
+def test_serial_with_two_ranks_is_refused(tmp_path: Path, task: Path) -> None:
+    shown = refused(Daemon(tmp_path, "trainer.world_size=2", task=task, arguments=("--serial",)))
+
+    assert len(shown) == 1
+    assert shown[0].startswith("--serial: ") and "trainer.world_size = 1" in shown[0]
+
+
+def test_unknown_option_is_a_usage_error(tmp_path: Path) -> None:
+    shown = refused(Daemon(tmp_path, arguments=("--frobnicate",)), code=USAGE)
+
+    assert shown[-1] == "Error: No such option '--frobnicate'."
+
+
+def test_unknown_command_is_a_usage_error(tmp_path: Path) -> None:
+    answer = rlhfd("strat", folder=tmp_path)
+
+    assert answer.returncode == USAGE
+    assert "Error: No such command 'strat'." in answer.stderr
+
+
+# The reward: found out by a worker, which ends the whole start.
+
+
+BROKEN_REWARDS = [
+    ("no_such_rewards:f", "cannot import no_such_rewards: No module named 'no_such_rewards'"),
+    ("rewards_of_test:missing", "rewards_of_test has no function missing"),
+    ("rewards_of_test:raises", "rewards_of_test:raises raised ValueError('no luck') for row 0"),
+    ("rewards_of_test:nan", "rewards_of_test:nan returned nan for row 0; a reward is a finite number"),
+    ("rewards_of_test:row", "rewards_of_test:row returned shape (3,) for row 0; a reward is a finite number"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), BROKEN_REWARDS)
+def test_broken_reward_function_ends_the_start(tmp_path: Path, task: Path, function: str, message: str) -> None:
+    (tmp_path / "rewards_of_test.py").write_text(REWARDS)
+    # A trainer would only load, and be ended.
+    settings = (*SMALL, f'rollout.reward_functions=["{function}"]', "trainer.kind=external")
+
+    shown = refused(Daemon(tmp_path, *settings, task=task))
+
+    # A log line of the supervisor's: time and level stand before it.
+    assert shown[-1].endswith(f" rollout.reward_functions: {message}")
+
+
+@pytest.mark.parametrize(("function", "message"), [BROKEN_REWARDS[0], BROKEN_REWARDS[3]])
+def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, function: str, message: str) -> None:
+    (tmp_path / "rewards_of_test.py").write_text(REWARDS)
+    settings = (*SMALL, f'rollout.reward_functions=["{function}"]')
+
+    shown = refused(Daemon(tmp_path, *settings, task=task, arguments=("--serial",)))
+
+    assert shown[-1] == f"--set rollout.reward_functions: {message}"
+
+
+# Prompts that leave no room.
+
+
+def test_prompt_that_fills_max_length_is_set_aside_and_counted(tmp_path: Path, task: Path) -> None:
+    too_long = json.dumps({"prompt": "1" * (MAX_LENGTH - 1) + ">", "answer": ""})
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join([PROMPT, PROMPT, too_long, PROMPT, ""]))
+
+    with Daemon(tmp_path, *SMALL, f"prompts.path={path}", task=task) as daemon:
+        daemon.wait_step(3)
+
+        # Counted one after the other, so a scrape may fall in between.
+        def all_accounted_for() -> bool:
+            metrics = daemon.metrics()
+            failed = total(metrics, "rlhfd_experiences_total", outcome="failed")
+            accepted = total(metrics, "rlhfd_experiences_total", outcome="accepted")
+            return failed > 0 and total(metrics, "rlhfd_prompts_total") * 4 == failed + accepted
+
+        daemon.wait_until(all_accounted_for, "each response of each prompt is counted", 20.0)
+        failed = total(daemon.metrics(), "rlhfd_experiences_total", outcome="failed")
+        assert failed % 4 == 0
+        assert re.search(rf"prompt set aside: position=\d+ line=3 reason={MAX_LENGTH} tokens leave", daemon.errors)
+        assert not re.search(r"prompt set aside: position=\d+ line=[124] ", daemon.errors)
+        assert total(daemon.metrics(), "rlhfd_items_unaccounted") == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+
+
+def test_file_of_which_no_prompt_leaves_room_ends_the_start(tmp_path: Path, task: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "1" * MAX_LENGTH}) + "\n")
+
+    shown = refused(Daemon(tmp_path, *SMALL, f"prompts.path={path}", "trainer.kind=external", task=task))
+
+    assert shown[-1].endswith(
+        "prompts.path: none of the first 64 prompts can be rolled out, the last one: "
+        f"{MAX_LENGTH} tokens leave no room for a response: rollout.max_length is {MAX_LENGTH}"
+    )
+
+
+# Prompts that the chat template refuses: what it raises may quote them, and stays out of the log.
+
+USER, SYSTEM = {"role": "user", "content": "7302>"}, {"role": "system", "content": "31415926"}
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ raise_exception('no system role: ' ~ message.content) }}"
+    "{% endif %}{{ message.content }}{% endfor %}"
+)
+
+
+def chat_settings(folder: Path, task: Path, *conversations: list[dict[str, str]]) -> tuple[str, ...]:
+    """Return settings of a run on these chat messages, with the task's model and a template that knows no system."""
+    model = shutil.copytree(task / "model", folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": messages, "answer": "0237"}) + "\n" for messages in conversations))
+    return (*SMALL, f"model.actor={model}", f"prompts.path={path}")
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_set_aside_and_the_run_goes_on(tmp_path: Path, task: Path) -> None:
+    settings = chat_settings(tmp_path, task, [USER], [USER], [SYSTEM, USER], [USER])
+
+    with Daemon(tmp_path, *settings) as daemon:
+        daemon.wait_step(3)
+        daemon.wait_until(
+            lambda: total(daemon.metrics(), "rlhfd_experiences_total", outcome="failed") > 0, "it is counted"
+        )
+        daemon.wait_step(daemon.status()["step"] + 2)
+        assert total(daemon.metrics(), "rlhfd_items_unaccounted") == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+
+    reason = "prompt 2 does not suit the tokenizer's chat template, which raised TemplateError"
+    assert re.search(rf"prompt set aside: position=\d+ line=3 reason=\W?{reason}", daemon.errors)
+    assert SYSTEM["content"] not in daemon.errors
+
+
+def test_a_file_of_which_the_chat_template_refuses_every_prompt_ends_the_start(tmp_path: Path, task: Path) -> None:
+    settings = chat_settings(tmp_path, task, [SYSTEM, USER])
+
+    shown = refused(Daemon(tmp_path, *settings, "trainer.kind=external"))
+
+    assert "prompts.path: none of the first 64 prompts can be rolled out, the last one: prompt 0 does not" in shown[-1]
+    assert SYSTEM["content"] not in "".join(shown)
+
+
+# The runtime directory.
+
+
+def test_runtime_directory_in_use_is_refused_and_its_instance_goes_on(tmp_path: Path, task: Path) -> None:
+    with Daemon(tmp_path, *SMALL, task=task) as first:
+        first.wait_step(1)
+
+        with Daemon(tmp_path, *SMALL, task=task, name="second") as second:
+            assert second.wait() == BAD_CONFIG
+        in_use = f"--set daemon.runtime_dir: {first.runtime_dir} is in use by pid {first.pid}"
+        assert second.errors.splitlines() == [in_use]
+
+        first.wait_step(first.status()["step"] + 2)
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+
+
+def test_runtime_directory_left_by_a_dead_instance_is_taken_over(tmp_path: Path, task: Path) -> None:
+    with Daemon(tmp_path, *SMALL, task=task) as first:
+        first.wait_step(1)
+        first.process.kill()
+        first.wait()
+    assert first.shm_dir.exists() and list(first.runtime_dir.iterdir())
+
+    with Daemon(tmp_path, *SMALL, task=task, name="second") as second:
+        second.wait_logged("arena taken over from a supervisor that was killed")
+        second.wait_step(second.wait_ready()["step"] + 2)
+        assert total(second.metrics(), "rlhfd_items_unaccounted") == 0
+        second.signal(signal.SIGTERM)
+
+        assert second.wait() == 0
+    assert not second.shm_dir.exists() and list(second.runtime_dir.iterdir()) == []

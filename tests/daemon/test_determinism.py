@@ -1,0 +1,55 @@
+"""The same seed gives the same experience and the same weights, whatever rolls it out."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.integration
+STEPS = 4
+ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
+
+
+def run(folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] = ()) -> tuple[str, str, str]:  # noqa: F811
+    """Run to the end; return steps, fingerprint of the weights and digest of all that was trained on."""
+    folder.mkdir()
+    steps = (f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1")
+    settings = (*SMALL, *steps, "buffer.max_staleness=0", *telling_reward(folder), *sets)
+    with Daemon(folder, *settings, task=task, arguments=arguments) as daemon:
+        assert daemon.wait(180.0) == 0, daemon.errors
+    found = ENDED.search(daemon.errors)
+    assert found is not None, daemon.errors
+    assert found[0] in (folder / "state" / "log" / "rlhfd.log").read_text()
+    return found.groups()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, task, algorithm):  # noqa: F811
+    setting = f"rollout.algorithm={algorithm}"
+
+    one = run(tmp_path / "one", task, setting)
+    two = run(tmp_path / "two", task, setting, "rollout.workers=2")
+    serial = run(tmp_path / "serial", task, setting, arguments=("--serial",))
+
+    assert one == two == serial
+    assert one[0] == str(STEPS)
+    checkpoint = Path("state") / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
+    weights = [load_file(tmp_path / name / checkpoint) for name in ("one", "two", "serial")]
+    before = load_file(task / "model" / "model.safetensors")
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights[0].items()), "something was learned"
+    for name, tensor in weights[0].items():
+        assert (tensor == weights[1][name]).all(), name
+        assert (tensor == weights[2][name]).all(), name
+
+
+@pytest.mark.timeout(300)
+def test_another_seed_gives_another_run(tmp_path, task):  # noqa: F811
+    first = run(tmp_path / "first", task, "daemon.seed=1")
+    second = run(tmp_path / "second", task, "daemon.seed=2")
+
+    assert first[2] != second[2]

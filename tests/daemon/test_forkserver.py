@@ -1,0 +1,108 @@
+"""A real daemon's template: what is forked of it is the supervisor's, and nothing that runs depends on it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import SMALL, Daemon, descendants, is_alive, task, wait_until  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.02", "daemon.restart_delay_max_s=0.02")
+
+
+def title(pid):
+    """A process's title; "" of one that has just gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+    except OSError:
+        return ""
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def template(daemon):
+    """The pid of its template, None while there is none."""
+    return next((pid for pid in daemon.family() if title(pid) == "rlhfd: template"), None)
+
+
+def replaced(daemon, name, pid):
+    """Wait until another process is in the place of one and training goes on."""
+    daemon.wait_until(lambda: daemon.pids().get(name) not in (None, pid), f"{name} is started again")
+    daemon.wait_ready()
+    daemon.wait_step(daemon.status()["step"] + 2)
+    return daemon.pids()[name]
+
+
+def test_roles_are_the_supervisors_own_and_outlive_a_template_that_is_killed_or_hangs(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_answering()
+        daemon.wait_until(
+            lambda: any("template (pid " in sentence for sentence in daemon.why()["sentences"]),
+            "a run that waits for its template says so",
+        )
+        daemon.wait_ready()
+        assert not any("template" in sentence for sentence in daemon.why()["sentences"])
+        daemon.wait_step(2)
+        first, pids = template(daemon), daemon.pids()
+        assert [parent(pid) for pid in (first, *pids.values())] == [daemon.pid] * (1 + len(pids))
+        assert os.listdir(f"/proc/{first}/task") == [str(first)], "a fork loses every thread but one"
+
+        os.kill(first, signal.SIGUSR1)
+        daemon.wait_logged("in _next_birth")
+        assert template(daemon) == first, "it tells its stack, as the watchdog asks it to"
+        os.kill(first, signal.SIGKILL)
+        daemon.wait_until(lambda: template(daemon) not in (None, first), "there is another template")
+        os.kill(pids["rollout-0"], signal.SIGKILL)
+        worker = replaced(daemon, "rollout-0", pids["rollout-0"])
+        assert daemon.pids()["trainer-0"] == pids["trainer-0"], "nobody else died of it"
+
+        second = template(daemon)
+        os.kill(second, signal.SIGSTOP)
+        os.kill(pids["trainer-0"], signal.SIGKILL)
+        replaced(daemon, "trainer-0", pids["trainer-0"])
+        assert not is_alive(second) and template(daemon) != second, "one that does not answer is replaced"
+        assert daemon.pids()["rollout-0"] == worker
+        assert sum(title(pid).endswith(": trainer 0") for pid in daemon.family()) == 1
+        assert "the template does not answer" in daemon.errors
+
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+        assert not daemon.shm_dir.exists()
+
+
+def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):  # noqa: F811
+    tmp_path.joinpath("leaving.py").write_text(
+        "import os, subprocess, sys\n"
+        "def score(*_, **__):\n"
+        "    subprocess.run([sys.executable, '-c', 'import os; os.fork() or os._exit(0)'])\n"
+        "    return 0.0\n"
+    )
+    own = ('rollout.reward_functions=["leaving:score"]', "rollout.batch_size=8", "buffer.sample_batch_size=8")
+    with Daemon(tmp_path, *SETTINGS, *own, "rollout.num_generations=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(1)
+
+        def zombies():
+            states = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+            return [pid for pid in states if title(pid) == "" and Path(f"/proc/{pid}").exists()]
+
+        daemon.wait_until(lambda: not zombies(), "no dead process is left unreaped", 10.0)
+
+
+def test_a_template_that_must_not_be_forked_is_done_without(tmp_path, task):  # noqa: F811
+    # As a debugger or a tracer would that is installed into an environment.
+    tmp_path.joinpath("sitecustomize.py").write_text(
+        "import sys, threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task, environment=environment) as daemon:
+        assert daemon.wait(120.0) == 0, daemon.errors
+
+    assert "the template has ended (1), roles are started without it: a module that roles import has started" in (
+        daemon.errors
+    )
+    assert "training ended: steps=2" in daemon.errors

@@ -1,0 +1,201 @@
+"""What only a CUDA device can show: page-locked batches, the same numbers on the card, a whole run on it."""
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from pipeline.experience import codec
+from pipeline.models.log_probs import action_log_probs
+from pipeline.models.weights.pinned import PinnedMemory, pin_arena
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.storage.arena import Arena
+from pipeline.supervisor.gpus import LIBRARY, Nvml
+from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer.connection import Connection
+from tests.support import tiny
+from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.support.experiences import made_up
+from tests.support.slabs import SLOTS, begun, value
+from tests.trainer.test_connection import House
+
+
+def long_llama():
+    config = tiny.llama().config
+    config.max_position_embeddings = 256
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(tiny.llama().state_dict())
+    return model
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.mark.needs("nvidia-smi")
+def test_nvml_says_what_nvidia_smi_says():
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    shown = [
+        line.split(", ")
+        for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    ]
+    nvml = Nvml(ctypes.CDLL(LIBRARY))
+
+    gpus = nvml.read()
+    nvml.close()
+
+    assert [(gpu.uuid, gpu.capacity_bytes >> 20) for gpu in gpus] == [(uuid, int(total)) for uuid, total, _ in shown]
+    for gpu, (_, _, used) in zip(gpus, shown, strict=True):
+        assert abs((gpu.used_bytes >> 20) - int(used)) < 1024
+        assert gpu.utilization is None or 0 <= gpu.utilization <= 1
+
+
+def test_allocated_memory_of_a_process_on_the_gpu_is_shown(tmp_path):
+    slab = MetricsSlab.create(tmp_path / "metrics", SLOTS)
+    held = torch.ones(1 << 20, device="cuda")
+
+    RolloutMetrics(begun(slab, "rollout"), reward_source="function").in_flight(0)
+
+    assert value(slab, "rlhfd_torch_memory_bytes", state="allocated") >= held.nbytes
+    assert value(slab, "rlhfd_torch_memory_bytes", state="reserved") >= held.nbytes
+    slab.close()
+
+
+class Tokenizer:
+    pad_token_id = tiny.PAD
+    eos_token_id = tiny.EOS
+
+
+def test_a_batch_for_the_gpu_is_gathered_into_page_locked_memory():
+    memory = memoryview(bytearray(1 << 16))
+    encoded = codec.encode(made_up(), memory)
+    reader = codec.ExtentReader(memory[: encoded.nbytes])
+
+    batch = codec.gather([(reader, [0, 2])], pin_memory=True)
+
+    assert batch.sequences.is_pinned()
+    assert batch.info["score"].is_pinned()
+
+
+def test_a_leased_batch_arrives_on_the_gpu_as_it_was_sealed(tmp_path):
+    house = House(tmp_path)
+    connection: Connection = house.connect()
+    for _ in range(4):
+        house.turn()
+        connection.receive(0.0)
+
+    batch = connection.poll(device="cuda:0")
+
+    expected = torch.cat([house.rolled[0].reward, house.rolled[1].reward])
+    assert batch.experience.sequences.device.type == "cuda"
+    assert torch.equal(batch.experience.reward.cpu(), expected)
+    house.close()
+
+
+def test_log_probs_of_a_rollout_on_the_gpu_are_those_of_the_cpu():
+    actor = tiny.llama().cuda()
+    maker = NaiveExperienceMaker(
+        actor, None, lambda **row: torch.arange(len(row["input_ids"]), dtype=torch.float32), actor, Tokenizer(),
+        use_grpo=True, num_generation=4,
+    )  # fmt: skip
+    prompts = torch.tensor([[tiny.PAD, 5, 6], [7, 8, 9]])
+    experience = maker.make_experience(prompts, (prompts != tiny.PAD).long(), max_length=12, seed=1)
+
+    again = action_log_probs(tiny.llama(), experience.sequences, experience.attention_mask, 9)
+
+    mask = experience.action_mask
+    assert torch.allclose(again[mask], experience.action_log_probs[mask], atol=1e-4)
+
+
+def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # noqa: F811
+    with Daemon(
+        tmp_path, *SMALL, "trainer.max_steps=5", task=task, environment={"CUDA_VISIBLE_DEVICES": "0"}
+    ) as daemon:
+        devices = {process["role"]: process["devices"] for process in daemon.wait_ready()["processes"]}
+        assert devices == {"buffer": "cpu", "trainer": "0", "rollout": "0"}
+        assert daemon.wait() == 0
+    assert "roles are started without it" not in daemon.errors, "the template opens no GPU"
+    assert not daemon.shm_dir.exists()
+
+
+def test_the_arena_is_page_locked_once_and_given_back(tmp_path):
+    Arena.create(tmp_path / "arena", payload_bytes=1 << 22, ledger_bytes=4096, layout=1)
+    arena = Arena(tmp_path / "arena")
+    arena.populate()
+
+    pinned = pin_arena(arena, torch.device("cuda:0"))
+
+    view = torch.frombuffer(arena.payload, dtype=torch.uint8)
+    assert pinned.nbytes == arena.payload_bytes
+    assert view.is_pinned()
+    view.fill_(7)
+    assert (view.to("cuda", non_blocking=True).cpu() == 7).all()
+    pinned.close()
+    assert not view.is_pinned()
+    del view
+    arena.close()
+
+
+def test_memory_that_cannot_be_locked_is_a_warning_and_the_card_goes_on(caplog):
+    refused = PinnedMemory(4096, 1 << 40, "an impossible range")
+
+    assert refused.nbytes == 0
+    assert "could not be page-locked" in caplog.text
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+@pytest.mark.parametrize("publisher_device", ["cuda", "cpu"])
+@pytest.mark.parametrize("worker_device", ["cuda", "cpu"])
+def test_weights_travel_between_any_devices_whole(tmp_path, publisher_device, worker_device):
+    """Larger than what is copied before the first event, so that hashing and copies run beside each other."""
+    draws = torch.Generator().manual_seed(0)
+    given = {f"actor.{i}": torch.randn(3_000_001, generator=draws).to(publisher_device) for i in range(12)}
+    target = {name: torch.zeros(tensor.shape, device=worker_device) for name, tensor in given.items()}
+    publisher = WeightsPublisher(tmp_path / "weights", given)
+    reader = WeightsReader(tmp_path / "weights")
+
+    published = publisher.publish(1, given)
+    fetched = reader.fetch(target)
+
+    assert fetched == published
+    for name, tensor in given.items():
+        assert torch.equal(target[name].cpu(), tensor.cpu()), name
+    again = publisher.publish(2, {name: tensor.cpu() for name, tensor in given.items()})
+    assert again.fingerprint == published.fingerprint
+    reader.close()
+    publisher.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ends", [(tiny.EOS,), tuple(range(1, 12))], ids=["some end", "most end"])
+def test_tokens_of_cuda_graphs_are_those_of_the_cpu(ends, caplog):
+    """Greedy, past several changes of room and of rows, each of which is another graph."""
+    prompts = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
+    mask = (prompts != 0).long()
+    greedy = Sampling(max_length=204, pad_token_id=tiny.PAD, eos_token_ids=ends, do_sample=False)
+    expected = LeanGenerator(long_llama()).generate(prompts, mask, greedy, group_size=4)
+
+    graphs = LeanGenerator(long_llama().cuda()).generate(prompts, mask, greedy, group_size=4)
+
+    assert torch.equal(graphs.sequences, expected.sequences)
+    torch.testing.assert_close(graphs.log_probs, expected.log_probs, atol=1e-4, rtol=0)
+    assert "no CUDA graph" not in caplog.text
+
+
+def test_a_graph_computes_with_weights_that_were_replaced_in_place():
+    actor, other = tiny.llama().cuda(), tiny.llama(seed=9).cuda()
+    prompts = torch.tensor([[7, 3, 11, 2]])
+    greedy = Sampling(max_length=60, pad_token_id=tiny.PAD, do_sample=False)
+    engine = LeanGenerator(actor)
+    engine.generate(prompts, torch.ones_like(prompts), greedy)
+    actor.load_state_dict(other.state_dict())
+
+    after = engine.generate(prompts, torch.ones_like(prompts), greedy)
+
+    expected = LeanGenerator(other).generate(prompts, torch.ones_like(prompts), greedy)
+    assert torch.equal(after.sequences, expected.sequences)

@@ -1,0 +1,417 @@
+"""A real daemon whose processes hang without dying: who hangs is named and replaced, and the run goes on."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
+from tests.daemon.test_kills import balanced, finish, spooled_rows
+from tests.support.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+HANG_S = 4.0
+SETTINGS = (
+    *SMALL,
+    "trainer.max_steps=0",
+    f"daemon.hang_timeout_s={HANG_S}",
+    "rollout.reward_functions=['hanging:score']",
+    # Called in the worker itself, where nothing else ends one that hangs.
+    "rollout.reward_timeout_s=0",
+)
+REWARD = """
+import pathlib, threading
+
+from pipeline.sort_digits import exact_answer
+
+calls = 0
+
+def score(*row, **named):
+    global calls
+    calls += 1
+    {when}
+    return exact_answer(*row, **named)
+
+def wait_for_what_never_comes():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+"""
+ONCE = """try:
+        pathlib.Path("hang").unlink()
+    except FileNotFoundError:
+        return exact_answer(*row, **named)
+    wait_for_what_never_comes()"""
+ALWAYS_FOR_ONE_ANSWER = """poison = pathlib.Path("poison")
+    if pathlib.Path("hang").exists():
+        poison.write_text(named["gt_answer"])
+        pathlib.Path("hang").unlink()
+    if poison.exists() and poison.read_text() == named["gt_answer"]:
+        wait_for_what_never_comes()"""
+AT_THE_START = """if calls == 1 and pathlib.Path("hang").exists():
+        wait_for_what_never_comes()"""
+START_S = 15.0
+AFTER_THE_START = """if calls > 4:  # one prompt is tried before the first ticket
+        wait_for_what_never_comes()"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=ONCE))
+    return tmp_path
+
+
+def hang_and_go_on(daemon, name, hang, *, steps=3):
+    """Let a process hang; wait until it is named and replaced and training goes on; return the metrics then."""
+    before, pid = daemon.status(), daemon.pids()[name]
+    hang()
+    daemon.wait_logged(f"hung: role={name.removesuffix('-0') if name == 'buffer-0' else name} pid={pid} stage=")
+    daemon.wait_until(lambda: daemon.pids().get(name) not in (None, pid), f"{name} is started again")
+    daemon.wait_ready()
+    daemon.wait_step(before["step"] + steps)
+    metrics = daemon.metrics()
+    assert balanced(metrics), metrics
+    assert total(metrics, "rlhfd_process_exits_total", role=name.partition("-")[0], reason="watchdog") == 1
+    assert not is_alive(pid)
+    return metrics
+
+
+@pytest.mark.parametrize(("name", "function"), [("rollout-0", "rollout_process.py"), ("buffer-0", "buffer_process.py"),
+                                                ("trainer-0", "trainer_process.py")])  # fmt: skip
+def test_a_stopped_process_is_named_and_replaced(folder, task, name, function):  # noqa: F811
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        metrics = hang_and_go_on(daemon, name, lambda: daemon.signal(signal.SIGSTOP, name))
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert verdict.endswith("reason=stopped")
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        stacks = [line for line in daemon.errors.splitlines() if " | " in line and "in run" in line]
+        slot = name.replace("buffer-0", "buffer")
+        assert any(line.startswith(f"{slot} | ") and function in line for line in stacks), "it was let go to write them"
+        assert len({line.partition(" | ")[0] for line in stacks}) == 3, "and so did the others"
+        others = pids.keys() - {name}
+        assert {other: daemon.pids()[other] for other in others} == {other: pids[other] for other in others}
+        finish(daemon)
+
+
+def test_a_reward_that_never_returns_is_shown_by_its_name_and_rolled_again(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+
+        metrics = hang_and_go_on(daemon, "rollout-0", (folder / "hang").touch)
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert "stage=reward ticket=" in verdict and "ticket=-1" not in verdict
+        assert verdict.endswith("reason=no progress")
+        assert "in wait_for_what_never_comes" in daemon.errors
+        assert total(metrics, "rlhfd_tickets_total", result="reissued") >= 1
+        finish(daemon)
+
+
+def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on(tmp_path, task):  # noqa: F811
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=ALWAYS_FOR_ONE_ANSWER))
+    with Daemon(tmp_path, *SETTINGS, "rollout.max_attempts=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        (tmp_path / "hang").touch()
+
+        daemon.wait_until(
+            lambda: total(daemon.metrics(), "rlhfd_tickets_total", result="failed"), "the ticket is given up"
+        )
+        daemon.wait_step(daemon.status()["step"] + 3)
+
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="watchdog") == 2
+        verdicts = [line.partition("stage=")[2].split()[:2] for line in daemon.errors.splitlines() if "hung: " in line]
+        assert len(verdicts) == 2 and verdicts[0] == verdicts[1], "the same ticket"
+        assert balanced(metrics)
+        finish(daemon)
+
+
+@pytest.fixture
+def starter(tmp_path):
+    """A folder in which a worker's start hangs at its first reward while there is a file `hang`; settings by file."""
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=AT_THE_START))
+    (tmp_path / "run.toml").touch()
+    return tmp_path
+
+
+def shorten_starts(daemon):
+    """Let a start take little from now on; the first one had to load everything."""
+    (daemon.folder / "run.toml").write_text(f"[daemon]\nstartup_timeout_s = {START_S}\n")
+    assert daemon.ask("reload").returncode == 0
+    (daemon.folder / "hang").touch()
+
+
+def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_works(starter, task):  # noqa: F811
+    """Generating for a first prompt, it looks like one at work; the campaign of kills came to stop such a one."""
+    with Daemon(starter, *SETTINGS, "rollout.workers=2", task=task) as daemon:
+        daemon.wait_ready()
+        (starter / "hang").touch()
+        killed = daemon.pids()["rollout-0"]
+        daemon.signal(signal.SIGKILL, "rollout-0")
+        slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+        daemon.wait_until(
+            lambda: slab.pid("rollout", 0) != killed and slab.progress("rollout", 0).activity == "reward",
+            "the new one tries the reward",
+        )
+        pid = slab.pid("rollout", 0)
+        slab.close()
+        (starter / "hang").unlink()
+
+        daemon.signal(signal.SIGSTOP, "rollout-0")
+
+        daemon.wait_logged(f"hung: role=rollout-0 pid={pid} stage=start ticket=-1")
+        daemon.wait_until(lambda: daemon.pids().get("rollout-0") not in (None, killed, pid), "it is started again")
+        daemon.wait_ready()
+        assert not is_alive(pid)
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert verdict.endswith("reason=stopped")
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_starts_that_take_too_long_leave_their_stacks_and_are_tried_once_more(starter, task):  # noqa: F811
+    names = ("rollout-0", "rollout-1")
+    with Daemon(starter, *SETTINGS, "rollout.workers=2", task=task, arguments=("--config", "run.toml")) as daemon:
+        daemon.wait_ready()
+        shorten_starts(daemon)
+        for name in names:
+            daemon.signal(signal.SIGKILL, name)
+
+        for name in names:
+            daemon.wait_logged(f"hung: role={name} ")
+        (starter / "hang").unlink()
+
+        daemon.wait_ready()
+        daemon.wait_step(daemon.status()["step"] + 3)
+        metrics = daemon.metrics()
+        verdicts = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert len(verdicts) == 2 and all(line.endswith("reason=not ready in time") for line in verdicts)
+        stacks = [line for line in daemon.errors.splitlines() if "in wait_for_what_never_comes" in line]
+        assert sorted(line.partition(" | ")[0] for line in stacks) == [*names]
+        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="watchdog") == 2
+        assert balanced(metrics)
+        finish(daemon)
+
+
+def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter, task):  # noqa: F811
+    with Daemon(starter, *SETTINGS, task=task, arguments=("--config", "run.toml")) as daemon:
+        daemon.wait_ready()
+        family = daemon.family()
+        shorten_starts(daemon)
+        daemon.signal(signal.SIGKILL, "rollout-0")
+
+        assert daemon.wait(200.0) == 70
+
+        assert daemon.errors.count("reason=not ready in time") == 2
+        reason = f"not ready within {START_S:g} s (daemon.startup_timeout_s)"
+        assert f"rollout-0 failed (killed by signal 9, watchdog): {reason}; its last line: " in daemon.errors
+        assert not any(map(is_alive, family))
+        assert not daemon.shm_dir.exists()
+
+
+def test_a_setup_that_hangs_ends_the_run_with_the_reason(tmp_path):
+    with Daemon(tmp_path, *SMALL, f"daemon.hang_timeout_s={HANG_S}") as daemon:
+        setup = daemon.wait_until(
+            lambda: [pid for pid in daemon.family() if is_setup(pid)], "the embedded model is being made"
+        )
+        os.kill(setup[0], signal.SIGSTOP)
+
+        assert daemon.wait(60.0) == 70
+
+        assert f"hung: role=setup pid={setup[0]} stage=start" in daemon.errors
+        assert "the embedded model could not be made: hung in start: stopped" in daemon.errors
+        assert not daemon.shm_dir.exists()
+
+
+def is_setup(pid):
+    """Whether a process is the one that makes the embedded model."""
+    try:
+        return b": setup" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        hang_and_go_on(daemon, "trainer-1", lambda: daemon.signal(signal.SIGSTOP, "trainer-1"))
+
+        verdicts = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert len(verdicts) == 1 and f"role=trainer-1 pid={pids['trainer-1']}" in verdicts[0]
+        # The step that a status shows is up to a tick old: the ranks may be on their way still.
+        daemon.wait_until(
+            lambda: daemon.pids().get("trainer-0") not in (None, pids["trainer-0"]), "ranks start together"
+        )
+        finish(daemon)
+
+
+def test_a_supervisor_that_was_stopped_takes_its_own_pause_for_nobodys_hang(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids, step = daemon.pids(), daemon.status()["step"]
+        slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+        reader = MetricsReader(slab)
+
+        daemon.signal(signal.SIGSTOP)
+        since_s = time.monotonic()
+        wait_until(
+            lambda: (
+                (reader.read().value("rlhfd_train_steps_total") or 0) >= step + 3
+                and time.monotonic() - since_s > 2 * HANG_S
+            ),
+            60.0,
+            "training goes on without it",
+        )
+        daemon.signal(signal.SIGCONT)
+        slab.close()
+        daemon.wait_step(step + 10)
+
+        assert daemon.pids() == pids
+        assert "hung: " not in daemon.errors
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task):  # noqa: F811
+    (tmp_path / "hanging.py").write_text(REWARD.format(when=AFTER_THE_START))
+    limits = ("daemon.hang_timeout_s=0", "daemon.progress_timeout_s=12")
+    with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_until(lambda: "in reward on ticket 0" in daemon.ask("why").stdout, "`rlhfd why` names the reward")
+        family = daemon.family()
+        daemon.wait_until(lambda: daemon.status()["state"] == "stuck", "the status says that it is stuck")
+
+        assert daemon.wait(200.0) == 70
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert "role=rollout-0" in verdict and verdict.endswith("reason=the run stands still")
+        last = [line for line in daemon.errors.splitlines() if "a restart did not help" in line]
+        assert len(last) == 1
+        assert "no progress for 12 s" in last[0]
+        assert "in reward on ticket 0" in last[0]
+        assert not any(map(is_alive, family))
+        assert not daemon.shm_dir.exists()
+        assert list(daemon.runtime_dir.iterdir()) == []
+
+
+def test_why_says_what_each_is_waiting_for_within_a_second(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, "daemon.hang_timeout_s=300", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        daemon.signal(signal.SIGSTOP, "rollout-0")
+
+        answer = daemon.wait_until(lambda: "is stopped" in daemon.why()["sentences"][0] and daemon.why(), "it says so")
+
+        pid = daemon.pids()["rollout-0"]
+        assert answer["sentences"][0].startswith(f"rollout-0 (pid {pid}) is stopped (SIGSTOP, or a debugger)")
+        assert answer["sentences"][-1].startswith("The last minute: rollout ")
+        assert 1 <= len(answer["sentences"]) <= 5
+        assert sum(answer["last_minute"]["trainer"].values()) == pytest.approx(1.0, abs=0.01)
+        started_s = time.monotonic()
+        daemon.why()
+        assert time.monotonic() - started_s < 1.0
+        daemon.signal(signal.SIGCONT, "rollout-0")
+        daemon.wait_until(lambda: "is stopped" not in daemon.why()["sentences"][0], "it goes on")
+        finish(daemon)
+
+
+def test_health_says_that_the_buffer_hangs(folder, task):  # noqa: F811
+    with Daemon(folder, *SETTINGS, "daemon.hang_timeout_s=300", task=task) as daemon:
+        daemon.wait_ready()
+        assert daemon.get("/healthz")[0] == 200
+        daemon.signal(signal.SIGSTOP, "buffer-0")
+
+        code, text = daemon.wait_until(
+            lambda: (answer := daemon.get("/healthz"))[0] == 503 and answer, "health tells of it"
+        )
+
+        assert (code, '"hung":"buffer"' in text) == (503, True)
+        daemon.signal(signal.SIGCONT, "buffer-0")
+        daemon.wait_until(lambda: daemon.get("/healthz")[0] == 200, "it goes on")
+        daemon.wait_step(3)
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_rows(folder, task):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2")
+    with Daemon(folder, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pid = daemon.pids()["buffer-0"]
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_logged("draining")
+        os.kill(pid, signal.SIGSTOP)
+
+        assert daemon.wait() == 0, daemon.errors
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert f"role=buffer pid={pid} " in verdict and verdict.endswith("reason=stopped")
+        assert "buffer ended (-9) before it had written what is undelivered, restart: hung in" in daemon.errors
+        assert any(line.startswith("buffer | ") and "buffer_process.py" in line for line in daemon.errors.splitlines())
+        rows = spooled_rows(daemon)[-1]
+        assert rows > 0
+        assert list(daemon.runtime_dir.iterdir()) == []
+
+    with Daemon(folder, *settings, task=task, name="second") as daemon:
+        daemon.wait_step(6)
+        assert f"spool taken in: rows={rows} " in daemon.errors
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_checkpoint(folder, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0", "daemon.drain_timeout_s=1")
+    with Daemon(folder, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
+        os.kill(pid, signal.SIGSTOP)
+        daemon.signal(signal.SIGTERM)
+
+        assert daemon.wait() == 0, daemon.errors
+
+        (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
+        assert f"role=trainer-0 pid={pid} " in verdict and verdict.endswith("reason=stopped")
+        assert any(line.startswith("trainer-0 | ") for line in daemon.errors.splitlines())
+    latest = read_latest(daemon.state_dir / "checkpoints")
+    assert latest is not None and latest.step >= step
+
+
+def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(folder, task):  # noqa: F811
+    limits = ("daemon.hang_timeout_s=300", "daemon.drain_timeout_s=1", "trainer.save_every=0")
+    with Daemon(folder, *SETTINGS, *limits, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
+        checkpoints = daemon.state_dir / "checkpoints"
+        daemon.signal(signal.SIGTERM)
+        since_s = time.monotonic()
+        while not list(checkpoints.glob(".step-*")):
+            assert daemon.returncode is None, daemon.errors
+        os.kill(pid, signal.SIGSTOP)
+        assert list(checkpoints.glob(".step-*")) and read_latest(checkpoints) is None, "it was too late to hold it up"
+
+        wait_until(lambda: time.monotonic() - since_s > 5.0, 10.0, "the time of rollouts is over")
+        assert is_alive(pid) and daemon.returncode is None, daemon.errors
+        os.kill(pid, signal.SIGCONT)
+
+        assert daemon.wait() == 0, daemon.errors
+        assert "trainer-0 ended" not in daemon.errors and "hung: " not in daemon.errors
+    latest = read_latest(checkpoints)
+    assert latest is not None and latest.step >= step

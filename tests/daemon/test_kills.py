@@ -1,0 +1,435 @@
+"""A real daemon whose processes are killed with SIGKILL; what must go on goes on, and the books balance."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+
+import msgspec
+import pytest
+
+from pipeline.buffer.spool import Books
+from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.storage import extent_file
+from pipeline.telemetry.slab import MetricsSlab
+from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+# Steps slow enough to be hit, a run long enough to be hit twice.
+SETTINGS = (*SMALL, "trainer.max_steps=0")
+
+
+def balanced(metrics) -> bool:
+    held = sum(total(metrics, "rlhfd_buffer_items", state=state) for state in ("ready", "leased"))
+    sealed, trained = total(metrics, "rlhfd_items_sealed_total"), total(metrics, "rlhfd_items_trained_total")
+    return (
+        sealed == trained + total(metrics, "rlhfd_items_dropped_total") + held
+        and total(metrics, "rlhfd_items_unaccounted") == 0
+    )
+
+
+def at_rest(metrics) -> bool:
+    """Whether nothing is under way, and no whole batch of 32 rows waits."""
+    ready, leased = (total(metrics, "rlhfd_buffer_items", state=state) for state in ("ready", "leased"))
+    return not total(metrics, "rlhfd_tickets_outstanding") and not leased and ready < 32
+
+
+def kill_and_go_on(daemon, name, *, steps=5):
+    """Kill a process, wait until another one is in its place and training has gone on; return the metrics then."""
+    before = daemon.status()
+    pid = daemon.pids()[name]
+    daemon.signal(signal.SIGKILL, name)
+    daemon.wait_until(lambda: daemon.pids().get(name) not in (None, pid), f"{name} is started again")
+    daemon.wait_ready()
+    daemon.wait_step(before["step"] + steps)
+    metrics = daemon.metrics()
+    assert balanced(metrics), metrics
+    return metrics
+
+
+def finish(daemon):
+    """Stop in order; nothing may be left."""
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0, daemon.errors
+    assert not daemon.shm_dir.exists()
+    assert list(daemon.runtime_dir.iterdir()) == []
+
+
+def test_a_killed_worker_is_replaced_and_its_prompts_are_rolled_again(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        daemon.wait_until(
+            lambda: total(daemon.metrics(), "rlhfd_tickets_outstanding") > 0, "a ticket is with the worker"
+        )
+
+        metrics = kill_and_go_on(daemon, "rollout-0")
+
+        assert total(metrics, "rlhfd_process_exits_total", role="rollout", reason="signal") == 1
+        assert total(metrics, "rlhfd_process_starts_total", role="rollout") == 2
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        kill_and_go_on(daemon, "rollout-0")
+        finish(daemon)
+
+
+def test_a_killed_buffer_reads_its_ledger_and_loses_nothing(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        for _ in range(2):
+            metrics = kill_and_go_on(daemon, "buffer-0")
+
+        assert total(metrics, "rlhfd_process_exits_total", role="buffer", reason="signal") == 2
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        assert daemon.pids()["rollout-0"] == pids["rollout-0"], "the worker lives on"
+        assert daemon.pids()["trainer-0"] == pids["trainer-0"], "the trainer lives on"
+        finish(daemon)
+
+
+def test_word_of_a_death_that_a_killed_buffer_had_not_read_is_said_again(tmp_path, task):  # noqa: F811
+    """A worker that is not started again leaves tickets, which nobody else may roll out until the buffer knows."""
+    limits = ("rollout.workers=2", "buffer.max_staleness=0", "daemon.restart_limit=2", "daemon.restart_delay_s=0.05")
+    with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        first = daemon.pids()["rollout-1"]
+        daemon.signal(signal.SIGKILL, "rollout-1")
+        daemon.wait_until(lambda: daemon.pids().get("rollout-1") not in (None, first), "it is started again")
+        daemon.wait_ready()
+        daemon.wait_step(daemon.status()["step"] + 2)
+        slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+        daemon.wait_until(lambda: slab.progress("rollout", 1).working_on >= 0, "it works on a ticket")
+        slab.close()
+        pids = daemon.pids()
+
+        os.kill(pids["buffer-0"], signal.SIGSTOP)
+        os.kill(pids["rollout-1"], signal.SIGKILL)
+        daemon.wait_logged("rollout-1 ended (killed by signal 9) too often, it is not started again")
+        os.kill(pids["buffer-0"], signal.SIGKILL)
+
+        daemon.wait_until(lambda: daemon.pids().get("buffer-0") not in (None, pids["buffer-0"]), "another buffer")
+        daemon.wait_step(daemon.status()["step"] + 5)
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_killed_trainer_goes_on_from_the_published_weights_and_gets_its_batches_again(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+
+        for _ in range(2):
+            metrics = kill_and_go_on(daemon, "trainer-0")
+
+        assert total(metrics, "rlhfd_process_exits_total", role="trainer", reason="signal") == 2
+        assert total(metrics, "rlhfd_items_dropped_total") == 0
+        # At rest: amid a step the trainer may know of a version before the buffer does, or of none for a batch yet.
+        assert daemon.ask("pause").returncode == 0
+        daemon.wait_until(lambda: at_rest(daemon.metrics()), "all that was rolled out is trained")
+        metrics = daemon.metrics()
+        trained = total(metrics, "rlhfd_items_trained_total")
+        version = total(metrics, "rlhfd_policy_version", role="trainer")
+        assert trained / 32 == version, "each version is one batch of 32 rows, none skipped, none twice"
+        finish(daemon)
+
+
+def test_after_a_killed_supervisor_nothing_runs_and_the_next_start_goes_on(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(5)
+        family = daemon.family()
+        run_id, sealed = daemon.status()["run_id"], total(daemon.metrics(), "rlhfd_items_sealed_total")
+        assert len(family) == 4, "template, buffer, trainer, worker"
+
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        wait_until(lambda: not any(map(is_alive, family)), 1.0, "no process of it is left")
+        assert daemon.shm_dir.exists(), "the arena waits for the next start"
+
+    with Daemon(tmp_path, *SETTINGS, task=task, name="second") as daemon:
+        status = daemon.wait_ready()
+        assert status["run_id"] == run_id
+        daemon.wait_step(10)
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_items_sealed_total") > sealed, "the totals went on"
+        assert balanced(metrics)
+        finish(daemon)
+
+
+def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids = daemon.pids()
+
+        daemon.signal(signal.SIGKILL, "trainer-1")
+        daemon.wait_until(
+            lambda: {daemon.pids().get(f"trainer-{rank}") for rank in (0, 1)}.isdisjoint(
+                {None, pids["trainer-0"], pids["trainer-1"]}
+            ),
+            "both ranks are started again",
+        )
+        daemon.wait_ready()
+        daemon.wait_step(daemon.status()["step"] + 5)
+
+        assert balanced(daemon.metrics())
+        finish(daemon)
+
+
+def test_a_rank_killed_at_its_last_checkpoint_comes_back_with_the_one_that_has_ended(tmp_path, task):  # noqa: F811
+    settings = ("trainer.world_size=2", "rollout.workers=2", "trainer.max_steps=2", "trainer.save_every=0")
+    with Daemon(tmp_path, *SETTINGS, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        pids, unfinished = daemon.pids(), daemon.state_dir / "checkpoints"
+        while not list(unfinished.glob(".step-*")):
+            assert daemon.returncode is None, daemon.errors
+        os.kill(pids["trainer-0"], signal.SIGSTOP)
+        assert list(unfinished.glob(".step-*")) and read_latest(unfinished) is None, "it was too late to kill it"
+        wait_until(lambda: not is_alive(pids["trainer-1"]), 30, "the other rank has ended")
+
+        os.kill(pids["trainer-0"], signal.SIGKILL)
+
+        assert daemon.wait() == 0, daemon.errors
+    latest = read_latest(unfinished)
+    assert latest is not None and (latest.step, latest.complete) == (2, True)
+
+
+def test_what_was_undelivered_at_a_stop_is_trained_after_the_next_start(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, "buffer.max_staleness=2", task=task) as daemon:
+        daemon.wait_step(3)
+        finish(daemon)
+        (spool,) = (daemon.state_dir / "spool").iterdir()
+        assert stat.S_IMODE(spool.stat().st_mode) == 0o600
+        spooled = int(re.search(r"undelivered experiences spooled: rows=(\d+)", daemon.errors)[1])
+        stopped_at = int(re.search(r"training ended: steps=(\d+)", daemon.errors)[1])
+        assert f"spooled {spooled}" in daemon.errors or not spooled
+
+    with Daemon(tmp_path, *SETTINGS, "buffer.max_staleness=2", task=task, name="second") as daemon:
+        daemon.wait_step(stopped_at + 4)
+        assert f"spool taken in: rows={spooled} " in daemon.errors
+        metrics = daemon.metrics()
+        assert balanced(metrics)
+        assert total(metrics, "rlhfd_items_dropped_total") == 0, "none of it too old, none rolled back"
+        assert not spool.exists()
+        finish(daemon)
+
+
+def spooled_rows(daemon):
+    return [int(rows) for rows in re.findall(r"undelivered experiences spooled: rows=(\d+)", daemon.errors)]
+
+
+def test_a_stop_while_the_buffer_is_dead_still_spools_what_is_undelivered(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2", "daemon.restart_delay_s=30", "daemon.restart_delay_max_s=30")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+        daemon.signal(signal.SIGKILL, "buffer-0")
+        daemon.wait_logged("buffer ended (killed by signal 9), restart in")
+
+        finish(daemon)
+
+        assert len(spooled_rows(daemon)) == 1
+        assert len(list((daemon.state_dir / "spool").iterdir())) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("--serial",)])
+def test_a_start_that_fails_costs_nothing_of_what_the_run_before_it_left(tmp_path, task, arguments):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+        finish(daemon)
+        (rows,) = spooled_rows(daemon)
+        assert rows > 0
+        step = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"]
+
+    broken = 'rollout.reward_functions=["nowhere:score"]'
+    with Daemon(tmp_path, *settings, broken, task=task, name="broken", arguments=arguments) as daemon:
+        assert daemon.wait() == 78, daemon.errors
+        assert f"spool taken in: rows={rows} " in daemon.errors
+
+    # The trainer may have got to some of it before the worker's end.
+    more = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"] - step
+    assert spooled_rows(daemon) == [rows - 32 * more]
+
+
+FAILING_TICK = """
+import sys
+from pathlib import Path
+
+from pipeline.cli.main import main
+from pipeline.supervisor.supervisor import Supervisor
+
+_tick = Supervisor._tick
+
+
+def tick(self):
+    if Path("fail").exists():
+        raise ValueError("nobody foresaw this")
+    _tick(self)
+
+
+Supervisor._tick = tick
+sys.exit(main())
+"""
+
+
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o700)
+    return path
+
+
+def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_supervisor_left(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+        step, run_id = daemon.status()["step"], daemon.status()["run_id"]
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+
+    def fails(name, *sets, message, **options):
+        with Daemon(tmp_path, *settings, *sets, task=task, name=name, **options) as daemon:
+            assert daemon.wait() not in (0, None), daemon.errors
+        assert message in daemon.errors
+        assert (daemon.shm_dir / "arena").exists() and (daemon.shm_dir / "weights").exists(), daemon.errors
+
+    # Room for the lock's page, and none for the record's.
+    mount = f'mount -t tmpfs -o size=4k,mode=700 none {daemon.runtime_dir} && exec {PROGRAM} "$@"'
+    full = executable(tmp_path / "full", f"#!/bin/sh\nexec unshare --mount sh -c '{mount}' sh \"$@\"\n")
+    fails("full-disk", program=full, message="No space left on device")
+    broken = 'rollout.reward_functions=["nowhere:score"]'
+    fails("serial", broken, arguments=("--serial",), message="cannot import nowhere")
+    # Refused by buffer and trainer, so that nobody writes a checkpoint.
+    latest = daemon.state_dir / "checkpoints" / "latest.json"
+    latest.parent.mkdir(exist_ok=True)
+    latest.write_bytes(b"no JSON")
+    fails("broken", message=str(latest))
+    latest.unlink()
+    (tmp_path / "fail").touch()
+    failing = executable(tmp_path / "failing", f"#!{sys.executable} -P\n{FAILING_TICK}")
+    fails("tick", program=failing, message="nobody foresaw")
+
+    with Daemon(tmp_path, *settings, task=task, name="last") as last:
+        status = last.wait_ready()
+        assert status["run_id"] == run_id and status["step"] >= step
+        last.wait_step(status["step"] + 3)
+        assert balanced(last.metrics())
+        finish(last)
+
+
+def test_what_kills_left_half_written_goes_with_the_next_run(tmp_path, task):  # noqa: F811
+    half = ("run/.instance.json.new", "state/checkpoints/.latest.new", "state/quarantine/2026-torn-ticket-1.new")
+    for name in half:
+        (tmp_path / name).parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task) as daemon:
+        assert daemon.wait(120.0) == 0, daemon.errors
+
+    assert daemon.leftovers() == []
+
+
+def test_a_start_that_fails_before_anything_is_begun_leaves_nothing(tmp_path, task):  # noqa: F811
+    (tmp_path / "run" / "instance.json").mkdir(parents=True)
+    (tmp_path / "run").chmod(0o700)
+
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        assert daemon.wait() == 1, daemon.errors
+
+    assert not daemon.shm_dir.exists()
+
+
+def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "buffer.max_staleness=2", "buffer.journal_interval_s=0.2", "trainer.save_every=1")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+
+        def journalled():
+            """Hold the trainer where it is; return journal and checkpoint once they go together."""
+            daemon.signal(signal.SIGSTOP, "trainer-0")
+            written = total(daemon.metrics(), "rlhfd_journal_writes_total", result="ok")
+            daemon.wait_until(
+                lambda: total(daemon.metrics(), "rlhfd_journal_writes_total", result="ok") > written + 2, "journals"
+            )
+            (path,) = (daemon.state_dir / "journal").glob(f"*{extent_file.SUFFIX}")
+            file, latest = extent_file.load(path), read_latest(daemon.state_dir / "checkpoints")
+            # It may have been stopped before word of its version left it.
+            if file.extents and msgspec.json.decode(file.metadata["books"], type=Books).include(latest):
+                return file, latest
+            daemon.signal(signal.SIGCONT, "trainer-0")
+            return None
+
+        file, latest = daemon.wait_until(journalled, "a journal goes with the checkpoint")
+        family = daemon.family()
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        wait_until(lambda: not any(map(is_alive, family)), 5.0, "no process of it is left")
+        shutil.rmtree(daemon.shm_dir)
+
+    held = sum(len(extent.chosen) for extent in file.extents)
+    newer = sum(len(extent.chosen) for extent in file.extents if extent.policy_version > latest.version)
+    with Daemon(tmp_path, *settings, task=task, name="second") as daemon:
+        daemon.wait_step(latest.step + 4)
+        assert f"journal taken in: rows={held} " in daemon.errors
+        assert f"resuming: step={latest.step} " in daemon.errors
+        metrics = daemon.metrics()
+        assert balanced(metrics)
+        assert total(metrics, "rlhfd_items_dropped_total") == newer
+        finish(daemon)
+        assert list((daemon.state_dir / "journal").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_path, task, number):  # noqa: F811
+    """Between its last line and its exit lies a second of Python's taking down what it has loaded."""
+    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(1)
+        pid = daemon.pids()["trainer-0"]
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_logged("training ended")
+        while is_alive(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        assert daemon.wait() == 0, daemon.errors
+        assert "before its last checkpoint" not in daemon.errors
+
+
+def test_a_trainer_killed_during_a_stop_comes_back_and_writes_its_checkpoint(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0", "buffer.max_staleness=0", "daemon.drain_timeout_s=120")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        pids, step = daemon.pids(), daemon.status()["step"]
+        # Stopped, it cannot end in order before it is killed.
+        daemon.signal(signal.SIGSTOP, "trainer-0")
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_logged("draining")
+        os.kill(pids["trainer-0"], signal.SIGKILL)
+        assert daemon.wait() == 0, daemon.errors
+        assert "before its last checkpoint, restart" in daemon.errors
+
+    latest = read_latest(daemon.state_dir / "checkpoints")
+    assert latest is not None and latest.step >= step, "no step is lost, though none was on disk"
+
+
+def test_one_that_dies_soon_after_each_start_has_failed_however_far_apart_the_deaths_are(tmp_path, task):  # noqa: F811
+    # No window holds two starts, as with a model whose start takes minutes.
+    limits = ("daemon.restart_limit=3", "daemon.restart_window_s=0.001")
+    with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
+        pids = set()
+        for _ in range(3):
+            pid = daemon.wait_until(lambda: daemon.wait_ready() and daemon.pids().get("trainer-0"), "it is up")
+            assert pid not in pids
+            pids.add(pid)
+            os.kill(pid, signal.SIGKILL)
+            if len(pids) < 3:
+                daemon.wait_until(lambda: daemon.pids().get("trainer-0") not in {None, *pids}, "it is started again")
+
+        assert daemon.wait() == 70
+        assert "trainer-0 ended (killed by signal 9) too often, it is not started again" in daemon.errors

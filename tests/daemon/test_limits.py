@@ -1,0 +1,312 @@
+"""A real daemon at the limits of its machine: shared memory, disk and open files; prompts that give or teach nothing.
+
+Where a file system must be full, the daemon gets small ones of its own, in a mount namespace that ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ExitCode
+from pipeline.prompts import PromptSource
+from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until
+
+__all__ = ["task"]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+BAD_CONFIG = int(ExitCode.BAD_CONFIG)
+GAVE_UP = int(ExitCode.GAVE_UP)
+FAILED = int(ExitCode.FAILED)
+ARENA_BYTES = 8 << 20
+SMALL_ARENA = (*SMALL, f"buffer.arena_bytes={ARENA_BYTES}")
+BOTH_SIZES = r" of [\d,]+ B does not fit: [\d,]+ B free of [\d,]+ B on /dev/shm/rlhfd-"
+GROUP_SIZE = 4
+
+
+def machine(folder: Path, **sizes: int) -> Path:
+    """Write a program that is `rlhfd` with small file systems of its own: ``shm`` and ``state``, in bytes."""
+    places = {"shm": Path("/dev/shm"), "state": folder / "state"}
+    lines = [f"mkdir -p {places[name]} && mount -t tmpfs -o size={size} none {places[name]}"
+             for name, size in sizes.items()]  # fmt: skip
+    inside, program = folder / "inside", folder / "rlhfd"
+    inside.write_text("\n".join(["#!/bin/sh", "set -e", *lines, f'exec {PROGRAM} "$@"', ""]))
+    program.write_text(f'#!/bin/sh\nexec unshare --mount {inside} "$@"\n')
+    inside.chmod(0o700), program.chmod(0o700)
+    return program
+
+
+def steps(daemon: Daemon) -> float:
+    """Return the steps taken; asked by HTTP, for the control socket lies in shared memory of its own."""
+    return total(daemon.metrics(), "rlhfd_train_steps_total") if daemon.answers_http() else 0.0
+
+
+def wait_steps(daemon: Daemon, more: int) -> None:
+    goal = steps(daemon) + more
+    daemon.wait_until(lambda: steps(daemon) >= goal, f"{more} more steps")
+
+
+def arena_file_bytes() -> int:
+    from pipeline.buffer.sizing import ledger_layout
+    from pipeline.config.schema import Config
+    from pipeline.storage.arena import PAGE_BYTES
+
+    config = Config.model_validate(
+        {
+            "buffer": {"arena_bytes": ARENA_BYTES, "sample_batch_size": 32},
+            "rollout": {"num_generations": GROUP_SIZE},
+        }
+    )
+    return PAGE_BYTES + -(-ledger_layout(config).nbytes // PAGE_BYTES) * PAGE_BYTES + ARENA_BYTES
+
+
+# Shared memory.
+
+
+@pytest.mark.needs("unshare", "mount")
+@pytest.mark.parametrize("pages_beside_the_arena", [-1, 0, 1, 2])
+def test_shared_memory_too_small_for_any_file_of_a_start_is_refused_with_both_sizes(
+    tmp_path: Path, task: Path, pages_beside_the_arena: int
+) -> None:
+    program = machine(tmp_path, shm=arena_file_bytes() + 4096 * pages_beside_the_arena)
+
+    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
+        assert daemon.wait() == BAD_CONFIG, daemon.errors
+
+    assert re.fullmatch(rf"[^\n]+{BOTH_SIZES}\S+\n", daemon.errors)
+    assert list(daemon.runtime_dir.iterdir()) == []
+
+
+@pytest.mark.needs("unshare", "mount")
+def test_shared_memory_too_small_for_the_weights_ends_the_start_with_both_sizes(tmp_path: Path, task: Path) -> None:
+    program = machine(tmp_path, shm=arena_file_bytes() + (1 << 20))
+
+    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
+        assert daemon.wait(120.0) == BAD_CONFIG, daemon.errors
+
+    assert re.search(rf"weights in 3 slots{BOTH_SIZES}", daemon.errors.splitlines()[-1])
+    assert "restart in" not in daemon.errors and "Traceback" not in daemon.errors
+
+
+@pytest.mark.needs("unshare", "mount")
+def test_a_run_goes_on_when_others_fill_shared_memory_even_with_new_processes(tmp_path: Path, task: Path) -> None:
+    program = machine(tmp_path, shm=64 << 20)
+
+    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
+        daemon.wait_logged("ready: process=trainer-0")
+        wait_steps(daemon, 2)
+        shared_memory = Path(f"/proc/{daemon.pid}/root/dev/shm")
+        fill(shared_memory / "somebody-elses")
+        assert os.statvfs(shared_memory).f_bavail == 0
+
+        wait_steps(daemon, 3)
+        for name in ("buffer-0", "rollout-0", "trainer-0"):
+            ready = daemon.errors.count(f"ready: process={name.removesuffix('-0') if name == 'buffer-0' else name}")
+            os.kill(child(daemon, name), signal.SIGKILL)
+            shown = "buffer" if name == "buffer-0" else name
+            daemon.wait_until(
+                lambda shown=shown, ready=ready: daemon.errors.count(f"ready: process={shown}") > ready,
+                f"{name} is back",
+            )
+            wait_steps(daemon, 2)
+
+        assert total(daemon.metrics(), "rlhfd_items_unaccounted") == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+    assert "went on where a dead trainer was" in daemon.errors
+
+
+@pytest.mark.needs("unshare", "nsenter", "mount")
+def test_a_killed_run_is_taken_over_where_others_have_filled_shared_memory(tmp_path: Path, task: Path) -> None:
+    settings = (*SMALL_ARENA, "trainer.max_steps=0", "trainer.save_every=0")
+    with Daemon(tmp_path, *settings, task=task, program=machine(tmp_path, shm=64 << 20)) as daemon:
+        wait_steps(daemon, 3)
+        with Path(f"/proc/{daemon.pid}/ns/mnt").open() as namespace:
+            program = tmp_path / "same-machine"
+            inside = f"/proc/{os.getpid()}/fd/{namespace.fileno()}"
+            program.write_text(f'#!/bin/sh\nexec nsenter --mount={inside} --wd="$PWD" {PROGRAM} "$@"\n')
+            program.chmod(0o700)
+            fill(Path(f"/proc/{daemon.pid}/root/dev/shm/somebody-elses"))
+            family, before = daemon.family(), steps(daemon)
+            daemon.signal(signal.SIGKILL)
+            daemon.wait()
+            wait_until(lambda: not any(map(is_alive, family)), 5.0, "no process of it is left")
+
+            # Another number of workers needs other metrics, for which there is no room.
+            more = (*settings, "rollout.workers=2")
+            with Daemon(tmp_path, *more, task=task, program=program, name="refused") as refused:
+                assert refused.wait() == BAD_CONFIG, refused.errors
+            assert re.search(rf"a metrics slab{BOTH_SIZES}", refused.errors)
+            assert "stays for the next start" in refused.errors
+
+            changed = (*settings, "daemon.log_level=debug")
+            with Daemon(tmp_path, *changed, task=task, program=program, name="again") as again:
+                again.wait_logged("arena taken over from a supervisor that was killed")
+                again.wait_until(lambda: steps(again) >= before + 3, "it goes on")
+                assert total(again.metrics(), "rlhfd_items_unaccounted") == 0
+                again.signal(signal.SIGTERM)
+                assert again.wait() == 0, again.errors
+            assert "went on where a dead trainer was" in again.errors
+
+
+def fill(path: Path) -> None:
+    """Take all that is left of a small file system."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            pass
+
+
+def child(daemon: Daemon, name: str) -> int:
+    """Return the pid of a process by the title that it gave itself."""
+    role, _, index = name.partition("-")
+    return next(
+        pid for pid in daemon.family() if f"{role} {index}" in Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0")
+    )
+
+
+# Disk.
+
+
+@pytest.mark.needs("unshare", "mount")
+def test_a_full_disk_costs_the_checkpoints_and_the_last_of_them_the_exit_code(tmp_path: Path, task: Path) -> None:
+    program = machine(tmp_path, state=1 << 20)
+    settings = (*SMALL_ARENA, "trainer.save_every=3", "trainer.max_steps=7")
+
+    with Daemon(tmp_path, *settings, task=task, program=program) as daemon:
+        seen = daemon.wait_until(lambda: counted_errors(daemon), "a checkpoint that failed is counted")
+        state = Path(f"/proc/{daemon.pid}/root{daemon.state_dir}")
+        left = [path.name for path in state.glob("checkpoints/*") if not path.name.startswith(".")]
+        assert daemon.wait(120.0) == FAILED, daemon.errors
+
+    assert seen >= 1 and left == []
+    failed = re.findall(r"checkpoint \S+/(step-\d+) could not be written: .*; [\d,]+ B were written", daemon.errors)
+    assert failed == ["step-000003", "step-000006", "step-000007"]
+    assert "training ended: steps=7" in daemon.errors
+
+
+@pytest.mark.needs("unshare", "mount")
+def test_a_stop_on_a_full_disk_ends_in_order_and_says_what_it_cost(tmp_path: Path, task: Path) -> None:
+    program = machine(tmp_path, state=64 << 20)
+
+    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
+        daemon.wait_logged("ready: process=trainer-0")
+        wait_steps(daemon, 2)
+        fill(Path(f"/proc/{daemon.pid}/root{daemon.state_dir}") / "somebody-elses")
+        wait_steps(daemon, 2)
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == FAILED, daemon.errors
+
+    assert re.search(r"ERROR trainer-0 \S+: checkpoint \S+ could not be written: ", daemon.errors)
+    (kept,) = re.findall(r"sealed (\d+) = trained (\d+) \+ dropped (\d+) \(?.*ready 0 \+ leased 0", daemon.errors)
+    sealed, trained, dropped = map(int, kept)
+    assert sealed == trained + dropped
+    if dropped:
+        assert re.search(
+            r"ERROR buffer-0 \S+: undelivered experiences lost, the spool cannot be written", daemon.errors
+        )
+    assert "Traceback" not in daemon.errors
+
+
+def counted_errors(daemon: Daemon) -> float:
+    if not daemon.answers_http():
+        return 0.0
+    return total(daemon.metrics(), "rlhfd_checkpoints_total", result="error")
+
+
+# Open files.
+
+
+def test_at_the_least_limit_of_open_files_it_runs_and_below_it_is_refused(tmp_path: Path, task: Path) -> None:
+    settings = (*SMALL_ARENA, "trainer.max_steps=2")
+    # 128, 8 for each of buffer, trainer and worker, and 256 connections that the HTTP server may hold.
+    for limit, code in ((407, BAD_CONFIG), (408, 0)):
+        program = tmp_path / f"rlhfd-{limit}"
+        program.write_text(f'#!/bin/sh\nulimit -n {limit}\nexec {PROGRAM} "$@"\n')
+        program.chmod(0o700)
+
+        with Daemon(tmp_path, *settings, task=task, program=program, name=f"daemon-{limit}") as daemon:
+            assert daemon.wait(120.0) == code, daemon.errors
+
+        if code:
+            assert daemon.errors == (
+                "the limit of open files is 407, 408 are needed: raise it (ulimit -n, LimitNOFILE=)\n"
+            )
+
+
+# Prompts that give nothing, or teach nothing.
+
+REWARDS = """
+from pathlib import Path
+SEEN = Path(__file__).with_name("seen")
+
+def fails_after_the_start(ids, mask, **_):
+    seen = SEEN.exists() and SEEN.stat().st_size
+    with SEEN.open("a") as file:
+        file.write("x")
+    if seen >= 4:
+        raise ValueError("no luck any more")
+    return float(seen)
+
+def constant(ids, mask, *, gt_answer, **_):
+    with SEEN.open("a") as file:
+        file.write(gt_answer + "\\n")
+    return 0.5
+"""
+
+
+def prompt_file(folder: Path, count: int) -> Path:
+    path = folder / "prompts.jsonl"
+    texts = [f"{digit}302>" for digit in range(count)]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "".join(sorted(text))}) + "\n" for text in texts))
+    (folder / "rewards_of_test.py").write_text(REWARDS)
+    return path
+
+
+def test_a_whole_epoch_that_gives_nothing_ends_the_run_and_says_so(tmp_path: Path, task: Path) -> None:
+    path = prompt_file(tmp_path, 3)
+    settings = (f"prompts.path={path}", 'rollout.reward_functions=["rewards_of_test:fails_after_the_start"]')
+
+    with Daemon(tmp_path, *SMALL_ARENA, *settings, task=task) as daemon:
+        assert daemon.wait(120.0) == GAVE_UP, daemon.errors
+
+    assert re.search(r"\d prompts in a row, a whole epoch, gave no experience; the log says why$", daemon.errors, re.M)
+    assert "rollout failed: ticket=" in daemon.errors
+    assert "fails_after_the_start raised ValueError" in daemon.errors
+    assert "restart in" not in daemon.errors
+
+
+def test_groups_that_teach_nothing_are_counted_and_told_and_every_epoch_takes_each_prompt_once(
+    tmp_path: Path, task: Path
+) -> None:
+    path = prompt_file(tmp_path, 5)
+    settings = (f"prompts.path={path}", 'rollout.reward_functions=["rewards_of_test:constant"]', "daemon.seed=3")
+
+    with Daemon(tmp_path, *SMALL_ARENA, *settings, task=task) as daemon:
+        daemon.wait_logged("nothing to learn from, in every group all rewards are equal: steps_in_a_row=20")
+        daemon.wait_step(25)
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_groups_total", signal="mixed") == 0
+        assert total(metrics, "rlhfd_groups_total", signal="all_equal") >= 25 * 32 / GROUP_SIZE
+        assert total(metrics, "rlhfd_tokens_total", kind="trained") == 0
+        assert total(metrics, "rlhfd_policy_version", role="trainer") >= 24
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+
+    assert daemon.errors.count("nothing to learn from") == 1
+    answers = (tmp_path / "seen").read_text().splitlines()
+    groups = answers[::GROUP_SIZE]
+    source = PromptSource(path, 3)
+    # The first was the try-out of the start; a batch of 8 prompts ends within an epoch of 5.
+    rolled = groups[1:]
+    assert rolled[:200] == [source.at(position).answer for position in range(200)]
+    for epoch in range(40):
+        assert sorted(rolled[5 * epoch : 5 * epoch + 5]) == sorted({source.at(p).answer for p in range(5)})
+    source.close()

@@ -1,0 +1,257 @@
+"""A real daemon that is reloaded, paused and resumed while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import PROGRAM, Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+FILE = """
+[daemon]
+log_level = "{log_level}"
+hang_timeout_s = {hang_timeout_s}
+[rollout]
+num_generations = 4
+temperature = {temperature}
+[buffer]
+sample_batch_size = 32
+[metrics]
+token_file = "token"
+"""
+
+
+def write(folder: Path, text: str = FILE, **values: object) -> None:
+    (folder / "run.toml").write_text(
+        text.format(**{"log_level": "info", "hang_timeout_s": 300, "temperature": 1.0, **values})
+    )
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Daemon]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("operations")
+    write(folder)
+    (folder / "token").touch(mode=0o600)
+    (folder / "token").write_text("first")
+    with Daemon(folder, task=task, arguments=("--config", "run.toml")) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(1)
+        yield daemon
+        # Drain while paused: an orderly end, and nothing is left behind.
+        assert daemon.ask("pause").returncode == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+        assert not daemon.shm_dir.exists()
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(daemon: Daemon) -> Iterator[None]:
+    yield
+    write(daemon.folder)
+    assert daemon.ask("resume").returncode == daemon.ask("reload").returncode == 0
+
+
+def scraped(daemon: Daemon, name: str, token: str = "first", **labels: str) -> float:
+    return total(daemon.metrics(token), name, **labels)
+
+
+def test_live_keys_hold_at_once_and_the_others_are_named(daemon: Daemon) -> None:
+    before_s = time.time()
+    write(daemon.folder, log_level="debug", hang_timeout_s=77.0, temperature=0.5)
+
+    answer = daemon.ask("reload")
+
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.splitlines() == [
+        'in force: daemon.log_level = "debug", was "info"',
+        "in force: daemon.hang_timeout_s = 77.0, was 300.0",
+        "needs a restart: rollout.temperature = 0.5, was 1.0",
+    ]
+    assert daemon.status()["needs_restart"] == ["rollout.temperature"]
+    assert "needs a restart" in daemon.ask("status").stdout
+    assert scraped(daemon, "rlhfd_config_last_reload_successful") == 1
+    assert scraped(daemon, "rlhfd_config_last_reload_success_timestamp_seconds") >= before_s
+    for name in ("buffer-0", "rollout-0", "trainer-0"):
+        daemon.wait_logged(f" INFO {name} pipeline.runtime.role: configuration taken up")
+
+    # Asked again, the restart is still wanting; taken back, nothing is.
+    assert daemon.ask("reload").stdout == "needs a restart: rollout.temperature = 0.5, was 1.0\n"
+    write(daemon.folder, log_level="debug", hang_timeout_s=77.0)
+    assert daemon.ask("reload").stdout == f"{daemon.folder}/run.toml: nothing has changed\n"
+    assert daemon.status()["needs_restart"] == []
+
+
+def test_a_broken_file_changes_nothing_and_says_so(daemon: Daemon) -> None:
+    pids, config = daemon.pids(), (daemon.shm_dir / "config.json").read_bytes()
+    (daemon.folder / "run.toml").write_text('[daemon]\nlog_level = "debug"\nhang_timeout = 3\n[rollout]\ntop_p = 2\n')
+
+    answer = daemon.ask("reload")
+
+    errors = [
+        f"{daemon.folder}/run.toml:3:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?",
+        f"{daemon.folder}/run.toml:5:9: rollout.top_p: must be at most 1, got 2",
+    ]
+    assert (answer.returncode, answer.stdout, answer.stderr.splitlines()) == (78, "", errors)
+    assert all(f"what was in force stays: {error}" in daemon.errors for error in errors)
+    assert scraped(daemon, "rlhfd_config_last_reload_successful") == 0
+    assert (daemon.shm_dir / "config.json").read_bytes() == config
+    assert daemon.pids() == pids and daemon.status()["state"] == "ready"
+
+
+def test_a_new_token_counts_from_the_reload_on_and_a_bad_one_changes_nothing(daemon: Daemon) -> None:
+    token = daemon.folder / "token"
+    try:
+        token.chmod(0o640)
+        answer = daemon.ask("reload")
+        assert (answer.returncode, answer.stderr) == (
+            78, f"{daemon.folder}/run.toml:11:14: metrics.token_file: {token} is open to other users, "
+            f"it must have mode 0600: chmod 600 {token}\n",
+        )  # fmt: skip
+        token.chmod(0o600)
+        token.write_text("second")
+        assert daemon.get("/metrics", token="first")[0] == 200
+
+        assert daemon.ask("reload").returncode == 0
+
+        assert [daemon.get("/metrics", token=word)[0] for word in ("first", "second")] == [401, 200]
+    finally:
+        token.chmod(0o600)
+        token.write_text("first")
+
+
+def test_sighup_does_the_same(daemon: Daemon) -> None:
+    write(daemon.folder, hang_timeout_s=55.0)
+
+    os.kill(daemon.pid, signal.SIGHUP)
+
+    daemon.wait_logged("configuration reloaded: key=daemon.hang_timeout_s before=300.0 after=55.0")
+    assert daemon.status()["state"] == "ready"
+
+
+def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon: Daemon) -> None:
+    write(daemon.folder, temperature=1.0)
+    # A run that stands still for so long would be judged, were it not paused.
+    text = FILE.replace("[rollout]", "progress_timeout_s = 1.0\n[rollout]")
+    write(daemon.folder, text)
+    assert daemon.ask("reload").returncode == 0
+
+    answer = daemon.ask("pause")
+
+    assert (answer.returncode, answer.stdout) == (0, "paused\n")
+    assert status_of(daemon.ask("status", "--json"))["state"] == "paused"
+    assert scraped(daemon, "rlhfd_paused") == 1
+    assert daemon.get("/readyz")[0] == 200
+
+    def at_rest() -> bool:
+        status = daemon.status()
+        buffer = status["buffer"]
+        # A step acknowledges its batch first and is counted after.
+        counted = buffer["trained"] == 32 * status["step"]
+        return counted and buffer["reserved_items"] == buffer["leased_items"] == 0 and buffer["ready_items"] < 32
+
+    daemon.wait_until(at_rest, "what was rolled out is trained")
+    assert daemon.why()["sentences"][0] == "The run is paused: no tickets are issued until `rlhfd resume`."
+    step, pids = daemon.status()["step"], daemon.pids()
+    daemon.signal(signal.SIGKILL, "buffer-0")
+    daemon.wait_until(lambda: daemon.pids().get("buffer-0") not in (None, pids["buffer-0"]), "the buffer is back")
+    daemon.wait_until(lambda: scraped(daemon, "rlhfd_paused") == 1, "the new buffer is paused too")
+    # Beyond progress_timeout_s, told by the clock that judges it.
+    rested_s = time.monotonic()
+    daemon.wait_until(lambda: time.monotonic() - rested_s > 2.5, "it rests")
+    shown = daemon.status()
+    assert (shown["state"], shown["step"], shown["buffer"]["reserved_items"]) == ("paused", step, 0)
+    assert {name: pid for name, pid in daemon.pids().items() if name != "buffer-0"} == {
+        name: pid for name, pid in pids.items() if name != "buffer-0"
+    }, "nobody was taken for hung"
+
+    write(daemon.folder)
+    assert daemon.ask("reload").returncode == 0
+    assert daemon.ask("resume").stdout == "resumed\n"
+
+    daemon.wait_step(step + 1)
+    assert daemon.status()["state"] == "ready"
+    assert scraped(daemon, "rlhfd_paused") == scraped(daemon, "rlhfd_items_unaccounted") == 0
+
+
+def test_top_shows_every_process_and_leaves_the_run_alone(daemon: Daemon) -> None:
+    piped = daemon.ask("top")
+
+    head, *lines = piped.stdout.splitlines()
+    assert piped.returncode == 0 and head.split()[:4] == ["process", "pid", "state", "doing"]
+    assert {line.split()[0] for line in lines} == {"buffer", "rollout", "trainer"}
+    assert {int(line.split()[2]) for line in lines} == set(daemon.pids().values())
+    both = json.loads(daemon.ask("top", "--json").stdout)
+    assert both["status"]["pid"] == daemon.pid and {"sentences", "processes"} <= set(both["why"])
+
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    shown = b""
+    with subprocess.Popen(
+        [str(PROGRAM), "top", "--runtime-dir", str(daemon.runtime_dir), "--interval-s", "0.1"],
+        stdin=slave, stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"}, start_new_session=True,
+    ) as screen:  # fmt: skip
+        os.close(slave)
+        while b"Ctrl-C leaves" not in shown:
+            assert select.select([master], [], [], 30.0)[0], shown
+            shown += os.read(master, 1 << 16)
+        screen.send_signal(signal.SIGINT)
+        # What it still writes has to be read, or it would wait for that.
+        with contextlib.suppress(OSError):
+            while part := os.read(master, 1 << 16):
+                shown += part
+        assert screen.wait(20.0) == 0
+    os.close(master)
+    assert b"trainer 0" in shown and b"reward" in shown
+    assert shown.startswith(b"\x1b[?1049h") and b"\x1b[?1049l" in shown, "the screen is given back as it was"
+    assert daemon.status()["state"] == "ready"
+
+
+def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
+    daemon.wait_logged("trainer-0")
+    (daemon.folder / "run.toml").write_text("[rollout]\ntop_p = 2\n")
+    assert daemon.ask("reload").returncode == 78
+    write(daemon.folder)
+    environment = {"HF_TOKEN": "hf_secretsecret", "RLHFD_ROLLOUT__TOP_P": "0.9"}
+
+    told = subprocess.run(
+        [str(PROGRAM), "collect-env", "--config", "run.toml", "--runtime-dir", str(daemon.runtime_dir)],
+        cwd=daemon.folder, env=os.environ | environment, capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+
+    parts = dict(part.partition("\n")[::2] for part in told.removeprefix("## ").split("\n## "))
+    assert list(parts) == [
+        "rlhfd", "machine", "GPUs", "packages", "limits", "shared memory and disks", "environment", "configuration",
+        "instance", "last warnings and errors",
+    ]  # fmt: skip
+    assert "torch 2." in parts["packages"] and "/dev/shm: " in parts["shared memory and disks"]
+    assert str(daemon.shm_dir) in parts["shared memory and disks"]
+    assert (
+        'token_file = "' in parts["configuration"] and "top_p = 0.9  # RLHFD_ROLLOUT__TOP_P" in parts["configuration"]
+    )
+    assert f"pid {daemon.pid}" in parts["instance"]
+    assert "configuration not reloaded" in parts["last warnings and errors"]
+    assert "could not be told" not in told
+    assert "HF_TOKEN=(hidden)" in parts["environment"]
+    for secret in ("hf_secretsecret", "first\n", (daemon.folder / "token").read_text()):
+        assert secret not in told
+    prompts = Path(daemon.status()["model"]).parent / "prompts.jsonl"
+    for line in prompts.read_text().splitlines()[:20]:
+        assert json.loads(line)["prompt"] not in told
+
+
+def test_nobody_there_exits_with_3(tmp_path: Path) -> None:
+    for command in ("reload", "pause", "resume"):
+        assert rlhfd(command, "--runtime-dir", str(tmp_path), folder=tmp_path).returncode == 3

@@ -1,0 +1,301 @@
+"""The page in a real Chromium against a real daemon: one browser and one daemon, started twice, for the whole file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import urllib.parse
+from collections.abc import Iterator
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
+from tests.support.browser import PROGRAM, Browser, Page
+from tests.support.daemon import SMALL, Daemon, Metrics, get, task, total, wait_until
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.needs(PROGRAM),
+    # The run that all of them look at counts for the first.
+    pytest.mark.timeout(300),
+]
+__all__ = ["task"]
+
+MARKUP = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
+_REWARD = """
+def first(input_ids, attention_mask, *, response_start, **_):
+    return float(input_ids[response_start] % 5)
+
+
+def second(input_ids, attention_mask, *, response_end, response_start, **_):
+    return 0.125 * float(input_ids[response_end - 1] % 2)
+"""
+# What has the focus, by a name of its own.
+FOCUSED = "(() => { const e = document.activeElement; return e.id || e.className || e.tagName; })()"
+
+
+@dataclasses.dataclass
+class Seen:
+    """A daemon that stands still, its page, and what was seen before its restart."""
+
+    daemon: Daemon
+    browser: Browser
+    metrics: Metrics
+    first_start_s: float
+    first_history: int
+
+    def value(self, name: str, **labels: str) -> float:
+        return total(self.metrics, name, **labels)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]:
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "two.py").write_text(_REWARD)
+    prompts = [json.dumps({"prompt": prompt, "answer": MARKUP}) for prompt in ("21>", "7302>")]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts))
+    settings = (
+        *SMALL, f"model.actor={task / 'model'}", f"prompts.path={folder / 'prompts.jsonl'}", "samples.per_minute=600",
+        'rollout.reward_functions=["two:first", "two:second"]', "daemon.hang_timeout_s=0",
+    )  # fmt: skip
+    with Browser() as browser:
+        with Daemon(folder, *settings) as daemon:
+            daemon.wait_step(3)
+            daemon.wait_until(lambda: live(daemon)["history"], "a point of history is whole")
+            first = live(daemon)
+            daemon.signal(signal.SIGTERM)
+            assert daemon.wait() == 0
+        with Daemon(folder, *settings, name="again") as daemon:
+            # It goes on at the step of the life before: what counts are steps of this one.
+            daemon.wait_ready()
+            daemon.wait_step(daemon.status()["step"] + 2)
+            daemon.wait_until(lambda: {"21>", "7302>"} <= sampled(daemon), "both prompts are among the rollouts kept")
+            # From here on nothing moves, and what is shown can be held against what is scraped.
+            for name in ("rollout-0", "trainer-0"):
+                daemon.signal(signal.SIGSTOP, name)
+            still = wait_still(daemon)
+            # Last, and so the newest that is shown.
+            keep_markup(daemon.state_dir)
+            yield Seen(daemon, browser, still, first["history"][0]["start_s"], len(first["history"]))
+            for name in ("rollout-0", "trainer-0"):
+                daemon.signal(signal.SIGCONT, name)
+            daemon.signal(signal.SIGTERM)
+            assert daemon.wait() == 0
+
+
+def keep_markup(state_dir: Path) -> None:
+    """Keep a rollout as a worker would whose tokenizer knows more than digits."""
+    response = SampledResponse([MARKUP, "\u202e"], [-0.5] * 2, [], [1.0], 2, True, 1.0, {MARKUP: 1.0, "b": 0.0})
+    writer = SampleWriter(folder_of(state_dir), 7, 1 << 20)
+    writer.write(Sample(4e9, 7, 0, 0, 0, MARKUP, 9, json.dumps(MARKUP), 1, [response]))
+    writer.close()
+
+
+def sampled(daemon: Daemon) -> set[str]:
+    """The prompts of the rollouts that are shown."""
+    return {sample["prompt"] for sample in json.loads(daemon.get("/api/samples")[1])["samples"]}
+
+
+def live(daemon: Daemon) -> dict[str, Any]:
+    return dict(json.loads(daemon.get("/api/live")[1]))
+
+
+def wait_still(daemon: Daemon) -> Metrics:
+    """Wait until two scrapes a second apart say the same of rows and steps; return the second."""
+    names = ("rlhfd_buffer_items", "rlhfd_train_steps_total", "rlhfd_policy_version", "rlhfd_reward_mean")
+
+    def uptime_s() -> float:
+        return float(live(daemon)["status"]["uptime_s"])
+
+    def twice() -> Metrics | None:
+        first, since_s = daemon.metrics(), uptime_s()
+        wait_until(lambda: uptime_s() > since_s + 1.0, 30.0, "a second has passed")
+        second = daemon.metrics()
+        return second if all(second[key] == value for key, value in first.items() if key[0] in names) else None
+
+    found = wait_until(twice, 30.0, "nothing moves")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def page(seen: Seen) -> Iterator[Page]:
+    """The page as a desktop shows it; it must have complained of nothing, and asked nobody else, in the end."""
+    with seen.browser.page() as page:
+        opened(page, seen)
+        yield page
+    assert_clean(page, seen)
+
+
+def opened(page: Page, seen: Seen) -> None:
+    page.open(f"{seen.daemon.url}/")
+    page.wait("document.querySelectorAll('.rollout').length > 1", "rollouts are shown")
+
+
+def assert_clean(page: Page, seen: Seen) -> None:
+    assert page.problems == []
+    assert {urllib.parse.urlsplit(url).netloc for url in page.requested} == {seen.daemon.url.removeprefix("http://")}
+
+
+def test_the_numbers_are_those_of_metrics(seen: Seen, page: Page) -> None:
+    rows = page.each("#processes tr", "[...e.cells].map(c => c.textContent)")
+
+    assert page.text("#step") == f"{seen.value('rlhfd_train_steps_total'):.0f}"
+    assert page.text("#version") == f"{seen.value('rlhfd_policy_version', role='trainer'):.0f}"
+    # A browser rounds 2.8125 up, Python's own formats to the even digit.
+    reward = Decimal(seen.value("rlhfd_reward_mean")).quantize(Decimal("0.001"), ROUND_HALF_UP)
+    assert page.text("#reward") == str(reward)
+    assert page.text("#ready") == f"{seen.value('rlhfd_buffer_items', state='ready'):.0f}"
+    assert page.text("#state") == "ready"
+    pids = {"buffer" if name == "buffer-0" else name: pid for name, pid in seen.daemon.pids().items()}
+    assert {row[0]: int(row[3]) for row in rows} == pids
+    assert [row[5] for row in rows] == ["0", "0", "0"]
+    assert "rollout-0" in page.text("#why") and "is stopped" in page.text("#why")
+
+
+def test_a_text_is_a_text_whatever_stands_in_it(seen: Seen, page: Page) -> None:
+    first = ".rollout:first-child"
+    assert page.text(f"{first} .prompt") == MARKUP
+    assert page.text(f"{first} .mate .text") == MARKUP + "\N{SYMBOL FOR SUBSTITUTE FORM TWO}"
+    assert MARKUP.replace('"', "") in page.text(f"{first} .facts")
+    assert page.each("#feed script, #feed img, #feed .prompt *", "e.outerHTML") == []
+    assert "rlhfd" in page.run("document.title")
+
+    # Whatever a script of ours might one day try: here the browser itself takes no text for markup.
+    attempt = "(() => { try { document.body.innerHTML = '<i>x</i>'; } catch (error) { return error.name; } })()"
+    assert page.run(attempt) == "TypeError"
+    page.problems.clear()
+
+
+def test_mates_stand_side_by_side_with_their_rewards_by_part_and_tokens_in_colour(seen: Seen, page: Page) -> None:
+    newest = json.loads(seen.daemon.get("/api/samples")[1])["samples"][-2]
+    best = max(newest["responses"], key=lambda response: response["reward"])
+    # The newest but one is the newest that was sampled.
+    card = ".rollout:nth-child(2)"
+    shown = page.each(f"{card} .mate > .text", "e.textContent")
+    score = page.text(f"{card} .score")
+
+    assert len(shown) == 4
+    assert sorted(shown) == sorted("".join(response["pieces"]) for response in newest["responses"])
+    assert best["reward"] == sum(best["parts"].values())
+    assert score.startswith(f"{best['reward']:g}first {best['parts']['two:first']:g}second ")
+    advantages = [response["advantages"][0] for response in newest["responses"] for _ in response["pieces"]]
+    classes = page.each(f"{card} .token", "e.className.split(' ')[1].slice(0, 1)")
+    assert sorted(classes) == sorted("p" if a > 0 else "n" if a < 0 else "" for a in advantages)
+    page.fill("#colour", "log_probs")
+    assert set(page.each(f"{card} .token", "e.className.split(' ')[1].slice(0, 1)")) <= {"s", ""}
+
+
+def test_search_and_filter_leave_what_is_asked_for(seen: Seen, page: Page) -> None:
+    page.run("document.getElementById('search').focus()")
+    page.type("7302")
+    assert set(page.each(".prompt", "e.textContent")) == {"7302>"}
+    page.fill("#search", "nowhere to be found")
+    assert page.each(".rollout", "1") == []
+    assert page.text("#feed-note").startswith("None of ")
+    page.fill("#search", "")
+    page.fill("#least", "3")
+    assert all(reward >= 3 for reward in page.each(".rollout .score:first-child b", "parseFloat(e.textContent)")[::4])
+    page.fill("#least", "")
+    page.fill("#which", "mixed")
+    rewards = page.each(".rollout", "[...e.querySelectorAll('.score b')].map(b => b.textContent)")
+    assert rewards and all(len(set(of_group)) > 1 for of_group in rewards)
+
+
+def test_history_is_there_after_a_reload_and_from_before_the_restart(seen: Seen, page: Page) -> None:
+    history = live(seen.daemon)["history"]
+    page.run("document.querySelector('input[name=range][value=\"0\"]').click()")
+    drawn = page.run("document.querySelector('#chart-reward .line').getAttribute('d').length")
+    opened(page, seen)
+    page.run("document.querySelector('input[name=range][value=\"0\"]').click()")
+
+    assert history[0]["start_s"] == seen.first_start_s
+    assert len(history) > seen.first_history
+    assert page.run("document.querySelector('#chart-reward .line').getAttribute('d').length") >= drawn > 20
+    # Nobody watched between the two, and no line says otherwise.
+    assert page.run("document.querySelectorAll('#chart-speed .line').length") == 2
+
+
+def test_the_keyboard_reaches_everything(seen: Seen, page: Page) -> None:
+    kinds = "a[href], button, input, select, summary, [tabindex='0']"
+    wanted = sum(page.each(kinds, "e.checkVisibility()"))
+    reached = []
+    page.run("document.body.focus()")
+    for _ in range(wanted + 5):
+        page.press("Tab", 9)
+        reached.append(page.run(FOCUSED))
+    assert {"search", "least", "which", "colour", "hold", "chart-reward", "chart-buffer", "SUMMARY"} <= set(reached)
+    assert len([name for name in reached if name.startswith("card rollout")]) > 1
+
+    page.run("document.getElementById('chart-reward').focus()")
+    page.press("ArrowLeft", 37)
+    page.wait("!document.querySelector('#chart-reward .read').hidden")
+    assert "step" in page.text("#chart-reward .read")
+    page.run("document.querySelector('summary').focus()")
+    page.press("Enter", 13, "\r")
+    page.wait("document.querySelectorAll('details[open] tbody tr').length > 0", "the numbers are shown")
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(seen: Seen) -> None:
+    with seen.browser.page(width=360, height=740, phone=True) as page:
+        opened(page, seen)
+        width = page.run("document.documentElement.scrollWidth")
+        right = "e.closest('.scroll, .unseen, .skip, svg, .text') ? 0 : e.getBoundingClientRect().right"
+        furthest = max(page.each("body *", right))
+    assert width == 360 and furthest <= 361
+    assert_clean(page, seen)
+
+
+def test_it_is_dark_where_that_is_asked_for(seen: Seen) -> None:
+    def lightness(*, dark: bool) -> list[float]:
+        with seen.browser.page(dark=dark) as page:
+            opened(page, seen)
+            style = "getComputedStyle(document.documentElement)"
+            colours = page.run(f"[{style}.backgroundColor, {style}.color]")
+        assert_clean(page, seen)
+        return [sum(map(int, colour[4:-1].split(","))) / 765 for colour in colours]
+
+    (dark_paper, dark_ink), (paper, ink) = lightness(dark=True), lightness(dark=False)
+    assert dark_paper < 0.15 and dark_ink > 0.8
+    assert paper > 0.85 and ink < 0.2
+
+
+def test_rlhfd_samples_prints_them_too(seen: Seen) -> None:
+    newest = json.loads(seen.daemon.get("/api/samples")[1])["samples"][-2]
+
+    shown = seen.daemon.ask("samples", "--last", "1", "--worker", "0")
+    lines = seen.daemon.ask("samples", "--json", "--last", "3", "--min-reward", "1").stdout.splitlines()
+
+    assert newest["prompt"] in shown.stdout and MARKUP in shown.stdout
+    assert len(shown.stdout.strip().splitlines()) == 2 + 2 * 4, "a line a response, and one of its parts"
+    assert len(lines) <= 3
+    assert all(max(response["reward"] for response in json.loads(line)["responses"]) >= 1 for line in lines)
+
+
+def test_no_text_of_a_rollout_is_logged(seen: Seen) -> None:
+    assert "7302" not in seen.daemon.errors + seen.daemon.output
+
+
+def test_a_page_that_is_off_and_samples_that_are_none_are_not_served(tmp_path: Path, task: Path) -> None:
+    with Daemon(tmp_path, *SMALL, "metrics.page=false", "samples.per_minute=0", task=task) as daemon:
+        daemon.wait_answering()
+        daemon.wait_until(daemon.answers_http, "it answers")
+        assert [get(daemon.url + path)[0] for path in ("/", "/page.js", "/api/live", "/api/samples")] == [404] * 4
+
+
+def test_rollouts_are_shown_elsewhere_only_if_that_is_asked_for(tmp_path: Path, task: Path) -> None:
+    for remote, is_shown in ((False, False), (True, True)):
+        folder = tmp_path / str(remote)
+        folder.mkdir()
+        with Daemon(
+            folder, *SMALL, "metrics.host=0.0.0.0", f"samples.remote={str(remote).lower()}", task=task
+        ) as daemon:
+            daemon.wait_answering()
+            daemon.wait_until(daemon.answers_http, "it answers")
+            answer = json.loads(daemon.get("/api/samples")[1])
+        assert ("samples" in answer) is is_shown
+        assert ("hidden" in answer) is not is_shown

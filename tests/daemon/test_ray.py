@@ -1,0 +1,185 @@
+"""A daemon whose workers' models compute on a real Ray cluster: the same numbers, the same care for what dies."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.test_determinism import run
+from tests.daemon.test_kills import balanced, finish
+from tests.support.daemon import (
+    SMALL,
+    Daemon,
+    descendants,
+    is_alive,
+    task,  # noqa: F401 - a fixture
+    telling_reward,
+    total,
+    wait_until,
+)
+from tests.support.ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.05")
+PLACED = re.compile(
+    r"(rollout-\d) pipeline\.launchers\.ray: rolls out in the cluster: machine=\S+ actor_pid=(\d+) gpus=0"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayCluster((2,)) as cluster:
+        yield cluster
+
+
+def name_of(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    return ""
+
+
+def holders(cluster):
+    """The processes that hold weights for daemons."""
+    return [pid for pid in descendants(cluster.pid) if "WeightsHolder" in name_of(pid)]
+
+
+def actors(daemon):
+    """The pid of each worker's latest actor."""
+    return {name: int(pid) for name, pid in PLACED.findall(daemon.errors)}
+
+
+def go_on_without(daemon, actor_pid, *, steps=5):
+    """Wait until an actor is gone, another one has its place, and training has gone on."""
+    step = daemon.status()["step"]
+    daemon.wait_until(lambda: not is_alive(actor_pid), "the actor is gone")
+    daemon.wait_until(lambda: actor_pid not in actors(daemon).values(), "another actor has its place")
+    daemon.wait_ready()
+    daemon.wait_step(step + steps)
+    metrics = daemon.metrics()
+    assert balanced(metrics), metrics
+    assert total(metrics, "rlhfd_items_dropped_total") == 0
+
+
+def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path, task, cluster):  # noqa: F811
+    """With PPO, whose critic's weights travel too."""
+    here = run(tmp_path / "here", task, "rollout.algorithm=ppo")
+    there = run(tmp_path / "there", task, "rollout.algorithm=ppo", "rollout.workers=2", *cluster.settings)
+
+    assert here == there
+    placed = PLACED.findall((tmp_path / "there" / "daemon.err").read_text())
+    assert {name for name, _ in placed} == {"rollout-0", "rollout-1"}
+
+
+def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_path, task, cluster):  # noqa: F811
+    telling, _ = telling_reward(tmp_path)
+    settings = (*SETTINGS, *cluster.settings, telling, "daemon.hang_timeout_s=4")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(2)
+
+        killed = actors(daemon)["rollout-0"]
+        scorers = descendants(killed)
+        assert scorers, "the reward functions run in processes of the actor's"
+        os.kill(killed, signal.SIGKILL)
+        go_on_without(daemon, killed)
+        assert "rollout-0 ended (exit code 1), restart in" in daemon.errors
+        assert f"the actor on {socket.gethostname()} is gone: The actor died unexpectedly" in daemon.errors
+        assert "Worker unexpectedly exits" in daemon.errors, "the reason, which Ray tells further down"
+        assert not any(map(is_alive, scorers))
+
+        stopped = actors(daemon)["rollout-0"]
+        os.kill(stopped, signal.SIGSTOP)
+        go_on_without(daemon, stopped)
+
+        orphaned = actors(daemon)["rollout-0"]
+        daemon.signal(signal.SIGKILL, "rollout-0")
+        go_on_without(daemon, orphaned)
+
+        metrics = daemon.metrics()
+        for stage in ("generate", "reward", "ref_logprob"):
+            assert total(metrics, "rlhfd_stage_duration_seconds_count", stage=stage) > 0, stage
+        assert total(metrics, "rlhfd_process_time_seconds_total", role="rollout", activity="generate") > 0
+        assert total(metrics, "rlhfd_weight_sync_bytes_total", transport="ray") > 0
+        finish(daemon)
+
+
+def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daemon(tmp_path, task, cluster):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, *cluster.settings, "rollout.workers=2", task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(2)
+        workers = {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")}
+        (holder,) = holders(cluster)
+
+        os.kill(holder, signal.SIGKILL)
+
+        step = daemon.status()["step"]
+        daemon.wait_logged("weights to be sent anew")
+        daemon.wait_step(step + 5)
+        assert {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")} == workers
+        assert balanced(daemon.metrics())
+
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        for pid in actors(daemon).values():
+            wait_until(lambda pid=pid: not is_alive(pid), 30.0, "an actor ends with its daemon")
+        wait_until(lambda: not holders(cluster), 30.0, "who holds the weights ends with the daemon")
+        shutil.rmtree(daemon.shm_dir)
+
+
+def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, task):  # noqa: F811
+    with RayCluster((1, 1)) as cluster:
+        settings = (*SETTINGS, *cluster.settings, "rollout.workers=2")
+        with Daemon(tmp_path, *settings, task=task) as daemon:
+            daemon.wait_ready()
+            daemon.wait_step(2)
+            before = actors(daemon)
+            cluster.lose_a_machine()
+            lost = daemon.wait_until(
+                lambda: next((name for name, pid in before.items() if not is_alive(pid)), ""), "an actor is gone"
+            )
+
+            daemon.wait_logged(f"WARNING supervisor pipeline.supervisor.supervisor: {lost} ended (exit code 1)")
+            step = daemon.status()["step"]
+            # The other machine's one core is taken: one worker is left, and the log says what the other waits for.
+            daemon.wait_logged(
+                f"WARNING {lost} pipeline.rollout.ray: waits for the cluster to have a place: gpus=0 cpus=1"
+            )
+            daemon.wait_until(lambda: daemon.status()["state"] == "ready", "it is ready without it")
+            daemon.wait_step(step + 5)
+
+            metrics = daemon.metrics()
+            assert balanced(metrics), metrics
+            assert total(metrics, "rlhfd_items_dropped_total") == 0
+            finish(daemon)
+
+
+def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster):  # noqa: F811
+    wrong = 'rollout.reward_functions=["no_such_module:score"]'
+    with Daemon(tmp_path, *SETTINGS, *cluster.settings, wrong, task=task) as daemon:
+        assert daemon.wait(90.0) == 78
+        assert f"on {socket.gethostname()}: " in daemon.errors and "no_such_module" in daemon.errors
+
+
+def test_without_a_cluster_a_start_says_so(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, "cluster.engine=ray", "cluster.address=127.0.0.1:9", task=task) as daemon:
+        assert daemon.wait(90.0) == 78
+        assert "cluster.address: no Ray cluster at 127.0.0.1:9" in daemon.errors
+
+
+def test_without_ray_a_start_says_how_to_get_it(tmp_path, task):  # noqa: F811
+    blocking = "import sys\nsys.modules['ray'] = None\n"
+    tmp_path.joinpath("sitecustomize.py").write_text(blocking)
+    with Daemon(tmp_path, "cluster.engine=ray", task=task, environment={"PYTHONPATH": str(tmp_path)}) as daemon:
+        assert daemon.wait(60.0) == 78
+        assert "cluster.engine: Ray is not installed here" in daemon.errors
+
+
+def test_one_process_is_no_cluster(tmp_path, task):  # noqa: F811
+    with Daemon(tmp_path, "cluster.engine=ray", task=task, arguments=("--serial",)) as daemon:
+        assert daemon.wait(60.0) == 78
+        assert "--serial: one process computes all of it; set cluster.engine = local" in daemon.errors

@@ -1,0 +1,170 @@
+"""A trainer that dies or is stopped goes on as if nothing had happened: the same weights, the same experience."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
+# The embedded model knows too little to score: where every response scores the same, nothing is learned.
+SCORE = """
+def of_first_token(input_ids, attention_mask, *, response_start, **_):
+    return float(input_ids[response_start] % 5)
+"""
+IN_STEP = (
+    *SMALL,
+    "buffer.max_staleness=0",
+    "trainer.max_steps=6",
+    "trainer.critic_warmup_steps=2",
+    "daemon.restart_delay_max_s=0.05",
+    "daemon.restart_limit=50",
+    'rollout.reward_functions=["score:of_first_token"]',
+)
+# Loaded by Python in every process before all else, and what the template has, the roles have; only a trainer dies of
+# it, counted over all its lives.
+DIES_WHILE_PUBLISHING = """
+import os, signal, sys
+if any("template_process" in word for word in sys.orig_argv):
+    import pipeline.models.weights.slot_copy as slot_copy
+    told = slot_copy.combined
+    def fingerprint(digests):
+        if "trainer" not in open("/proc/self/cmdline").read():
+            return told(digests)
+        with open({ledger!r}, "a+") as file:
+            file.write(".")
+        if os.path.getsize({ledger!r}) in {deaths}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return told(digests)
+    slot_copy.combined = fingerprint
+"""
+# A worker that copies weights to where its model does not look.
+COPIES_ELSEWHERE = """
+import sys
+if any("template_process" in word for word in sys.orig_argv):
+    import pipeline.models.weights.store as weights
+    fetch = weights.WeightsReader.fetch
+    def fetch_elsewhere(reader, into, **options):
+        if "rollout" not in open("/proc/self/cmdline").read():
+            return fetch(reader, into, **options)
+        return fetch(reader, {name: tensor.clone() for name, tensor in into.items()}, **options)
+    weights.WeightsReader.fetch = fetch_elsewhere
+"""
+
+
+def daemon_in(folder: Path, *sets: str, **options) -> Daemon:
+    folder.mkdir(exist_ok=True)
+    (folder / "score.py").write_text(SCORE)
+    return Daemon(folder, *IN_STEP, *sets, **options)
+
+
+def sabotaged(folder: Path, code: str) -> dict[str, str]:
+    """Return the environment in which every Python process runs this first."""
+    (folder / "code").mkdir()
+    (folder / "code" / "sitecustomize.py").write_text(code)
+    path = [str(folder / "code"), *filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def ended(daemon: Daemon) -> tuple[str, str, str]:
+    """Return steps, fingerprint of the weights and digest of the experience of a run that has ended in order."""
+    assert daemon.wait(180.0) == 0, daemon.errors
+    return ENDED.findall(daemon.errors)[-1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(request, tmp_path_factory, task):  # noqa: F811
+    """The algorithm's setting, and how a run ends if nobody disturbs it."""
+    setting = f"rollout.algorithm={request.param}"
+    with daemon_in(tmp_path_factory.mktemp("undisturbed"), setting, task=task) as daemon:
+        return setting, ended(daemon)
+
+
+@pytest.mark.parametrize("undisturbed", ["ppo"], indirect=True)
+def test_a_trainer_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, undisturbed):  # noqa: F811
+    setting, expected = undisturbed
+
+    with daemon_in(tmp_path, setting, task=task) as daemon:
+        for step in (2, 4):
+            daemon.wait_step(step)
+            daemon.signal(signal.SIGKILL, "trainer-0")
+        assert ended(daemon) == expected
+        assert len(re.findall(r"^\S+ INFO trainer-0 \S+ went on where", daemon.errors, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize("undisturbed", ["grpo"], indirect=True)
+def test_a_trainer_killed_while_it_publishes_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, undisturbed):  # noqa: F811
+    setting, expected = undisturbed
+    # Two a publish, the training state's and the weights'; two a restart.
+    code = DIES_WHILE_PUBLISHING.format(ledger=str(tmp_path / "publishes"), deaths={3, 8})
+
+    with daemon_in(tmp_path, setting, task=task, environment=sabotaged(tmp_path, code)) as daemon:
+        assert ended(daemon) == expected
+        assert len(re.findall(r"trainer-0 ended \(killed by signal 9\)", daemon.errors)) == 2
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was_and_says_so(tmp_path, task):  # noqa: F811
+    with daemon_in(tmp_path, "trainer.max_steps=0", task=task) as daemon:
+        daemon.wait_step(2)
+        daemon.signal(signal.SIGINT)
+        stopped_at, weights, experience = ended(daemon)
+    steps = int(stopped_at) + 2
+
+    with daemon_in(tmp_path, f"trainer.max_steps={steps}", task=task, name="second") as daemon:
+        assert ended(daemon)[0] == str(steps)
+        assert f"resuming: step={stopped_at} path={daemon.state_dir / 'checkpoints'}" in daemon.errors
+        assert f"step={steps}/{steps}" in daemon.output
+
+    notes = [
+        json.loads((tmp_path / "state" / "checkpoints" / f"step-{step:06d}" / "trainer_state.json").read_text())
+        for step in (int(stopped_at), steps)
+    ]
+    assert (notes[0]["fingerprint"], notes[0]["digest"], notes[0]["complete"]) == (weights, experience, False)
+    assert [note["version"] for note in notes] == [int(stopped_at), steps]
+    assert notes[1]["complete"]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path, task):  # noqa: F811
+    with daemon_in(tmp_path, "trainer.max_steps=0", task=task) as daemon:
+        daemon.wait_step(1)
+        daemon.state_dir.mkdir(exist_ok=True)
+        (daemon.state_dir / "checkpoints").write_text("in the way")
+        daemon.signal(signal.SIGINT)
+        assert daemon.wait() == 1, daemon.errors
+        assert f"ERROR trainer-0 pipeline.trainer.trainer: checkpoint {daemon.state_dir}" in daemon.errors
+        assert "training ended: steps=" in daemon.errors
+
+
+def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alone_in(tmp_path, task):  # noqa: F811
+    settings = ("trainer.max_steps=0", "trainer.probe_every=1", "trainer.warmup_steps=0")
+
+    with daemon_in(tmp_path, *settings, task=task, environment=sabotaged(tmp_path, COPIES_ELSEWHERE)) as daemon:
+        daemon.wait_logged("does not compute with the weights that it was given: version=")
+        assert daemon.wait() == 70, daemon.errors
+        assert "rollout-0 ended (exit code 1), it is not started again" in daemon.errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_state_in_memory_a_killed_trainer_does_again_what_its_checkpoint_lacks(tmp_path, task, ranks):  # noqa: F811
+    settings = ("trainer.save_every=4", "trainer.max_steps=8", f"trainer.world_size={ranks}")
+    with daemon_in(tmp_path / "undisturbed", *settings, task=task) as daemon:
+        expected = ended(daemon)
+
+    with daemon_in(tmp_path, 'trainer.keep_state="disk"', *settings, task=task) as daemon:
+        daemon.wait_step(5)
+        daemon.signal(signal.SIGKILL, f"trainer-{ranks - 1}")
+        result = ended(daemon)
+        # Of several ranks' last step the first knows its own prompts only: those of the others are asked once more.
+        assert result == expected if ranks == 1 else result[0] == expected[0], "the same prompts, the same weights"
+        assert "prompts whose training is undone are issued again" in daemon.errors
+        assert re.search(r"WARNING trainer-0 \S+ rolled back to a checkpoint: version=[567] -> 4 step=4", daemon.errors)
+        sealed, trained, dropped = map(
+            int, re.findall(r"experiences: sealed (\d+) = trained (\d+) \+ dropped (\d+)", daemon.errors)[-1]
+        )
+        assert sealed == trained + dropped
+        assert trained >= 32 * ranks * 9, "steps 5 to 8 after the rollback, on top of 5 before it"

@@ -1,0 +1,222 @@
+"""Experience through the bytes of an extent and back."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.sizes import extent_bytes_bound, row_bytes_bound
+from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
+from pipeline.experience import codec
+from pipeline.experience.types import Experience
+from tests.support.experiences import made_up
+
+TOKEN_FIELDS = ("sequences", "attention_mask")
+ACTION_FIELDS = ("action_log_probs", "base_action_log_probs", "values", "kl", "advantages", "action_mask")
+
+
+def stored(experience, nbytes=1 << 20):
+    memory = memoryview(bytearray(nbytes))
+    encoded = codec.encode(experience, memory)
+    return codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
+
+
+def through(*experiences):
+    readers = [stored(experience) for experience in experiences]
+    return codec.gather([(reader, range(reader.header.rows)) for reader in readers])
+
+
+def tokens_of(experience, name, row):
+    """The values of a row where it has tokens (or actions), read off with plain indexing."""
+    values = getattr(experience, name)[row]
+    present = experience.attention_mask[row] != 0
+    if name not in TOKEN_FIELDS:
+        if values.ndim == 0:
+            return values
+        present = present[-values.shape[0] :]
+    return values[present]
+
+
+def first_action(experience, row):
+    """Columns of the response before which no action is masked in are padding."""
+    return int(experience.action_mask[row].int().argmax())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4),
+    st.integers(0, 2**31),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_token_comes_back_where_it_belongs(shapes, seed, ppo, holes):
+    appends = [made_up(*shape, seed=seed + i, ppo=ppo, holes=holes) for i, shape in enumerate(shapes)]
+
+    batch = through(*appends)
+
+    place = 0
+    for experience in appends:
+        for row in range(len(experience.sequences)):
+            for name in TOKEN_FIELDS:
+                assert torch.equal(tokens_of(batch, name, place), tokens_of(experience, name, row)), name
+            for name in ACTION_FIELDS:
+                was = getattr(experience, name)[row]
+                now = getattr(batch, name)[place]
+                if was.ndim == 0:
+                    assert torch.equal(now, was), name
+                    continue
+                end = int(experience.attention_mask[row].nonzero()[-1]) + 1 - (experience.sequences.shape[1] - len(was))
+                kept = was[first_action(experience, row) : end]
+                assert torch.equal(now[len(now) - len(kept) :], kept), name
+                assert not now[: len(now) - len(kept)].any(), f"{name} is zero-padded on the left"
+            assert batch.reward[place] == experience.reward[row]
+            assert batch.info["score"][place] == experience.info["score"][row]
+            place += 1
+    assert batch.sequences.shape == batch.attention_mask.shape
+    assert batch.sequences[:, -1].all(), "rows end together at the right"
+
+
+@pytest.mark.parametrize("columns", [40, 3000])
+def test_what_lay_in_the_padding_before_reaches_no_batch(columns):
+    """Whatever the batch's size: the padding of many values is zeroed in another way than that of few."""
+    lengths = torch.tensor([columns, columns // 2, columns // 3, 2])
+    mask = torch.arange(columns) >= columns - lengths.unsqueeze(1)
+    experience = Experience(
+        sequences=torch.full(mask.shape, 7), attention_mask=mask.long(),
+        action_mask=mask, action_log_probs=torch.full(mask.shape, -1.0), kl=torch.full(mask.shape, float("nan")),
+    )  # fmt: skip
+    dirty = memoryview(bytearray(b"\xff" * (1 << 20)))
+    encoded = codec.encode(experience, dirty)
+
+    batch = codec.gather([(codec.ExtentReader(dirty[: encoded.nbytes]), range(4))])
+
+    assert torch.equal(batch.attention_mask, mask.long())
+    assert torch.equal(batch.action_mask, mask)
+    assert torch.equal(batch.sequences, 7 * mask)
+    assert torch.equal(batch.action_log_probs, -1.0 * mask)
+    assert torch.equal(batch.kl.isnan(), mask)
+    assert not batch.kl[~mask].any()
+
+
+def test_dtypes_survive():
+    experience = made_up(dtype=torch.bfloat16)
+
+    batch = through(experience)
+
+    assert batch.action_log_probs.dtype is torch.bfloat16
+    assert batch.values.dtype is torch.bfloat16
+    assert batch.sequences.dtype is torch.int64
+    assert batch.action_mask.dtype is torch.bool
+    assert batch.info["group_mixed"].dtype is torch.bool
+
+
+def test_padding_is_not_stored():
+    wide = made_up(rows=16, prompt=2000, actions=2000)
+    # One token each, whatever the width.
+    wide.attention_mask.zero_()
+    wide.attention_mask[:, 1999:2001] = 1
+    wide.action_mask.zero_()
+    wide.action_mask[:, 0] = True
+
+    encoded = codec.encode(wide, memoryview(bytearray(1 << 20)))
+
+    assert encoded.nbytes < 4096
+
+
+def test_rows_of_very_different_length_are_stored_apart():
+    rows = 64
+    experience = made_up(rows=rows, prompt=2, actions=4000)
+    lengths = torch.where(torch.arange(rows) % 8 == 0, 4000, 100)
+    columns = torch.arange(4002)
+    experience.attention_mask = ((columns >= 1) & (columns < 2 + lengths[:, None])).long()
+    experience.action_mask = columns[2:] < 2 + lengths[:, None]
+    true_bytes = int((lengths + 1).sum() * 8 + lengths.sum() * 5 * 4)
+
+    encoded = codec.encode(experience, memoryview(bytearray(1 << 24)))
+
+    assert encoded.nbytes < 1.2 * true_bytes
+
+
+def test_chosen_rows_come_in_the_order_asked_for():
+    experience = made_up(rows=5, seed=3)
+    reader = stored(experience)
+
+    batch = codec.gather([(reader, [4, 1])])
+
+    assert torch.equal(batch.reward, experience.reward[[4, 1]])
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 1, 3], [3, 3], [0, 0, 2], [4, 3, 2, 1, 0]])
+def test_rows_may_come_in_any_order_and_twice(rows):
+    experience = made_up(rows=5, seed=3)
+
+    batch = codec.gather([(stored(experience), rows)])
+
+    assert torch.equal(batch.reward, experience.reward[rows])
+    for place, row in enumerate(rows):
+        assert torch.equal(tokens_of(batch, "sequences", place), tokens_of(experience, "sequences", row))
+
+
+def test_reserved_room_is_always_enough():
+    for ppo in (True, False):
+        for prompt, actions in ((1, 1), (1, 63), (60, 4), (300, 700)):
+            experience = made_up(rows=9, prompt=prompt, actions=actions, ppo=ppo)
+            experience.returns = experience.values.clone() if ppo else None
+            experience.action_entropy = experience.action_log_probs.clone()
+            experience.attention_mask.fill_(1)
+            room = extent_bytes_bound(9, row_bytes_bound(prompt + actions))
+
+            assert codec.encode(experience, memoryview(bytearray(room))).nbytes <= room
+
+
+def test_an_extent_too_small_is_an_error_that_names_both_sizes():
+    with pytest.raises(ArenaFullError, match=r"extent of [\d,]+ B does not fit: 100 B reserved"):
+        codec.encode(made_up(), memoryview(bytearray(100)))
+
+
+def test_a_flipped_bit_is_found_by_the_checksum():
+    memory = memoryview(bytearray(1 << 16))
+    encoded = codec.encode(made_up(), memory)
+    memory[encoded.nbytes - 1] ^= 1
+
+    with pytest.raises(DecodeError, match="checksum"):
+        codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_extent_are_refused(data):
+    with pytest.raises(DecodeError):
+        codec.ExtentReader(memoryview(bytearray(data)))
+
+
+def test_a_row_without_tokens_is_refused():
+    experience = made_up()
+    experience.attention_mask[2] = 0
+
+    with pytest.raises(FieldError, match="row 2 has no token"):
+        codec.encode(experience, memoryview(bytearray(1 << 16)))
+
+
+def test_a_field_that_disagrees_is_named_with_both_shapes():
+    experience = made_up(rows=4, actions=6)
+    experience.values = torch.zeros(4, 5)
+
+    with pytest.raises(ShapeError, match=r"values: \(4, 5\), expected \(4, 6\)"):
+        codec.encode(experience, memoryview(bytearray(1 << 16)))
+
+
+def test_a_field_present_in_some_extents_only_is_refused_by_name():
+    with_kl, without = made_up(), dataclasses.replace(made_up(), kl=None)
+
+    with pytest.raises(FieldError, match="kl: present"):
+        through(with_kl, without)
+
+
+def test_info_that_is_no_tensor_is_refused():
+    experience = made_up()
+    experience.info["note"] = "hello"
+
+    with pytest.raises(FieldError, match=r"info\['note'\]"):
+        codec.encode(experience, memoryview(bytearray(1 << 16)))

@@ -1,0 +1,164 @@
+"""LoRA: what is trained, published and saved is the adapters alone, and both sides compute with them alike."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from pipeline.config.schema import TrainerConfig
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.lora import Saved, adapt, adapter_of, load_adapter, merged, published, without_peft_names
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.trainer.learner import Learner
+from tests.support import tiny
+from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+
+PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2]])
+MASK = (PROMPTS != 0).long()
+
+
+def settings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj")):
+    return SimpleNamespace(lora_rank=rank, lora_alpha=alpha, lora_targets=list(targets))
+
+
+def trained(seed=3, **changes):
+    """An adapted model whose adapters do something."""
+    model = adapt(tiny.llama(), settings(**changes), seed=seed)
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in adapter_of(model).values():
+            tensor.copy_(torch.randn(tensor.shape, generator=draws) * 0.3)
+    return model
+
+
+def test_a_layer_computes_what_the_paper_says():
+    model = trained()
+    layer = model.model.layers[1].self_attn.q_proj
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+
+    expected = x @ layer.weight.T + (8.0 / 4) * (x @ layer.lora_A.weight.T) @ layer.lora_B.weight.T
+
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.lora_A.weight.shape == (4, 16)
+    assert layer.lora_B.weight.shape == (16, 4)
+
+
+@torch.no_grad()
+def test_an_adapter_changes_nothing_at_first_and_is_the_same_for_the_same_seed():
+    plain, adapted, again, other = (
+        tiny.llama(), *(adapt(tiny.llama(), settings(), seed=seed) for seed in (5, 5, 6))
+    )  # fmt: skip
+
+    assert torch.equal(plain(input_ids=PROMPTS).logits, adapted(input_ids=PROMPTS).logits)
+    first, second, third = (adapter_of(model) for model in (adapted, again, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.layers.0.mlp.down_proj.lora_A.weight"],
+                           third["model.layers.0.mlp.down_proj.lora_A.weight"])  # fmt: skip
+
+
+def test_rank_0_is_off_and_an_unknown_layer_is_refused():
+    model = tiny.llama()
+
+    assert adapt(model, settings(rank=0), seed=0) is model
+    assert published(model).keys() == tiny.llama().state_dict().keys()
+    with pytest.raises(ConfigError, match="no linear layer is called 'c_attn', only down_proj, gate_proj, k_proj, lm_"):
+        adapt(model, settings(targets=("q_proj", "c_attn")), seed=0)
+
+
+@torch.no_grad()
+def test_only_adapters_travel_and_a_worker_then_computes_as_the_trainer():
+    trainer, worker = trained(), adapt(tiny.llama(), settings(), seed=0)
+
+    names = published(trainer).keys()
+
+    assert len(names) == 2 * 3 * 2
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)
+    for name, tensor in published(worker).items():
+        tensor.copy_(published(trainer)[name])
+    assert torch.equal(worker(input_ids=PROMPTS).logits, trainer(input_ids=PROMPTS).logits)
+    assert not torch.equal(tiny.llama()(input_ids=PROMPTS).logits, trainer(input_ids=PROMPTS).logits)
+
+
+def test_a_version_holds_the_adapters_bytes_and_its_fingerprint_covers_them(tmp_path):
+    trainer, worker = trained(), adapt(tiny.llama(), settings(), seed=0)
+    publisher = WeightsPublisher(tmp_path / "weights", flatten(actor=published(trainer)))
+
+    version = publisher.publish(1, flatten(actor=published(trainer)))
+    reader = WeightsReader(tmp_path / "weights")
+    fetched = reader.fetch(flatten(actor=published(worker)))
+
+    assert fetched == version
+    with torch.no_grad():
+        next(iter(published(trainer).values()))[0, 0] += 1
+    assert publisher.publish(2, flatten(actor=published(trainer))).fingerprint != version.fingerprint
+    assert {place.name for place in reader._mapping.places} == {f"actor.{name}" for name in published(trainer)}
+    reader.close()
+    publisher.close()
+
+
+def test_names_of_peft_are_ours_with_a_prefix():
+    ours = published(trained())
+    its = {f"base_model.model.{name}": tensor for name, tensor in ours.items()}
+    live = {name.replace(".weight", ".default.weight"): tensor for name, tensor in its.items()}
+
+    for state in (its, live, ours):
+        assert without_peft_names(state).keys() == ours.keys()
+
+
+def test_a_step_trains_the_adapters_alone_and_fresh_experience_has_ratio_1():
+    actor = trained()
+    maker = NaiveExperienceMaker(
+        actor, None, lambda **row: torch.arange(len(row["input_ids"])) * 1.0, tiny.llama(),
+        SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=tiny.EOS), use_grpo=True, num_generation=4,
+    )  # fmt: skip
+    experience = maker.make_experience(PROMPTS, MASK, max_length=12, seed=1)
+    before = {name: tensor.clone() for name, tensor in actor.state_dict().items()}
+    learner = Learner(TrainerConfig(warmup_steps=0), "grpo", actor)
+
+    stats = learner.update([experience])
+
+    assert stats.importance_ratio == pytest.approx(1.0, abs=1e-6)
+    changed = {name for name, tensor in actor.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == adapter_of(actor).keys()
+    assert all("lora_" in name for name in learner.tensors() if "model.layers" in name)
+
+
+@torch.no_grad()
+def test_a_saved_model_is_merged_and_its_adapter_lies_beside_it(tmp_path):
+    model = trained()
+
+    Saved(model, settings()).save_pretrained(tmp_path)
+
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(input_ids=PROMPTS).logits, model(input_ids=PROMPTS).logits, atol=1e-4, rtol=1e-5)
+    assert loaded.state_dict().keys() == tiny.llama().state_dict().keys() == merged(model).keys()
+    found = load_adapter(tmp_path)
+    assert found.keys() == adapter_of(model).keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in adapter_of(model).items())
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["peft_type"]) == (4, 8.0, "LORA")
+    with pytest.raises(CheckpointError, match="adapter_model"):
+        load_adapter(tmp_path / "nowhere")
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_a_run_with_lora_publishes_adapters_and_goes_on_from_its_checkpoint(tmp_path, task):  # noqa: F811
+    lora = ("model.lora_rank=2", 'model.lora_targets=["q_proj", "v_proj"]', *telling_reward(tmp_path))
+    with Daemon(tmp_path, *SMALL, *lora, "trainer.max_steps=3", task=task) as daemon:
+        assert daemon.wait(150.0) == 0, daemon.errors
+    first = tmp_path / "state" / "checkpoints" / "step-000003"
+    with Daemon(tmp_path, *SMALL, *lora, "trainer.max_steps=5", task=task) as daemon:
+        assert daemon.wait(150.0) == 0, daemon.errors
+        assert "resuming: step=3" in daemon.errors
+
+    base, now = (load_file(folder / "model.safetensors") for folder in (task / "model", first))
+    moved = {name for name in base if not torch.equal(base[name], now[name])}
+    assert moved
+    assert all(name.endswith(("q_proj.weight", "v_proj.weight")) for name in moved)
+    adapters = [load_adapter(first.with_name(name)) for name in ("step-000003", "step-000005")]
+    assert any(not torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])

@@ -1,0 +1,172 @@
+"""Weights and the training state before them: at whatever store a trainer dies, both are whole and belong together."""
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pipeline.models.weights import store
+from pipeline.models.weights.versions import PolicyVersions
+from tests.storage.test_ledger import DyingMemory, Killed
+
+ENDLESS = 1 << 30
+
+
+def model(value):
+    return {"actor": {"a": torch.full((3, 2), value), "b": torch.full((5,), value, dtype=torch.bfloat16)}}
+
+
+def training(value):
+    return {"progress": torch.tensor([value, value]), "actor.exp_avg.a": torch.full((3, 2), float(value))}
+
+
+class DyingMapping(store._Mapping):
+    """A mapping whose writer dies when the budget of stores is spent, in the middle of a tensor if that is one."""
+
+    budget: ClassVar = [ENDLESS]
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.real_marks = self.marks
+        self.marks = DyingMemory(self.real_marks, self.budget)
+
+    def tensors(self, slot):
+        views = super().tensors(slot)
+        for view in views.values():
+            view.copy_ = lambda source, view=view: self.copy(view, source)
+        return views
+
+    def copy(self, view, source):
+        if self.budget[0] == 0:
+            half = view.numel() // 2
+            view.flatten()[:half].copy_(source.flatten()[:half])
+            raise Killed
+        self.budget[0] -= 1
+        torch.Tensor.copy_(view, source)
+
+    def close(self):
+        self.marks = self.real_marks
+        super().close()
+
+
+class VersionsMachine(RuleBasedStateMachine):
+    """Publishes and rollbacks by trainers that die at any store, against what was newest before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.original, store._Mapping = store._Mapping, DyingMapping
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "weights"
+        self.values = 0
+        self.version, self.value, self.history = 0, 0, 0
+        self.deaths = 0
+
+    @initialize()
+    def begin(self):
+        self.trainer = PolicyVersions(self.path)
+        self.publish(0, 0, rollback=False)
+        self.reader = store.WeightsReader(self.path)
+
+    def publish(self, version, value, *, rollback):
+        return self.trainer.publish(
+            version, model(float(value)), training(value), trained_through=value, rollback=rollback
+        )
+
+    @rule(back=st.none() | st.integers(0, 3), stores=st.none() | st.integers(0, 45))
+    def publish_or_die(self, back, stores):
+        self.values = (self.values + 1) % 200
+        rollback = back is not None
+        version = max(0, self.version - back) if rollback else self.version + 1
+        after = (version, self.values, self.history + rollback)
+        DyingMapping.budget[0] = ENDLESS if stores is None else stores
+        try:
+            self.publish(version, self.values, rollback=rollback)
+        except Killed:
+            self.deaths += 1
+            self.trainer = PolicyVersions(self.path)
+            found = self.newest()
+            assert found in (after, (self.version, self.value, self.history))
+            self.version, self.value, self.history = found
+        else:
+            self.version, self.value, self.history = after
+        finally:
+            DyingMapping.budget[0] = ENDLESS
+
+    @rule()
+    def restart(self):
+        self.trainer.close()
+        self.trainer = PolicyVersions(self.path)
+
+    def newest(self):
+        newest = self.trainer.newest()
+        return newest.version, newest.trained_through, newest.history
+
+    @invariant()
+    def what_is_newest_is_whole(self):
+        if self.values == 0 and not self.path.exists():
+            return
+        into = {f"actor.{name}": tensor for name, tensor in model(-1.0)["actor"].items()}
+        found = self.reader.fetch(into)
+        assert (found.version, found.trained_through, found.history) == (self.version, self.value, self.history)
+        assert all(tensor.eq(self.value).all() for tensor in into.values())
+
+    @invariant()
+    def its_training_state_is_there_and_belongs_to_it(self):
+        if self.values == 0 and not self.path.exists():
+            return
+        into = training(-1)
+        assert self.trainer.restore_training(self.trainer.newest(), into)
+        assert all(tensor.eq(self.value).all() for tensor in into.values())
+
+    def teardown(self):
+        store._Mapping = self.original
+        self.folder.cleanup()
+
+
+TestVersionsMachine = VersionsMachine.TestCase
+TestVersionsMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+
+
+def test_without_room_for_the_training_state_the_weights_are_published_alone(tmp_path, monkeypatch, caplog):
+    free = store.refuse_larger_than_free
+    asked = []
+
+    def room_for_weights_alone(folder, nbytes, what):
+        asked.append(nbytes)
+        free(folder, nbytes if len(asked) == 1 else 1 << 62, what)
+
+    monkeypatch.setattr(store, "refuse_larger_than_free", room_for_weights_alone)
+    trainer = PolicyVersions(tmp_path / "weights")
+
+    with caplog.at_level(logging.WARNING):
+        for version in range(2):
+            trainer.publish(version, model(1.0), training(1), trained_through=0)
+
+    assert trainer.newest().version == 1
+    assert not trainer.restore_training(trainer.newest(), training(0))
+    assert caplog.text.count("no training state in shared memory, a killed trainer goes on from a checkpoint") == 1
+    trainer.close()
+
+
+def test_a_training_state_of_another_model_is_not_used(tmp_path):
+    trainer = PolicyVersions(tmp_path / "weights")
+    trainer.publish(0, model(1.0), training(1), trained_through=0)
+    other = {**training(0), "actor.exp_avg.b": torch.zeros(1)}
+
+    assert not trainer.restore_training(trainer.newest(), other)
+    assert all(tensor.eq(0).all() for tensor in other.values())
+
+
+def test_a_damaged_training_state_is_never_used_as_if_it_were_whole(tmp_path):
+    trainer = PolicyVersions(tmp_path / "weights")
+    damaged = trainer.publish(0, model(1.0), training(1), trained_through=0)
+    trainer._training._slots[0].views["progress"][0] = 99
+
+    with pytest.raises(store.WeightsError, match="no whole copy"):
+        trainer.restore_training(damaged, training(0))

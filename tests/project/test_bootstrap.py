@@ -1,0 +1,296 @@
+"""Set-up on first use: real venv and pip, on a small project with the real programs of bin/ and no dependencies.
+
+The project's build back end lies in its own tree, so that nothing is downloaded; it can be held in the middle of an
+installation, which is how "interrupted" and "at the same time" are made to happen rather than hoped for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = [*sorted((ROOT / "bin").iterdir()), ROOT / ".ci" / "run"]
+# Where a venv under test must not be found by way of the one that runs this.
+PATH = os.pathsep.join(
+    folder
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if Path(folder).resolve() != Path(sys.executable).parent
+)
+
+PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+[project]
+name = "rlhfd"
+version = "0"
+"""
+
+BACKEND = '''
+"""Build an editable wheel; while `hold` exists, say `held` and wait in the middle of it."""
+import os, pathlib, time, zipfile
+
+METADATA = "Metadata-Version: 2.1\\nName: rlhfd\\nVersion: 0\\nProvides-Extra: test\\n"
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    with open("builds", "a") as builds:
+        builds.write(f"{os.getpid()}\\n")
+    deadline = time.monotonic() + 60
+    while os.path.exists("hold") and time.monotonic() < deadline:
+        pathlib.Path("held").touch()
+        time.sleep(0.01)
+    name = "rlhfd-0-py3-none-any.whl"
+    with zipfile.ZipFile(os.path.join(wheel_directory, name), "w") as wheel:
+        wheel.writestr("rlhfd.pth", os.getcwd())
+        wheel.writestr("rlhfd-0.dist-info/METADATA", METADATA)
+        wheel.writestr("rlhfd-0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("rlhfd-0.dist-info/entry_points.txt", "[console_scripts]\\nrlhfd = pipeline.cli.main:main\\n")
+        wheel.writestr("rlhfd-0.dist-info/RECORD", "")
+    return name
+'''
+
+CLI = """
+import json, os, sys
+
+def main():
+    seen = {name: os.environ.get(name) for name in ("HOME", "RLHFD_CONFIG")}
+    print(json.dumps({"pid": os.getpid(), "arguments": sys.argv[1:], "prefix": sys.prefix, "file": __file__, **seen}))
+"""
+
+
+class Project:
+    """A checkout with the real bin/ and a package that tells how it was started."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "pipeline" / "cli").mkdir(parents=True)
+        shutil.copytree(ROOT / "bin", root / "bin")
+        (root / "pyproject.toml").write_text(PYPROJECT)
+        (root / "constraints.txt").write_text("")
+        (root / "backend.py").write_text(BACKEND)
+        (root / "pipeline" / "cli" / "main.py").write_text(CLI)
+        self.first_use_said = ""
+
+    def start(
+        self, *arguments: str, program: Path | None = None, cwd: Path | None = None, **environment: str | None
+    ) -> subprocess.Popen[str]:
+        inherited = {"PATH": PATH, "HOME": str(self.root), "PIP_NO_INDEX": "1"} | environment
+        return subprocess.Popen(
+            [program or self.root / "bin" / "rlhfd", *arguments],
+            cwd=cwd or self.root,
+            env={name: value for name, value in inherited.items() if value is not None},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, **options: object) -> tuple[Mapping[str, object], str]:
+        """Return what the started program tells, and what the set-up said."""
+        with self.start(*arguments, **options) as process:  # type: ignore[arg-type]
+            output, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        told = json.loads(output)
+        assert told["pid"] == process.pid
+        return told, said
+
+    def builds(self) -> int:
+        return len((self.root / "builds").read_text().splitlines())
+
+    def hold(self) -> None:
+        (self.root / "hold").touch()
+
+    def wait_until_held(self) -> None:
+        deadline = time.monotonic() + 60
+        while not (self.root / "held").exists():
+            assert time.monotonic() < deadline, "the installation never began"
+            time.sleep(0.01)
+
+    def release(self) -> None:
+        (self.root / "hold").unlink()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path / "a checkout")
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project that is set up; tests leave it so."""
+    project = Project(tmp_path_factory.mktemp("ready") / "checkout")
+    _, project.first_use_said = project.run()
+    return project
+
+
+def refusal(project: Project, **environment: str | None) -> str:
+    with project.start(**environment) as process:
+        output, said = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
+    return said
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_programs_are_valid_bash(program: Path) -> None:
+    subprocess.run(["bash", "-n", program], check=True)
+    is_sourced = program.name == "bootstrap"
+
+    assert bool(program.stat().st_mode & stat.S_IXUSR) is not is_sourced
+
+
+def test_first_use_says_what_it_does_and_the_second_is_silent(ready: Project) -> None:
+    told, silence = ready.run("status", "--json")
+
+    assert "==> making" in ready.first_use_said
+    assert "==> installing" in ready.first_use_said
+    assert silence == ""
+    assert told["arguments"] == ["status", "--json"]
+    assert told["prefix"] == str(ready.root / ".venv")
+
+
+def test_the_program_keeps_its_pid_and_finds_the_checkout_from_any_folder(ready: Project, tmp_path: Path) -> None:
+    link = tmp_path / "rlhfd"
+    link.symlink_to(ready.root / "bin" / "rlhfd")
+
+    told, said = ready.run(program=link, cwd=tmp_path)
+
+    assert said == ""
+    assert told["file"] == str(ready.root / "pipeline" / "cli" / "main.py")
+    assert told["RLHFD_CONFIG"] == str(ready.root / "config.toml")
+
+
+def test_a_configuration_that_is_set_stays(ready: Project) -> None:
+    told, _ = ready.run(RLHFD_CONFIG="/etc/rlhfd.toml")
+
+    assert told["RLHFD_CONFIG"] == "/etc/rlhfd.toml"
+
+
+@pytest.mark.parametrize("home", [None, ""], ids=["unset", "empty"])
+def test_runs_without_a_home(ready: Project, home: str | None) -> None:
+    told, said = ready.run(HOME=home)
+
+    assert (told["HOME"], said) == (None, "")
+
+
+@pytest.mark.integration
+def test_two_first_uses_at_once_make_one_environment(project: Project) -> None:
+    project.hold()
+    first = project.start()
+    project.wait_until_held()
+    second = project.start()
+    assert second.stderr
+    waiting = second.stderr.readline()
+    project.release()
+    with first, second:
+        said = [json.loads(process.communicate(timeout=60)[0])["pid"] for process in (first, second)]
+
+    assert "waiting for another set-up" in waiting
+    assert said == [first.pid, second.pid]
+    assert project.builds() == 1
+
+
+@pytest.mark.integration
+def test_an_interrupted_set_up_is_done_again_from_nothing(project: Project) -> None:
+    project.hold()
+    with project.start() as killed:
+        project.wait_until_held()
+        os.killpg(killed.pid, signal.SIGKILL)
+    project.release()
+    litter = project.root / ".venv" / "half-copied"
+    litter.touch()
+
+    _, said = project.run()
+
+    assert "==> making" in said
+    assert not litter.exists()
+    assert project.run()[1] == ""
+
+
+def test_changed_requirements_are_installed_into_the_same_environment(ready: Project) -> None:
+    with (ready.root / "constraints.txt").open("a") as constraints:
+        constraints.write("# another version\n")
+
+    _, said = ready.run()
+
+    assert "==> making" not in said
+    assert "==> installing" in said
+    assert ready.run()[1] == ""
+
+
+def test_a_failed_installation_says_so_and_what_was_there_still_serves(ready: Project) -> None:
+    pyproject = ready.root / "pyproject.toml"
+    pyproject.write_text(PYPROJECT.replace('"backend"', '"missing"'))
+    said = refusal(ready)
+    pyproject.write_text(PYPROJECT)
+
+    assert said.splitlines()[-1] == f"rlhfd: pip could not install rlhfd into {ready.root}/.venv, see above"
+    assert ready.run()[1] == ""
+
+
+@pytest.mark.integration
+def test_a_moved_checkout_is_set_up_anew(ready: Project, tmp_path: Path) -> None:
+    moved = Project(tmp_path / "elsewhere")
+    shutil.copytree(ready.root / ".venv", moved.root / ".venv", symlinks=True)
+
+    told, said = moved.run()
+
+    assert "==> making" in said
+    assert told["file"] == str(moved.root / "pipeline" / "cli" / "main.py")
+
+
+def test_an_environment_of_another_program_is_not_deleted(project: Project) -> None:
+    foreign = project.root / ".venv" / "pyvenv.cfg"
+    foreign.parent.mkdir()
+    foreign.touch()
+
+    assert "was made by another program" in refusal(project)
+    assert foreign.exists()
+
+
+def test_an_environment_that_is_only_linked_to_is_not_emptied(project: Project, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    theirs.joinpath("installing").touch()
+    project.root.joinpath(".venv").symlink_to(theirs)
+
+    assert "is a link to an environment" in refusal(project)
+    assert [path.name for path in theirs.iterdir()] == ["installing"]
+
+
+def test_an_old_python_is_refused_in_one_line(project: Project, tmp_path: Path) -> None:
+    old = executable(tmp_path / "old-python", '#!/bin/sh\ncase "$2" in *print*) echo 3.9 ;; *) exit 1 ;; esac\n')
+
+    said = refusal(project, RLHFD_PYTHON=str(old))
+
+    assert said.startswith(f"rlhfd: needs Python 3.11 or newer ({old} is 3.9): ")
+    assert said.count("\n") == 1
+
+
+def test_a_python_without_venv_is_refused_with_the_package_to_install(project: Project, tmp_path: Path) -> None:
+    # As Debian's python3 without python3-venv: the module venv is there, ensurepip is not.
+    program = 'import sys; sys.modules["ensurepip"] = None; exec(sys.argv[2])'
+    bare = executable(tmp_path / "bare-python", f"#!/bin/sh\nexec {sys.executable} -c '{program}' \"$@\"\n")
+    version = "{}.{}".format(*sys.version_info)
+
+    said = refusal(project, RLHFD_PYTHON=str(bare))
+
+    assert said == f"rlhfd: Python {version} cannot make environments: apt-get install python{version}-venv\n"

@@ -1,0 +1,73 @@
+"""The rules that tests/conftest.py holds every test to, seen from outside on tests made for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def outcome(folder: Path, body: str, **environment: str) -> str:
+    """Return what pytest prints for one test under the project's rules; it runs in `folder`."""
+    test = folder / "test_one.py"
+    test.write_text(f"import os, subprocess, warnings\nimport pytest\n{body}\n")
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir",
+        folder,
+        "-p",
+        "tests.conftest",
+    ]
+    ran = subprocess.run(
+        [*command, "-p", "no:cacheprovider", test],
+        env=inherited | environment | {"PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    return ran.stdout
+
+
+NEEDING = '@pytest.mark.needs("no-such-program")\ndef test_one(): pass'
+
+
+def test_a_missing_program_skips_on_a_workstation(tmp_path: Path) -> None:
+    printed = outcome(tmp_path, NEEDING)
+
+    assert "1 skipped" in printed
+    assert "not on this machine: no-such-program" in printed
+
+
+def test_a_missing_program_fails_in_ci(tmp_path: Path) -> None:
+    printed = outcome(tmp_path, NEEDING, CI="true")
+
+    assert "1 error" in printed
+    assert "not on this machine: no-such-program" in printed
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("def test_one(): os.dup(0)", "is still open"),
+        ("def test_one(): warnings.warn('odd')", "UserWarning: odd"),
+        ("@pytest.mark.typo\ndef test_one(): pass", "'typo' not found in `markers`"),
+    ],
+    ids=["leak", "warning", "unknown marker"],
+)
+def test_what_is_not_allowed_fails(tmp_path: Path, body: str, expected: str) -> None:
+    printed = outcome(tmp_path, body)
+
+    assert "1 error" in printed or "1 failed" in printed
+    assert expected in printed

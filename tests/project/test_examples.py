@@ -1,0 +1,117 @@
+"""The examples and the README's trainer run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, clean_environment, task, total  # noqa: F401 - a fixture
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+EXAMPLE = EXAMPLES / "own_trainer.py"
+# What the README's lines take as given.
+GIVEN = """
+import sys
+import torch
+import pipeline
+from pipeline.models.loading import load_actor
+from own_trainer import policy_gradient_loss
+actor = load_actor(sys.argv[1], dtype="float32", device="cpu")
+optimizer = torch.optim.SGD(actor.parameters(), lr=1e-3)
+"""
+
+
+def train(daemon: Daemon, model: Path, steps: int) -> list[int]:
+    """Run the example for so many steps; return the versions that it published."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, "--runtime-dir", daemon.runtime_dir, "--model", model, "--steps", str(steps)],
+        cwd=daemon.folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(version) for version in re.findall(r"^step=\d+ reward=.* version=(\d+)$", done.stdout, re.MULTILINE)]
+
+
+def readme_trainer() -> str:
+    """Return the lines of the README that train."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if "pipeline.connect" in block]
+    return str(block)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, task: Path) -> None:  # noqa: F811
+    # The README connects to run/rlhfd.
+    with Daemon(tmp_path, *SMALL, "trainer.kind=external", task=task, runtime_dir=tmp_path / "run" / "rlhfd") as daemon:
+        daemon.wait_ready()
+
+        assert train(daemon, task / "model", steps=3) == [1, 2, 3]
+
+        with subprocess.Popen(
+            [sys.executable, "-c", GIVEN + readme_trainer(), task / "model"],
+            cwd=daemon.folder,
+            env={**clean_environment(), "PYTHONPATH": str(EXAMPLE.parent)},
+        ) as successor:
+            try:
+                daemon.wait_until(
+                    lambda: total(daemon.metrics(), "rlhfd_policy_version", role="rollout") >= 5,
+                    "the worker has weights of the second trainer",
+                )
+                metrics = daemon.metrics()
+                daemon.signal(signal.SIGTERM)
+                assert successor.wait(60) == 0, "it ends when the daemon drains"
+            finally:
+                successor.kill()
+        assert total(metrics, "rlhfd_items_trained_total") >= 5 * 32
+        assert total(metrics, "rlhfd_items_unaccounted") == 0
+        assert daemon.wait() == 0, daemon.errors
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> None:  # noqa: F811
+    shutil.copytree(EXAMPLES / "own_reward", tmp_path, dirs_exist_ok=True)
+    settings = ("buffer.sample_batch_size=32", "trainer.max_steps=2", f"model.actor={task / 'model'}")
+
+    with Daemon(tmp_path, *settings, arguments=("--config", "grpo.toml")) as daemon:
+        assert daemon.wait(START_TIMEOUT_S) == 0, daemon.errors
+
+    parts = daemon.ask("samples", "--json").stdout
+    assert "my_rewards:descending" in parts and "my_rewards:short" in parts
+    assert "trained 64" in daemon.errors and "errored" not in daemon.errors
+
+
+@pytest.mark.integration
+def test_the_replay_buffer_gives_each_row_once_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "replay_buffer.py"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    # Two producers, six appends of four rows each, the number of an append in each of its rows.
+    assert done.stdout.splitlines()[-1] == f"rows=48 sum={4 * (sum(range(6)) + sum(range(100, 106)))} left=0"
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"} == {
+        "own_reward",
+        "own_trainer.py",
+        "replay_buffer.py",
+    }

@@ -1,0 +1,119 @@
+"""The check that every test is held to: what it must find, and what it must leave alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.support.leaks import Holdings
+
+# Starts a child of its own, tells its pid and dies: an orphan remains.
+ORPHANING = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+"""
+SLEEPING = "import time; print(flush=True); time.sleep(60)"
+SLEEPING_RETITLED = (
+    "import setproctitle, time; setproctitle.setproctitle('retitled'); print(flush=True); time.sleep(60)"
+)
+
+
+def orphan(program: str) -> int:
+    return int(subprocess.check_output([sys.executable, "-c", ORPHANING, program]))
+
+
+@pytest.fixture
+def segment() -> Path:
+    return Path(f"/dev/shm/rlhfd-leaks-{uuid.uuid4().hex}")
+
+
+def test_a_running_child_is_found_and_killed() -> None:
+    before = Holdings.now()
+    with subprocess.Popen([sys.executable, "-c", SLEEPING], stdin=subprocess.DEVNULL) as child:
+        leaks = before.leaks(grace_s=0.0)
+
+    assert leaks == [f"process {child.pid} is still running: {sys.executable} -c {SLEEPING}"]
+
+
+@pytest.mark.parametrize("program", [SLEEPING, SLEEPING_RETITLED])
+def test_an_orphan_is_found_and_killed(program: str) -> None:
+    before = Holdings.now()
+    pid = orphan(program)
+
+    assert [leak.split(" is ")[0] for leak in before.leaks(grace_s=0.0)] == [f"process {pid}"]
+    assert before.leaks() == []
+
+
+def test_what_a_process_that_was_there_before_has_started_is_its_own_to_end() -> None:
+    code = (
+        "import subprocess, sys; input(); "
+        + ORPHANING.strip().replace("\n", "; ")
+        + "; input(); child.kill(); child.wait()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, SLEEPING], text=True, bufsize=1, **pipes) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        before = Holdings.now()
+        parent.stdin.write("\n")
+        pid = int(parent.stdout.readline())
+
+        assert pid not in before.pids and before.leaks(grace_s=0.0) == []
+
+        parent.stdin.write("\n")
+
+
+def test_a_process_that_ends_within_the_grace_is_no_leak() -> None:
+    before = Holdings.now()
+    with subprocess.Popen(["sleep", "0.2"]):
+        assert before.leaks() == []
+
+
+def test_a_segment_is_found_until_it_is_unlinked(segment: Path) -> None:
+    before = Holdings.now()
+    segment.mkdir()
+    found = before.leaks(grace_s=0.0)
+    segment.rmdir()
+
+    assert found == [f"shared memory is left: {segment}"]
+    assert before.leaks() == []
+
+
+def test_a_segment_held_by_a_stranger_is_not_ours(segment: Path) -> None:
+    holding = "import sys; held = open(sys.argv[1], 'w'); print(flush=True); sys.stdin.read()"
+    before = Holdings.now()
+    # Neither our child nor marked: what a daemon running beside the tests looks like.
+    stranger = subprocess.Popen(
+        ["setsid", "--fork", sys.executable, "-c", holding, str(segment)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PATH": os.defpath},
+    )
+    with stranger:
+        assert stranger.stdout and stranger.stdin
+        stranger.stdout.readline()
+        leaks = before.leaks(grace_s=0.0, descriptors=False)
+        stranger.stdin.close()
+        assert stranger.stdout.read() == b""
+    segment.unlink()
+
+    assert leaks == []
+
+
+def test_an_open_file_descriptor_is_found_until_it_is_closed() -> None:
+    before = Holdings.now()
+    reading, writing = os.pipe()
+    found = before.leaks(grace_s=0.0)
+    os.close(reading)
+    os.close(writing)
+
+    assert [leak.split(":")[0] for leak in found] == [
+        f"file descriptor {number} is still open" for number in (reading, writing)
+    ]
+    assert before.leaks() == []

@@ -1,0 +1,178 @@
+"""The seam for engines: another one runs the maker, a worker and a daemon, and nothing outside its own file changes."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.experience.codec import ExtentReader, gather
+from pipeline.models.weights.store import WeightsPublisher, flatten
+from pipeline.prompts import PromptSource
+from pipeline.rollout.generation.engines import load_engine
+from pipeline.rollout.generation.hf_generate import ActorGenerator
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.loader import RolloutModels
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.roller import Roller
+from pipeline.rollout.worker import RolloutWorker
+from pipeline.runtime.messages import Sealed, Ticket, Welcome
+from pipeline.storage.arena import Arena
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.slab import MetricsSlab
+from tests.rollout.test_worker import Sent
+from tests.support import tiny, whole_rows
+from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.whole_rows import WholeRows
+
+PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+TOKENIZER = SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=tiny.EOS)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def lengths_as_scores(*, response_start, response_end, **_row):
+    return (response_end - response_start).float()
+
+
+def maker(actor, engine):
+    return NaiveExperienceMaker(
+        actor, None, lengths_as_scores, tiny.llama(), TOKENIZER, use_grpo=True, num_generation=4, generator=engine
+    )
+
+
+def test_another_engine_makes_the_same_experience():
+    actor = tiny.llama()
+
+    its = maker(actor, WholeRows(actor)).make_experience(PROMPTS, MASK, max_length=14, seed=5)
+    lean = maker(actor, LeanGenerator(actor)).make_experience(PROMPTS, MASK, max_length=14, seed=5)
+
+    assert torch.equal(its.sequences, lean.sequences)
+    assert torch.equal(its.action_mask, lean.action_mask)
+    assert torch.equal(its.action_log_probs, lean.action_log_probs)
+    assert torch.equal(its.advantages, lean.advantages)
+
+
+class Letters:
+    pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
+
+    def __call__(self, text):
+        return {"input_ids": [ord(letter) - 60 for letter in text]}
+
+
+def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them(tmp_path):
+    """The published weights are another model's, so that stale ones would sample other tokens."""
+    actor, published = tiny.llama(), tiny.llama(seed=9)
+    engine = WholeRows(actor)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "AB"}) + "\n" + json.dumps({"prompt": "CDEF"}) + "\n")
+    Arena.create(tmp_path / "arena", payload_bytes=1 << 16, ledger_bytes=4096, layout=1)
+    arena = Arena(tmp_path / "arena")
+    slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("supervisor"), SlotName("rollout", 0)])
+    slab.begin("rollout", 0)
+    source, sent = PromptSource(tmp_path / "prompts.jsonl", 0), Sent()
+    roller = Roller(
+        maker(actor, engine), source, Letters(), seed=7, max_length=12, template="none", generate_kwargs={},
+        device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+    )  # fmt: skip
+    tensors = flatten(actor=actor.state_dict())
+    publisher = WeightsPublisher(tmp_path / "weights", tensors)
+    publisher.publish(1, flatten(actor=published.state_dict()))
+    worker = RolloutWorker(
+        RolloutModels(roller, engine, tensors), arena, tmp_path / "weights", sent,
+        RolloutMetrics(slab.writer("rollout", 0), reward_source="function"), index=0, clock=lambda: 0.0, group_size=4,
+    )  # fmt: skip
+    worker.handle(Welcome(1))
+
+    worker.handle(Ticket(sent[0].incarnation, 0, 0, 2, 1, 0, 1 << 15, 1, 100.0))
+    worker.step()
+
+    (sealed,) = sent.of(Sealed)
+    assert (engine.updates, engine.paused, sealed.policy_version) == (1, False, 1)
+    experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
+    fresh = Roller(
+        maker(published, LeanGenerator(published)), source, Letters(), seed=7, max_length=12, template="none",
+        generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+    ).roll(0, 2)  # fmt: skip
+    assert fresh.experience is not None
+    assert torch.equal(experience.action_mask.sum(dim=1), fresh.experience.action_mask.sum(dim=1))
+    responses = [
+        row[mask] for row, mask in zip(experience.sequences[:, -8:], experience.action_mask[:, -8:], strict=True)
+    ]
+    expected = [
+        row[mask] for row, mask in zip(fresh.experience.sequences[:, -8:], fresh.experience.action_mask, strict=True)
+    ]
+    assert all(torch.equal(mine, its) for mine, its in zip(responses, expected, strict=True))
+    worker.close()
+    publisher.close()
+    source.close()
+    slab.close()
+    arena.close()
+
+
+def engine_named(name, actor):
+    return load_engine(name, actor, directory=Path("model"), device=torch.device("cpu"), on_progress=lambda: None)
+
+
+def test_a_name_leads_to_its_engine():
+    actor = tiny.llama()
+
+    assert isinstance(engine_named("transformers", actor), LeanGenerator)
+    assert isinstance(engine_named("transformers", SimpleNamespace(generate=print)), ActorGenerator)
+    assert isinstance(engine_named("tests.support.whole_rows:new_engine", actor), WholeRows)
+
+
+def no_engine(actor, **_):
+    return object()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_engine", "cannot import pipeline.rollout.generation.interface.no_such_engine"),
+        ("tests.no_such_module:new_engine", "cannot import tests.no_such_module"),
+        ("tests.support.whole_rows:old_engine", "tests.whole_rows has no function old_engine"),
+        ("tests.test_engines:no_engine", "the object of tests.test_engines:no_engine has no method generate"),
+    ],
+)
+def test_a_name_that_leads_to_none_is_refused(name, message):
+    with pytest.raises(ConfigError, match=f"rollout.engine: {message}"):
+        engine_named(name, tiny.llama())
+
+
+def test_the_engines_here_compute_with_the_actors_own_tensors():
+    """What `update_weights` has to do is nothing: the next call sees the new values."""
+    actor, other = tiny.llama(), tiny.llama(seed=9)
+    greedy = Sampling(max_length=10, pad_token_id=tiny.PAD, do_sample=False)
+    for engine in (LeanGenerator(actor), ActorGenerator(actor)):
+        actor.load_state_dict(tiny.llama().state_dict())
+        before = engine.generate(PROMPTS, MASK, greedy).sequences
+        engine.pause()
+        actor.load_state_dict(other.state_dict())
+        engine.update_weights(actor.state_dict())
+        engine.resume()
+
+        after = engine.generate(PROMPTS, MASK, greedy).sequences
+
+        assert not torch.equal(after, before)
+        assert torch.equal(after, LeanGenerator(other).generate(PROMPTS, MASK, greedy).sequences)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(200)
+def test_a_daemon_runs_with_an_engine_of_ones_own(tmp_path, task):  # noqa: F811
+    shutil.copy(whole_rows.__file__, tmp_path / "my_engine.py")
+    settings = (*SMALL, "trainer.max_steps=3", "rollout.engine=my_engine:new_engine", *telling_reward(tmp_path))
+
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        assert daemon.wait(150.0) == 0, daemon.errors
+
+    assert int((tmp_path / "whole_rows.updates").read_text()) >= 2

@@ -1,0 +1,526 @@
+"""Sampling: the lean loop, foreign actors behind the same seam, and where a response ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
+
+from pipeline.errors import FieldError, ShapeError
+from pipeline.rollout.generation.hf_generate import ActorGenerator
+from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
+from pipeline.rollout.generation.kv_cache import RoomyLayer
+from pipeline.rollout.generation.stops import parse_stop_token_ids, response_lengths
+from pipeline.rollout.generation.transformers import LeanGenerator, fits_lean_loop, sample_tokens
+from tests.support import tiny
+
+PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+
+
+def sampling(**changes: Any) -> Sampling:
+    """Six new tokens for the prompts above."""
+    return Sampling(**{"max_length": 10, "pad_token_id": tiny.PAD, "eos_token_ids": (tiny.EOS,), "seed": 11, **changes})
+
+
+def slow_greedy(model: LlamaForCausalLM, prompt: list[int], steps: int) -> list[int]:
+    """The most probable token, one whole forward pass a token, nothing cached and nothing padded."""
+    row = list(prompt)
+    for _ in range(steps):
+        row.append(int(model(input_ids=torch.tensor([row])).logits[0, -1].argmax()))
+        if row[-1] == tiny.EOS:
+            break
+    return row[len(prompt) :]
+
+
+# --- the lean loop
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
+@torch.no_grad()
+def test_greedy_responses_equal_one_forward_a_token(build: type[LlamaForCausalLM]) -> None:
+    """A left-padded GPT-2 without position ids from the mask goes wrong at the first token."""
+    model = build()
+
+    responses = LeanGenerator(model).generate(PROMPTS, MASK, sampling(do_sample=False), group_size=2)
+
+    for row in range(6):
+        prompt = PROMPTS[row // 2][MASK[row // 2] == 1].tolist()
+        expected = slow_greedy(model, prompt, 6)
+        assert responses.lengths[row] == len(expected)
+        assert responses.sequences[row].tolist() == PROMPTS[row // 2].tolist() + expected + [0] * (6 - len(expected))
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
+@torch.no_grad()
+def test_reported_log_probs_are_the_actors(build: type[LlamaForCausalLM]) -> None:
+    from pipeline.models.log_probs import action_log_probs
+
+    model = build()
+
+    responses = LeanGenerator(model).generate(PROMPTS, MASK, sampling(temperature=0.7), group_size=4)
+
+    valid = torch.arange(6) < responses.lengths.unsqueeze(1)
+    mask = torch.cat([MASK.repeat_interleave(4, dim=0), valid.long()], dim=1)
+    expected = action_log_probs(model, responses.sequences, mask, 6, temperature=0.7)
+    assert responses.log_probs is not None
+    torch.testing.assert_close(responses.log_probs, expected.masked_fill(~valid, 0.0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 3, 4, 7, 12])
+def test_tokens_do_not_depend_on_the_mini_batch(batch_rows: int) -> None:
+    generator = LeanGenerator(tiny.llama())
+    whole = generator.generate(PROMPTS, MASK, sampling(), group_size=4)
+
+    parts = generator.generate(PROMPTS, MASK, sampling(), group_size=4, batch_rows=batch_rows)
+
+    assert torch.equal(parts.sequences, whole.sequences)
+    assert torch.equal(parts.lengths, whole.lengths)
+
+
+def test_equal_calls_are_equal_bit_for_bit_and_leave_the_random_state_alone() -> None:
+    generator = LeanGenerator(tiny.llama())
+    state = torch.get_rng_state()
+    first = generator.generate(PROMPTS, MASK, sampling(), group_size=3)
+    torch.manual_seed(12345)
+
+    second = generator.generate(PROMPTS, MASK, sampling(), group_size=3)
+
+    torch.set_rng_state(state)
+    third = generator.generate(PROMPTS, MASK, sampling(), group_size=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.log_probs is not None
+    for other in (second, third):
+        assert other.log_probs is not None
+        assert torch.equal(first.sequences, other.sequences)
+        assert torch.equal(first.log_probs, other.log_probs)
+
+
+def test_another_seed_samples_other_tokens_and_so_does_each_response_of_a_group() -> None:
+    generator = LeanGenerator(tiny.llama())
+
+    one = generator.generate(PROMPTS, MASK, sampling(), group_size=4).sequences
+    other = generator.generate(PROMPTS, MASK, sampling(seed=12), group_size=4).sequences
+
+    assert not torch.equal(one, other)
+    assert len({tuple(row) for row in one[:4].tolist()}) > 1
+
+
+@torch.no_grad()
+def test_first_tokens_follow_the_models_distribution() -> None:
+    """20,000 draws of the first token against its softmax: within five standard deviations, every token."""
+    model = tiny.llama()
+    probs = torch.softmax(model(input_ids=PROMPTS[1:2]).logits[0, -1].double() / 1.3, dim=-1)
+    draws = 20_000
+
+    responses = LeanGenerator(model).generate(
+        PROMPTS[1:2], MASK[1:2], sampling(max_length=5, temperature=1.3), group_size=draws
+    )
+
+    counts = Counter(responses.sequences[:, 4].tolist())
+    for token, prob in enumerate(probs.tolist()):
+        assert abs(counts[token] / draws - prob) < 5 * (prob * (1 - prob) / draws) ** 0.5 + 1e-9
+
+
+def test_finished_rows_leave_the_batch_and_change_nothing() -> None:
+    model = tiny.llama()
+    widths: list[int] = []
+    forward = model.forward
+
+    def counted(**keywords: Any) -> Any:
+        widths.append(len(keywords["input_ids"]))
+        return forward(**keywords)
+
+    everything_ends = sampling(max_length=24, eos_token_ids=tuple(range(1, 12)))
+    expected = LeanGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8, batch_rows=1)
+    model.forward = counted  # type: ignore[method-assign, assignment]
+
+    responses = LeanGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8)
+
+    assert widths[0] == 3
+    assert widths[1] <= 24
+    assert widths[-1] < 12
+    assert torch.equal(responses.sequences, expected.sequences)
+    assert torch.equal(responses.lengths, expected.lengths)
+
+
+def test_each_prompt_is_encoded_once_for_its_group() -> None:
+    model = tiny.llama()
+    encoded: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def recorded(**keywords: Any) -> Any:
+        encoded.append(tuple(keywords["input_ids"].shape))
+        return forward(**keywords)
+
+    model.forward = recorded  # type: ignore[method-assign, assignment]
+    LeanGenerator(model).generate(PROMPTS, MASK, sampling(eos_token_ids=()), group_size=5)
+
+    assert encoded == [(3, 4)] + [(15, 1)] * 5
+
+
+def test_prompts_of_similar_length_share_a_mini_batch() -> None:
+    model = tiny.llama()
+    encoded: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def recorded(**keywords: Any) -> Any:
+        encoded.append(tuple(keywords["input_ids"].shape))
+        return forward(**keywords)
+
+    lengths = torch.tensor([8, 2, 7, 1])
+    mask = (torch.arange(8) >= 8 - lengths.unsqueeze(1)).long()
+    prompts = torch.randint(3, 12, (4, 8), generator=torch.Generator().manual_seed(0)) * mask
+    settings = sampling(max_length=12, eos_token_ids=())
+    expected = LeanGenerator(model).generate(prompts, mask, settings, group_size=2)
+    model.forward = recorded  # type: ignore[method-assign, assignment]
+
+    responses = LeanGenerator(model).generate(prompts, mask, settings, group_size=2, batch_rows=4)
+
+    assert [shape for shape in encoded if shape[1] > 1] == [(2, 2), (2, 8)]
+    assert torch.equal(responses.sequences, expected.sequences)
+
+
+def test_the_cache_holds_what_transformers_own_would_hold() -> None:
+    """Random appends, repeats and choices of rows, against the layer that joins tensors at every token."""
+    generator = torch.Generator().manual_seed(3)
+    mine, its, rows = RoomyLayer(), DynamicLayer(), 3
+    for step in range(120):
+        if step % 40 == 7:
+            mine.batch_repeat_interleave(2)
+            its.batch_repeat_interleave(2)
+            rows *= 2
+        elif step % 10 == 5:
+            kept = torch.randperm(rows, generator=generator)[: max(1, rows - 1)]
+            mine.batch_select_indices(kept)
+            its.batch_select_indices(kept)
+            rows = len(kept)
+        states = torch.randn(2, rows, 2, 1 + 4 * (step == 0), 6, generator=generator)
+        mine.update(*states)
+        its.update(*states)
+        assert torch.equal(mine.keys, its.keys)
+        assert torch.equal(mine.values, its.values)
+        assert mine.get_seq_length() == its.get_seq_length()
+        assert mine.get_mask_sizes(1) == its.get_mask_sizes(1)
+
+
+def test_a_token_is_written_where_there_is_room_and_nothing_is_copied() -> None:
+    layer = RoomyLayer()
+    layer.update(torch.zeros(2, 2, 100, 4), torch.zeros(2, 2, 100, 4))
+    places = set()
+    for _ in range(50):
+        layer.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4))
+        places.add((layer.keys.data_ptr(), layer.values.data_ptr()))
+
+    assert len(places) == 1
+    assert layer.keys.shape == (2, 2, 150, 4)
+
+
+@pytest.mark.parametrize("model", [tiny.llama(), tiny.gpt2()], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("stops", [(tiny.EOS,), tuple(range(1, 12))], ids=["some end", "most end"])
+def test_steps_of_fixed_shapes_give_the_tokens_of_the_others(model: Any, stops: tuple[int, ...]) -> None:
+    """Over 90 tokens, so that the room for them grows; where most rows end, they leave at halves."""
+    settings = sampling(max_length=94, eos_token_ids=stops)
+    expected = LeanGenerator(model).generate(PROMPTS, MASK, settings, group_size=8)
+
+    fixed = LeanGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, settings, group_size=8)
+
+    assert torch.equal(fixed.sequences, expected.sequences)
+    assert torch.equal(fixed.lengths, expected.lengths)
+    assert fixed.log_probs is not None
+    torch.testing.assert_close(fixed.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+
+
+def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_rows_do() -> None:
+    """What a CUDA graph needs: the tensors of a step are those of the step before."""
+    model = tiny.llama()
+    places: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def recorded(**keywords: Any) -> Any:
+        output = forward(**keywords)
+        layer = keywords["past_key_values"].layers[0]
+        given = (keywords["input_ids"], keywords["attention_mask"], keywords["position_ids"], layer.keys, layer.values)
+        places.append((*(tensor.data_ptr() for tensor in given), layer.keys.shape[2]))
+        return output
+
+    model.forward = recorded  # type: ignore[method-assign, assignment]
+    LeanGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, sampling(max_length=204, eos_token_ids=()))
+
+    rooms = [place[-1] for place in places[1:]]
+    assert [rooms.count(room) for room in (68, 136, 204)] == [64, 68, 67]
+    assert len(set(places[1:])) == 3
+
+
+def test_columns_that_are_padding_in_every_row_are_not_run() -> None:
+    model = tiny.llama()
+    expected = LeanGenerator(model).generate(PROMPTS, MASK, sampling(), group_size=2)
+    wide_prompts = torch.nn.functional.pad(PROMPTS, (7, 0))
+    wide_mask = torch.nn.functional.pad(MASK, (7, 0))
+
+    responses = LeanGenerator(model).generate(wide_prompts, wide_mask, sampling(max_length=17), group_size=2)
+
+    assert torch.equal(responses.sequences[:, 7:], expected.sequences)
+
+
+def test_a_stop_sequence_ends_a_response_and_belongs_to_it() -> None:
+    generator = LeanGenerator(tiny.llama())
+    free = generator.generate(PROMPTS, MASK, sampling(eos_token_ids=()))
+    stop = tuple(free.sequences[1, 6:8].tolist())
+
+    stopped = generator.generate(PROMPTS, MASK, sampling(eos_token_ids=(), stop_sequences=(stop,)))
+
+    assert stopped.lengths[1] <= 4
+    assert tuple(stopped.sequences[1, 4 : 4 + int(stopped.lengths[1])].tolist()[-2:]) == stop
+    lengths = response_lengths(free.sequences[:, 4:], (stop,), (), tiny.PAD)
+    assert torch.equal(stopped.lengths, torch.where(stopped.lengths < 6, lengths, stopped.lengths))
+
+
+def test_responses_cut_off_at_the_limit_keep_all_tokens() -> None:
+    responses = LeanGenerator(tiny.llama()).generate(PROMPTS, MASK, sampling(eos_token_ids=()))
+
+    assert responses.lengths.tolist() == [6, 6, 6]
+    assert responses.sequences.shape == (3, 10)
+
+
+def test_the_actors_current_weights_are_used() -> None:
+    model = tiny.llama()
+    generator = LeanGenerator(model)
+    before = generator.generate(PROMPTS, MASK, sampling(do_sample=False))
+
+    model.load_state_dict(tiny.llama(seed=5).state_dict())
+
+    after = generator.generate(PROMPTS, MASK, sampling(do_sample=False))
+    assert not torch.equal(before.sequences, after.sequences)
+
+
+def test_no_inference_tensor_escapes() -> None:
+    responses = LeanGenerator(tiny.llama()).generate(PROMPTS, MASK, sampling())
+
+    assert responses.log_probs is not None
+    for tensor in (responses.sequences, responses.lengths, responses.log_probs):
+        assert not tensor.is_inference()
+
+
+# --- sampling one token
+
+
+def test_top_k_and_top_p_keep_the_most_probable_tokens_only() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(1000, 1)
+    noise = torch.linspace(0, 1, 1001, dtype=torch.float64)[:1000]
+
+    for keywords, expected in (
+        ({"top_k": 2}, [571, 429]),
+        ({"top_p": 0.65}, [571, 429]),
+        ({"top_p": 0.71}, [444, 333, 222]),
+        ({"top_p": 1e-9}, [1000]),
+        ({"top_k": 0}, [400, 300, 200, 100]),
+    ):
+        counts = torch.bincount(sample_tokens(logits, noise, **keywords))  # type: ignore[arg-type]
+        assert counts.tolist() == pytest.approx(expected, abs=2), keywords
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
+    noise = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64)
+
+    tokens = sample_tokens(logits, noise)
+
+    assert tokens.tolist() == [1, 3, 3]
+
+
+def test_large_vocabularies_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = sample_tokens(logits, noise)
+
+    monkeypatch.setattr("pipeline.rollout.generation.transformers._SAMPLE_ELEMENTS", 12)
+
+    assert torch.equal(sample_tokens(logits, noise), whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"temperature": 0.0}, "temperature is 0.0"), ({"top_p": 0.0}, "top_p is 0.0"), ({"top_k": -1}, "top_k is -1")],
+)
+def test_impossible_sampling_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError, match=message):
+        sampling(**changes)
+
+
+# --- foreign actors
+
+
+class Scripted:
+    """An actor that continues every prompt with the same tokens, cut to `width` columns."""
+
+    def __init__(self, continuation: list[int]) -> None:
+        self.continuation = continuation
+        self.calls: list[dict[str, Any]] = []
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, **keywords: Any) -> Tensor:
+        self.calls.append({"input_ids": input_ids, "attention_mask": attention_mask, **keywords})
+        return torch.cat([input_ids, torch.tensor([self.continuation] * len(input_ids))], dim=1)
+
+
+def test_a_foreign_actor_gets_rows_in_batch_order_at_full_width_with_explicit_sampling() -> None:
+    actor = Scripted([8, 8, tiny.EOS])
+
+    responses = ActorGenerator(actor, {"use_cache": True}).generate(PROMPTS, MASK, sampling(), group_size=2)
+
+    (call,) = actor.calls
+    assert torch.equal(call["input_ids"], PROMPTS.repeat_interleave(2, dim=0))
+    assert torch.equal(call["attention_mask"], MASK.repeat_interleave(2, dim=0))
+    assert (call["top_k"], call["top_p"], call["temperature"], call["do_sample"]) == (0, 1.0, 1.0, True)
+    assert (call["pad_token_id"], call["eos_token_id"], call["max_length"]) == (tiny.PAD, [tiny.EOS], 10)
+    assert call["use_cache"] is True
+    assert responses.sequences[5].tolist() == [0, 6, 6, 4, 8, 8, tiny.EOS, 0, 0, 0]
+    assert responses.lengths.tolist() == [3] * 6
+
+
+def test_a_foreign_actor_is_called_with_what_it_takes() -> None:
+    class Narrow:
+        def generate(self, input_ids: Tensor, attention_mask: Tensor, max_length: int) -> Tensor:
+            return torch.nn.functional.pad(input_ids, (0, max_length - input_ids.shape[1]), value=9)
+
+    responses = ActorGenerator(Narrow()).generate(PROMPTS, MASK, sampling())
+
+    assert responses.lengths.tolist() == [6, 6, 6]
+
+
+def test_mini_batches_of_a_foreign_actor_come_in_order() -> None:
+    actor = Scripted([8])
+
+    responses = ActorGenerator(actor).generate(PROMPTS, MASK, sampling(), group_size=2, batch_rows=4)
+
+    assert [len(call["input_ids"]) for call in actor.calls] == [4, 2]
+    assert torch.equal(responses.sequences[:, :4], PROMPTS.repeat_interleave(2, dim=0))
+
+
+def test_transformers_generate_behind_the_seam_is_seeded_and_leaves_the_random_state_alone() -> None:
+    """The original seeds the global generator with 41 in every call: each call samples the same."""
+    generator = ActorGenerator(tiny.llama())
+    state = torch.get_rng_state()
+
+    first = generator.generate(PROMPTS, MASK, sampling(), group_size=4)
+    again = generator.generate(PROMPTS, MASK, sampling(), group_size=4)
+    other = generator.generate(PROMPTS, MASK, sampling(seed=12), group_size=4)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.sequences, again.sequences)
+    assert not torch.equal(first.sequences, other.sequences)
+
+
+@pytest.mark.parametrize("stops", [(), "two tokens"])
+def test_the_lean_loop_agrees_with_transformers_own_generate(stops: Any) -> None:
+    model = tiny.llama()
+    if stops:
+        free = LeanGenerator(model).generate(PROMPTS, MASK, sampling(do_sample=False, eos_token_ids=()))
+        stops = (tuple(free.sequences[1, 5:7].tolist()), (77, 78))
+    greedy = sampling(do_sample=False, stop_sequences=stops, max_length=20)
+
+    lean = LeanGenerator(model).generate(PROMPTS, MASK, greedy)
+    own = ActorGenerator(model).generate(PROMPTS, MASK, greedy)
+
+    assert torch.equal(lean.sequences, own.sequences)
+    assert torch.equal(lean.lengths, own.lengths)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.zeros(3, 4, dtype=torch.int64), r"returned \(3, 4\) for prompts \(3, 4\)"),
+        (torch.zeros(3, 11, dtype=torch.int64), r"\(3, 11\).*max_length 10"),
+        (torch.zeros(2, 8, dtype=torch.int64), r"\(2, 8\)"),
+        (torch.ones(3, 8, dtype=torch.int64), "row 0: actor.generate changed the prompt"),
+    ],
+)
+def test_ids_that_do_not_continue_the_prompts_are_refused(result: Tensor, message: str) -> None:
+    class Wrong:
+        def generate(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return result
+
+    with pytest.raises(ShapeError, match=message):
+        ActorGenerator(Wrong()).generate(PROMPTS, MASK, sampling())
+
+
+def test_only_an_actor_with_the_librarys_generate_runs_in_the_lean_loop() -> None:
+    class Own(LlamaForCausalLM):
+        def generate(self, *arguments: Any, **keywords: Any) -> Any:
+            return super().generate(*arguments, **keywords)
+
+    patched = tiny.llama()
+    patched.generate = lambda **keywords: None
+
+    assert fits_lean_loop(tiny.llama())
+    assert fits_lean_loop(tiny.gpt2())
+    assert not fits_lean_loop(Own(tiny.llama().config))
+    assert not fits_lean_loop(patched)
+    assert not fits_lean_loop(Scripted([8]))
+
+
+def test_every_engine_keeps_the_protocol() -> None:
+    engines: list[ResponseGenerator] = [LeanGenerator(tiny.llama()), ActorGenerator(Scripted([8]))]
+
+    for engine in engines:
+        responses = engine.generate(PROMPTS, MASK, sampling(), group_size=2, batch_rows=3)
+        assert responses.sequences.shape == (6, 10)
+        assert responses.lengths.dtype == torch.int64
+
+
+# --- where a response ends
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, ()),
+        ([], ()),
+        (7, ((7,),)),
+        ([7], ((7,),)),
+        ([7, 8], ((7, 8),)),
+        ([[7, 8], [9]], ((7, 8), (9,))),
+    ],
+)
+def test_stop_token_ids_have_three_forms(given: Any, expected: Any) -> None:
+    assert parse_stop_token_ids(given) == expected
+
+
+@pytest.mark.parametrize("given", [[[7], []], [7, [8]], [["7"]], "77", 1.5, torch.tensor(7), [None]])
+def test_other_stop_token_ids_are_refused(given: Any) -> None:
+    with pytest.raises(FieldError, match="stop_token_ids is"):
+        parse_stop_token_ids(given)
+
+
+@pytest.mark.parametrize(
+    ("response", "stops", "length"),
+    [
+        ([5, 7, 8, 5, 0, 0], ((7, 8),), 3),  # the stop belongs to the response
+        ([5, 1, 7, 8, 0, 0], ((7, 8),), 4),  # a stop goes before an eos, even a later one
+        ([5, 9, 7, 8, 0, 0], ((7, 8), (9,)), 2),  # the first of the alternatives
+        ([5, 1, 6, 1, 0, 0], ((7, 8),), 2),  # else the first eos
+        ([5, 6, 6, 0, 0, 0], ((7, 8),), 3),  # else the padding goes
+        ([5, 0, 6, 0, 0, 0], (), 3),  # but not inside
+        ([5, 6, 5, 6, 5, 6], ((7, 8),), 6),  # cut off at the limit: all of it
+        ([7, 7, 8, 7, 8, 8], ((7, 7, 8, 7, 8, 8, 8),), 6),  # a stop longer than the response
+    ],
+)
+def test_a_response_ends_at_its_stop_else_eos_else_padding(
+    response: list[int], stops: tuple[tuple[int, ...], ...], length: int
+) -> None:
+    assert response_lengths(torch.tensor([response]), stops, (tiny.EOS,), tiny.PAD).tolist() == [length]
+
+
+def test_pad_that_is_eos_masks_no_stop() -> None:
+    """The original masks `sequences == pad` and loses the stop."""
+    assert response_lengths(torch.tensor([[5, 6, 1, 1, 1]]), (), (1,), 1).tolist() == [3]
+
+
+def test_a_response_without_tokens_is_refused_by_row() -> None:
+    with pytest.raises(ShapeError, match="row 1: no response token in 2 columns"):
+        response_lengths(torch.tensor([[5, 0], [0, 0]]), (), (tiny.EOS,), tiny.PAD)

@@ -1,0 +1,136 @@
+"""A row without a reward is left out, with its group; it is not reward 0, and the rows beside it are as they were."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.errors import RewardError
+from pipeline.experience.types import Experience
+from pipeline.models.critic import Critic
+from pipeline.rollout.maker import NaiveExperienceMaker
+from tests.support import tiny
+from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+
+PROMPTS = torch.tensor([[0, 5, 6], [4, 5, 7], [3, 8, 9]])
+MASK = torch.tensor([[0, 1, 1], [1, 1, 1], [1, 1, 1]])
+
+
+class Tokenizer:
+    pad_token_id = tiny.PAD
+    eos_token_id = tiny.EOS
+
+
+class Judge:
+    """Scores a row by its tokens, and the rows with these numbers not at all."""
+
+    def __init__(self, errored: list[int], value: float = math.nan) -> None:
+        self.errored = errored
+        self.value = value
+
+    def __call__(self, input_ids: Tensor, **_: object) -> Tensor:
+        scores = input_ids.float().mean(dim=1)
+        scores[self.errored] = self.value
+        return scores
+
+
+def make(errored: list[int], *, grpo: bool, value: float = math.nan, drop: bool = True) -> Experience:
+    actor = tiny.llama()
+    maker = NaiveExperienceMaker(
+        actor,
+        None if grpo else Critic.from_actor(actor),
+        Judge(errored, value),
+        tiny.llama(seed=1),
+        Tokenizer(),
+        use_grpo=grpo,
+        num_generation=2,
+        drop_errored=drop,
+        reuse_sampling_log_probs=True,
+        seed=3,
+    )
+    return maker.make_experience(PROMPTS, MASK, max_length=9, seed=5)
+
+
+def assert_rows(some: Experience, all_rows: Experience, kept: list[int]) -> None:
+    """Every field of `some` is that of the kept rows."""
+    for name in ("sequences", "attention_mask", "action_mask"):
+        assert torch.equal(getattr(some, name), getattr(all_rows, name)[kept]), name
+    for name in ("action_log_probs", "base_action_log_probs", "values", "reward", "kl", "advantages"):
+        # Other rows share the mini-batches: equal but for rounding.
+        torch.testing.assert_close(getattr(some, name), getattr(all_rows, name)[kept], atol=2e-5, rtol=1e-5)
+    assert some.info is not None and all_rows.info is not None
+    for key, values in all_rows.info.items():
+        torch.testing.assert_close(some.info[key], values[kept])
+
+
+def test_grpo_leaves_the_group_of_an_errored_row_out() -> None:
+    assert_rows(make([3], grpo=True), make([], grpo=True), [0, 1, 4, 5])
+
+
+def test_ppo_leaves_the_errored_row_out() -> None:
+    assert_rows(make([0, 2], grpo=False), make([], grpo=False), [1])
+
+
+def test_an_infinite_reward_is_errored_as_well() -> None:
+    assert_rows(make([1], grpo=False, value=math.inf), make([], grpo=False), [0, 2])
+
+
+def test_where_no_row_has_a_reward_there_is_no_experience() -> None:
+    with pytest.raises(RewardError, match="3 of 6 rows have no reward, and no row is left"):
+        make([0, 2, 5], grpo=True)
+
+
+def test_without_leave_to_drop_rows_an_errored_one_is_refused_by_its_number() -> None:
+    with pytest.raises(RewardError, match="nan for row 2"):
+        make([2], grpo=False, drop=False)
+
+
+REWARD = """
+import threading
+
+def score(input_ids, attention_mask, *, gt_answer, response_start, response_end, tokenizer):
+    if gt_answer.endswith("6"):
+        threading.Event().wait()
+    if gt_answer.endswith("5"):
+        raise KeyError(gt_answer)
+    if gt_answer.endswith("4"):
+        return float("nan")
+    response = tokenizer.decode(input_ids[response_start:response_end], skip_special_tokens=True)
+    return 1.0 + (response == gt_answer)
+"""
+"""One prompt in eight has no reward, in one way or another."""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_a_run_whose_reward_function_fails_now_and_then_goes_on_and_counts(tmp_path: Path, task: Path) -> None:  # noqa: F811
+    (tmp_path / "moody.py").write_text(REWARD)
+    settings = (
+        *SMALL,
+        'rollout.reward_functions=["moody:score"]',
+        "rollout.reward_timeout_s=0.3",
+        "trainer.max_steps=0",
+    )
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_ready()
+
+        def errors(reason: str) -> float:
+            return total(daemon.metrics(), "rlhfd_stage_errors_total", stage="reward", reason=reason)
+
+        for reason in ("timeout", "exception", "invalid"):
+            daemon.wait_until(lambda reason=reason: errors(reason) > 0, f"a reward errored by {reason}", 120.0)
+        daemon.wait_step(daemon.status()["step"] + 5)
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_experiences_total", outcome="errored") > 0
+        assert total(metrics, "rlhfd_process_exits_total") == 0, "no process was lost over it"
+        assert total(metrics, "rlhfd_items_unaccounted") == 0
+        count = total(metrics, "rlhfd_reward_count")
+        assert count > 0
+        assert total(metrics, "rlhfd_reward_sum") >= count, "every reward is 1 or 2: none that failed became 0"
+        assert daemon.ask("stop").returncode == 0
+        assert daemon.wait() == 0
+    assert "in score" in daemon.errors, "the stack of the function that hung is in the log"

@@ -1,0 +1,236 @@
+"""A worker's models on another machine: the same rollouts, and all that is to be counted comes with the answers."""
+
+import dataclasses
+import logging
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError, RewardError, WeightsError
+from pipeline.models.loading import load_actor, load_tokenizer
+from pipeline.models.weights.store import WeightsCopy, WeightsPublisher, WeightsReader
+from pipeline.rollout.loader import load_models
+from pipeline.rollout.remote import Errand, NodeTelemetry, RolloutNode
+from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def node_of(tmp_path, monkeypatch):
+    """Make nodes, and undo what one does to the process it has for itself otherwise."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")
+    level, threads, made = logging.getLogger().level, torch.get_num_threads(), []
+
+    def node(settings, **errand):
+        given = {"config": settings.model_dump_json(), "working_directory": str(tmp_path), "texts": True, **errand}
+        made.append(RolloutNode(Errand(**given)))
+        return made[-1]
+
+    yield node
+    for node in made:
+        node.close()
+    logging.getLogger().setLevel(level)
+    torch.set_num_threads(threads)
+
+
+def config_of(task, **rollout):  # noqa: F811
+    return Config.model_validate(
+        {
+            "model": {"actor": str(task / "model")},
+            "prompts": {"path": str(task / "prompts.jsonl")},
+            "rollout": {"num_generations": 4, **rollout},
+            "buffer": {"sample_batch_size": 32},
+            "daemon": {"hang_timeout_s": 1.0},
+        }
+    )
+
+
+def reward(folder, name, body):
+    folder.joinpath(f"{name}.py").write_text(f"import time\ndef score(input_ids, attention_mask, **_):\n    {body}\n")
+    return {"reward_functions": [f"{name}:score"], "reward_timeout_s": 0}
+
+
+def sent(answer):
+    """What arrives of an answer that travelled."""
+    return pickle.loads(pickle.dumps(answer))
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, dict):
+            equal(value, other[name])
+        elif value is None:
+            assert other[name] is None, name
+        else:
+            assert torch.equal(value, other[name]), name
+
+
+def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(task, node_of):  # noqa: F811
+    config = config_of(task)
+    node, here = node_of(config), NodeTelemetry()
+    local = load_models(config, load_tokenizer(config.model.actor), CPU, here, here.scored, texts=True)
+
+    loaded = sent(node.load())
+    assert loaded.error is None
+    here.taken(None, None)
+    answer, mine = sent(node.roll(8, 3)), local.roll(8, 3)
+
+    equal(vars(mine.experience), vars(answer.value.experience))
+    assert torch.equal(mine.stopped, answer.value.stopped) and list(mine.answers) == list(answer.value.answers)
+    counted = here.taken(None, None)
+    assert answer.scores == counted.scores and len(answer.scores) == 12
+    assert [name for name, _ in answer.stages] == [name for name, _ in counted.stages]
+    assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in answer.stages}
+    assert all(seconds > 0 for _, seconds in answer.stages)
+    logging.getLogger("pipeline.rollout.roller").warning("on the way")
+    assert [record.msg for record in node.roll(8, 1).records] == ["on the way"]
+    assert sent(node.roll(8, 3)).scores == answer.scores, "told once"
+    local.close()
+
+
+def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of):  # noqa: F811
+    config = config_of(task)
+    node = node_of(config)
+    assert node.load().error is None
+    before = node.roll(0, 2).value.experience
+    other = load_actor(config.model.actor, dtype="float32", device=CPU)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(torch.randn_like(weight) * 0.02)
+    state = {f"actor.{name}": tensor for name, tensor in other.state_dict().items() if name != "lm_head.weight"}
+    publisher = WeightsPublisher(tmp_path / "weights", state)
+    published = publisher.publish(3, state)
+    reader = WeightsReader(tmp_path / "weights")
+    copy = sent(reader.copy())
+
+    assert sent(node.fetch(copy)).value == published
+    after = node.roll(0, 2).value.experience
+
+    assert not torch.equal(before.action_log_probs, after.action_log_probs)
+    data = copy.data.copy()
+    data[100] ^= 1
+    damaged = node.fetch(dataclasses.replace(copy, data=data))
+    assert isinstance(damaged.error, WeightsError) and "came damaged" in str(damaged.error)
+    reader.close()
+    publisher.close()
+
+
+def test_a_copy_is_of_the_newest_version_and_may_be_read_only(tmp_path):
+    publisher = WeightsPublisher(tmp_path / "weights", {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)})
+    reader = WeightsReader(tmp_path / "weights")
+    with pytest.raises(WeightsError, match="no weights were published yet"):
+        reader.copy()
+    for version in (1, 2):
+        publisher.publish(version, {"a": torch.full((3,), float(version)), "b": torch.full((2,), 0.5).bfloat16()})
+    copy = reader.copy()
+    publisher.publish(3, {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)})
+    data = np.frombuffer(copy.data.tobytes(), np.uint8)
+    into = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)}
+
+    found = WeightsCopy(copy.version, copy.places, data).fetch(into)
+
+    assert found.version == 2
+    assert into["a"].tolist() == [2.0] * 3 and into["b"].tolist() == [0.5] * 2
+    with pytest.raises(WeightsError, match="b: missing"):
+        copy.fetch({"a": torch.zeros(3)})
+    reader.close()
+    publisher.close()
+
+
+def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):  # noqa: F811
+    config = config_of(task, **reward(tmp_path, "fails_later", "raise ValueError('no such answer: 0237')"))
+    node = node_of(config)
+
+    refused = sent(node.load()).error
+    assert isinstance(refused, ConfigError) and "no such answer: 0237" in str(refused)
+    assert refused.__traceback__ is None and refused.__cause__ is None
+
+    config = config_of(task)
+    node = node_of(config)
+    assert node.load().error is None
+    node._models.roller._maker.reward_model = lambda **row: torch.full((len(row["input_ids"]),), torch.nan)
+    failed = sent(node.roll(0, 1))
+    assert isinstance(failed.error, RewardError) and failed.value is None
+    assert failed.error.bare == failed.error.told(texts=False)
+
+
+def test_a_node_of_another_release_is_refused_before_it_reads_what_it_may_not_know(task, node_of):  # noqa: F811
+    error = node_of(config_of(task), release="0.0.7", config='{"a_key": "of tomorrow"}').load().error
+
+    assert isinstance(error, ConfigError) and "the daemon's machine 0.0.7" in str(error)
+
+
+def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("socket.gethostname", lambda: "far-away")
+    config = config_of(task)
+    elsewhere = config.model_copy(
+        update={"model": config.model.model_copy(update={"actor": str(tmp_path / "nowhere")})}
+    )
+
+    error = node_of(elsewhere).load().error
+
+    assert isinstance(error, ConfigError) and str(error).startswith("on far-away: ") and "nowhere" in str(error)
+
+
+def test_records_can_be_logged_by_another_process_with_their_fields(task, node_of, monkeypatch):  # noqa: F811
+    node = node_of(config_of(task))
+    log = logging.getLogger("pipeline.rollout.roller")
+    log.warning("prompt set aside: position=%d reason=%s", 7, "too long")
+    try:
+        raise ValueError("once")
+    except ValueError:
+        log.exception("failed: what=%s", object)
+
+    first, second = sent(node.look(logging.INFO, 1.0)).records
+
+    assert (first.msg, first.args, first.levelname) == (
+        "prompt set aside: position=%d reason=%s",
+        (7, "too long"),
+        "WARNING",
+    )
+    assert second.getMessage() == "failed: what=<class 'object'>" and "ValueError: once" in second.stack_info
+    assert node.look(logging.INFO, 1.0).records == []
+
+    log.warning(ValueError("no text"))
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    log.warning("a=%s b=%s", object)
+    for number in range(2000):
+        log.info("much: number=%d", number)
+    third, *others = node.look(logging.ERROR, 1.0).records
+    assert third.getMessage() == "no text"
+    assert (others[-1].getMessage(), len(others)) == ("records left out: count=1001", 1000)
+    log.warning("not wanted")
+    assert node.look(logging.INFO, 1.0).records == []
+
+
+def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
+    config = config_of(task, **reward(tmp_path, "sleepy", "return 1.0"))
+    node = node_of(config)
+    assert node.load().error is None
+    wake = threading.Event()
+
+    def stuck_reward(**row):
+        wake.wait(60.0)
+        return torch.zeros(len(row["input_ids"]))
+
+    node._models.roller._maker.reward_model = stuck_reward
+    work = threading.Thread(target=lambda: node.roll(0, 1))
+    work.start()
+    told = wait_until(
+        lambda: [r for r in node.look(logging.INFO, 1.0).records if "no sign of life" in r.msg], 20.0, "it says so"
+    )
+    assert "stuck_reward" in told[0].stack_info
+    assert node.look(logging.INFO, 1.0).activity == "reward"
+    assert not any("no sign of life" in record.msg for record in node.look(logging.INFO, 1.0).records), "once"
+    wake.set()
+    work.join()
+    assert node.look(logging.INFO, 1.0).activity == ""

@@ -1,0 +1,205 @@
+"""Prompts with images: what the model gets of them, and what happens to those that cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.errors import ConfigError, PromptError
+from pipeline.models.loading import load_tokenizer
+from pipeline.prompts import Prompt, PromptSource
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.rewards import FunctionReward
+from pipeline.rollout.roller import Roller, refuse_broken_reward
+from pipeline.rollout.vision_prompts import VisionPrompts
+from tests.support import tiny, tiny_vision
+from tests.support.tiny_vision import END, IMAGE, START
+
+MEANS = (0.48145466, 0.4578275, 0.40821073)
+DEVIATIONS = (0.26862954, 0.26130258, 0.27577711)
+RED, GREEN = (255, 0, 0), (0, 255, 0)
+A, B, QUESTION = 17, 18, 27
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.save(tmp_path_factory.mktemp("eyes"))
+
+
+@pytest.fixture
+def vision(model_directory: Path) -> VisionPrompts:
+    return VisionPrompts(model_directory, load_tokenizer(model_directory))
+
+
+def painted(path: Path, width: int, height: int, colour: tuple[int, int, int]) -> str:
+    Image.new("RGB", (width, height), colour).save(path)
+    return str(path)
+
+
+def prompt_of(text_or_messages: Any, *images: str) -> Prompt:
+    return Prompt(position=0, epoch=0, index=0, prompt=text_or_messages, answer=None, images=images)
+
+
+def normalized(colour: tuple[int, int, int]) -> torch.Tensor:
+    """A patch of one colour: three colours, then time, height and width."""
+    values = torch.tensor([(c / 255 - m) / d for c, m, d in zip(colour, MEANS, DEVIATIONS, strict=True)])
+    return values.repeat_interleave(tiny_vision.PATCH_VALUES // 3)
+
+
+def test_a_texts_images_stand_in_front_of_it_in_their_order(tmp_path: Path, vision: VisionPrompts) -> None:
+    images = painted(tmp_path / "red.png", 16, 24, RED), painted(tmp_path / "green.png", 8, 8, GREEN)
+
+    rendered = vision.render(prompt_of("ab", *images))
+
+    assert rendered.ids == [START, *[IMAGE] * 6, END, START, IMAGE, END, A, B]
+    assert rendered.vision["image_grid_thws"].tolist() == [[1, 6, 4], [1, 2, 2]]
+    expected = torch.cat([normalized(RED).expand(24, -1), normalized(GREEN).expand(4, -1)])
+    torch.testing.assert_close(rendered.vision["pixel_values"], expected, atol=1e-5, rtol=0)
+
+
+def test_images_stand_where_the_prompt_names_them(tmp_path: Path, vision: VisionPrompts) -> None:
+    image = painted(tmp_path / "red.png", 16, 8, RED)
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+
+    in_text = vision.render(prompt_of("a<|vision_start|><|image_pad|><|vision_end|>b", image))
+    in_messages = vision.render(prompt_of([{"role": "user", "content": parts}], image))
+    as_a_message = vision.render(prompt_of("ab", image), "chat")
+
+    answer = 26
+    assert in_text.ids == [A, START, IMAGE, IMAGE, END, B]
+    assert in_messages.ids == [A, START, IMAGE, IMAGE, END, B, answer]
+    assert as_a_message.ids == [START, IMAGE, IMAGE, END, A, B, answer]
+
+
+def test_text_alone_is_rendered_as_ever(vision: VisionPrompts) -> None:
+    rendered = vision.render(prompt_of("ab"))
+
+    assert (rendered.ids, rendered.vision) == ([A, B], {})
+
+
+def test_a_palette_and_shades_of_gray_are_read_as_three_colours(tmp_path: Path, vision: VisionPrompts) -> None:
+    Image.new("RGB", (8, 8), RED).convert("P").save(tmp_path / "palette.png")
+    Image.new("L", (8, 8), 255).save(tmp_path / "gray.png")
+
+    palette, gray = (vision.render(prompt_of("a", str(tmp_path / name))) for name in ("palette.png", "gray.png"))
+
+    torch.testing.assert_close(palette.vision["pixel_values"][0], normalized(RED), atol=1e-5, rtol=0)
+    torch.testing.assert_close(gray.vision["pixel_values"][0], normalized((255, 255, 255)), atol=1e-5, rtol=0)
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, vision: VisionPrompts) -> None:
+    whole = tiny_vision.picture(tmp_path / "whole.png", 40, 40).read_bytes()
+    (tmp_path / "torn.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "empty.png").touch()
+    painted(tmp_path / "thin.png", 1000, 2, RED)
+
+    assert len(vision.render(prompt_of("a", str(tmp_path / "whole.png"))).ids) > 4
+    for name in ("missing.png", "torn.png", "text.png", "empty.png", "thin.png", "."):
+        with pytest.raises(PromptError, match=f"^image {tmp_path / name}: "):
+            vision.render(prompt_of("a", str(tmp_path / name)))
+
+
+def test_more_or_fewer_places_than_images_are_refused(tmp_path: Path, vision: VisionPrompts) -> None:
+    image = painted(tmp_path / "red.png", 8, 8, RED)
+
+    with pytest.raises(PromptError, match="1 image tokens for 2 images"):
+        vision.render(prompt_of("<|image_pad|>b", image, image))
+    with pytest.raises(PromptError, match="1 image tokens for 0 images"):
+        vision.render(prompt_of("<|image_pad|>b"))
+
+
+def test_a_directory_without_an_image_processor_is_refused(tmp_path: Path) -> None:
+    tiny_vision.model().save_pretrained(tmp_path)
+    tiny_vision.tokenizer().save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"model\.actor: cannot load an image processor from "):
+        VisionPrompts(tmp_path, load_tokenizer(tmp_path))
+
+
+# The roller.
+
+
+def constant(*_: Any, **__: Any) -> float:
+    return 1.0
+
+
+def source_of(folder: Path, *lines: dict[str, Any]) -> contextlib.closing[PromptSource]:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return contextlib.closing(PromptSource(path, 0))
+
+
+def new_roller(source: PromptSource, model_directory: Path, *, sees: bool = True) -> Roller:
+    tokenizer = load_tokenizer(model_directory)
+    actor: Any = tiny_vision.model() if sees else tiny.llama()
+    maker = NaiveExperienceMaker(
+        actor, None, FunctionReward([constant], tokenizer), None, tokenizer, kl_coef=0, use_grpo=True, num_generation=2
+    )
+    return Roller(
+        maker, source, tokenizer, seed=1, max_length=32, template="auto", generate_kwargs={},
+        device=torch.device("cpu"), vocabulary=actor.config.get_text_config().vocab_size,
+        vision=VisionPrompts(model_directory, tokenizer) if sees else None,
+    )  # fmt: skip
+
+
+def test_prompts_whose_images_are_missing_are_set_aside_with_line_and_path(
+    tmp_path: Path, model_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    painted(tmp_path / "red.png", 16, 24, RED)
+    painted(tmp_path / "green.png", 8, 8, GREEN)
+    lines = (
+        {"prompt": "ab", "images": ["red.png"]},
+        {"prompt": "a", "images": ["gone.png"]},
+        {"prompt": "abc"},
+        {"prompt": "b", "images": ["green.png", "red.png"]},
+    )
+    with source_of(tmp_path, *lines) as source, caplog.at_level(logging.WARNING):
+        rolled = new_roller(source, model_directory).roll(0, 4)
+        at = {source.at(place).index: place for place in range(4)}
+
+    assert rolled.prompts_failed == 1
+    path = tmp_path / "gone.png"
+    assert caplog.messages == [
+        f"prompt set aside: position={at[1]} line=2 reason=image {path}: No such file or directory"
+    ]
+    kept = [line for line in sorted(at, key=lambda line: at[line]) if line != 1]
+    paths = {0: ["red.png"], 2: None, 3: ["green.png", "red.png"]}
+    patches = {0: [(RED, 24)], 2: [], 3: [(GREEN, 4), (RED, 24)]}
+    expected = [[str(tmp_path / name) for name in paths[line]] if paths[line] else None for line in kept]
+    experience: Any = rolled.experience
+    assert experience.raw_images == [images for images in expected for _ in range(2)]
+    colours = [colour for line in kept for _ in range(2) for colour, count in patches[line] for _ in range(count)]
+    pixels = torch.stack([normalized(colour) for colour in colours])
+    torch.testing.assert_close(experience.pixel_values, pixels, atol=1e-5, rtol=0)
+    assert experience.info["image_num"].tolist() == [len(paths[line] or []) for line in kept for _ in range(2)]
+
+
+def test_images_for_a_model_of_text_alone_are_refused(tmp_path: Path, model_directory: Path) -> None:
+    painted(tmp_path / "red.png", 16, 24, RED)
+
+    with (
+        source_of(tmp_path, {"prompt": "ab", "images": ["red.png"]}) as source,
+        pytest.raises(ConfigError, match=r"prompt 0 has images, but model\.actor takes text alone"),
+    ):
+        new_roller(source, model_directory, sees=False).roll(0, 1)
+
+
+def test_rows_too_large_for_their_room_are_refused_before_the_first_ticket(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    painted(tmp_path / "red.png", 40, 40, RED)
+    patches_bytes = 10 * 10 * tiny_vision.PATCH_VALUES * 4
+
+    with source_of(tmp_path, {"prompt": "ab", "images": ["red.png"]}) as source:
+        roller = new_roller(source, model_directory)
+        refuse_broken_reward(roller, patches_bytes + 4096)
+        with pytest.raises(ConfigError, match=r"^buffer\.row_bytes: extent of [\d,]+ B does not fit"):
+            refuse_broken_reward(roller, patches_bytes // 2)

@@ -1,0 +1,426 @@
+"""A rollout worker's decisions, with a maker that is quick and a buffer that is this test."""
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+
+from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
+from pipeline.experience import codec
+from pipeline.models.weights.store import WeightsPublisher
+from pipeline.prompts import PromptSource
+from pipeline.rollout.loader import RolloutModels
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.roller import Roller, refuse_broken_reward, seed_of
+from pipeline.rollout.worker import RolloutWorker
+from pipeline.runtime.messages import Drain, Failed, Faulty, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
+from pipeline.storage.arena import Arena
+from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
+from tests.support.experiences import made_up
+
+MAX_LENGTH = 11
+VOCABULARY = 99
+
+
+class Letters:
+    """A tokenizer: a letter a token, a tilde none."""
+
+    pad_token_id = 0
+    eos_token_id = 1
+
+    def __call__(self, text):
+        return {"input_ids": [ord(letter) - 60 for letter in text if letter != "~"]}
+
+
+class Maker:
+    """Makes experience up from the seed it is given; remembers what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+        self.error = None
+        self.change = lambda experience: None
+
+    def make_experience(self, input_ids, attention_mask, gt_answer=None, *, seed, **others):
+        self.calls.append((input_ids, attention_mask, gt_answer, seed))
+        if self.error is not None:
+            raise self.error
+        experience = made_up(rows=len(input_ids), prompt=5, actions=6, seed=seed % 1000)
+        self.change(experience)
+        return experience
+
+
+class Sent(list):
+    """A sender that keeps what it sends."""
+
+    def send(self, message):
+        self.append(message)
+
+    def of(self, kind):
+        return [message for message in self if isinstance(message, kind)]
+
+
+class Bench:
+    """A worker with everything around it."""
+
+    def __init__(self, folder, prompts=("AB", "ABCD", "ABCDEFGHIJKLM")):
+        path = folder / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": p, "answer": p.lower()}) + "\n" for p in prompts))
+        Arena.create(folder / "arena", payload_bytes=1 << 16, ledger_bytes=4096, layout=1)
+        self.arena = Arena(folder / "arena")
+        self.slab = MetricsSlab.create(folder / "metrics", [SlotName("supervisor"), SlotName("rollout", 0)])
+        self.slab.begin("rollout", 0)
+        self.maker, self.sent, self.now_s = Maker(), Sent(), 0.0
+        self.source = PromptSource(path, 0)
+        self.model = {"actor.w": torch.zeros(2)}
+        self.publisher = WeightsPublisher(folder / "weights", self.model)
+        self.publisher.publish(0, {"actor.w": torch.zeros(2)})
+        roller = Roller(
+            self.maker, self.source, Letters(), seed=7, max_length=MAX_LENGTH, template="none", generate_kwargs={},
+            device=torch.device("cpu"), vocabulary=VOCABULARY,
+        )  # fmt: skip
+        self.roller = roller
+        self.worker = RolloutWorker(
+            RolloutModels(roller, None, self.model), self.arena, folder / "weights", self.sent,
+            RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function"),
+            index=0, clock=lambda: self.now_s,
+        )  # fmt: skip
+        self.worker.handle(Welcome(1))
+        self.incarnation = self.sent.of(Hello)[0].incarnation
+
+    def ticket(self, number=0, *, prompts=2, version=0, deadline_s=100.0):
+        self.worker.handle(
+            Ticket(self.incarnation, number, number * prompts, prompts, 1, 0, 1 << 15, version, deadline_s)
+        )
+
+    def value(self, name, **labels):
+        return MetricsReader(self.slab).read().value(name, **labels)
+
+    def close(self):
+        self.worker.close()
+        self.publisher.close()
+        self.source.close()
+        self.slab.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def short_positions(bench, count):
+    """Positions from which `count` prompts in a row fit."""
+    fits = [len(bench.source.at(position).prompt) < MAX_LENGTH for position in range(30)]
+    return next(start for start in range(30) if all(fits[start : start + count]))
+
+
+def test_a_worker_says_as_which_attempt_it_has_each_ticket(bench):
+    """A buffer that was killed amid handing one out again can tell what the worker has heard of."""
+    for number, attempt in ((0, 3), (1, 1)):
+        bench.worker.handle(Ticket(bench.incarnation, number, number * 2, 2, attempt, 0, 1 << 15, 0, 100.0))
+    bench.worker.step()
+    bench.sent.clear()
+
+    bench.worker.handle(Welcome(2))
+
+    hello, said = bench.sent.of(Hello)[0], [word for word in bench.sent if isinstance(word, Sealed | Failed)]
+    assert (hello.held, hello.attempts) == ([0, 1], [3, 1])
+    assert [(word.ticket, word.attempt) for word in said] == [(0, 3)]
+
+
+@pytest.mark.parametrize("change", ["failed", "faulty"])
+def test_what_came_to_nothing_tells_its_attempt(bench, change):
+    if change == "failed":
+        bench.maker.error = RewardError("no")
+    else:
+        bench.maker.change = lambda experience: experience.action_log_probs.fill_(math.nan)
+    bench.worker.handle(Ticket(bench.incarnation, 0, 0, 2, 2, 0, 1 << 15, 0, 100.0))
+
+    bench.worker.step()
+
+    (word,) = bench.sent.of(Failed if change == "failed" else Faulty)
+    assert word.attempt == 2
+
+
+def test_a_worker_asks_for_tickets_once_it_was_welcomed(bench):
+    assert len(bench.sent.of(WantTickets)) == 1
+
+
+def test_a_ticket_is_rolled_out_and_sealed_into_its_extent(bench):
+    bench.ticket()
+    bench.worker.step()
+
+    (sealed,) = bench.sent.of(Sealed)
+    reader = codec.ExtentReader(bench.arena.extent(0, sealed.nbytes), checksum=sealed.checksum)
+    seed = bench.maker.calls[0][3]
+    expected = made_up(rows=sealed.rows, prompt=5, actions=6, seed=seed % 1000)
+    assert torch.equal(codec.gather([(reader, range(sealed.rows))]).reward, expected.reward)
+    assert sealed.policy_version == 0
+
+
+def test_prompts_are_padded_on_the_left_and_go_with_their_answers(bench):
+    start = short_positions(bench, 2)
+    bench.worker.handle(Ticket(bench.incarnation, 0, start, 2, 1, 0, 1 << 15, 0, 100.0))
+    bench.worker.step()
+
+    input_ids, mask, answers, _ = bench.maker.calls[0]
+    texts = [bench.source.at(position).prompt for position in (start, start + 1)]
+    assert answers == [text.lower() for text in texts]
+    for row, text in enumerate(texts):
+        assert mask[row].sum() == len(text)
+        assert input_ids[row, -len(text) :].tolist() == Letters()(text)["input_ids"]
+
+
+def test_a_prompt_that_fills_max_length_is_set_aside_and_counted(bench):
+    bench.ticket(prompts=3)
+    bench.worker.step()
+
+    (sealed,) = bench.sent.of(Sealed)
+    assert (sealed.rows, sealed.prompts_failed) == (2, 1)
+    assert bench.value("rlhfd_experiences_total", outcome="failed") == 1
+    assert bench.value("rlhfd_experiences_total", outcome="accepted") == 2
+
+
+def test_a_ticket_of_nothing_but_such_prompts_fails_for_good(tmp_path):
+    bench = Bench(tmp_path, prompts=("ABCDEFGHIJKLM",))
+    bench.ticket()
+    bench.worker.step()
+
+    (failed,) = bench.sent.of(Failed)
+    assert not failed.retry
+    assert bench.value("rlhfd_experiences_total", outcome="failed") == 2
+    bench.close()
+
+
+class Chatty(Letters):
+    """Letters with a chat template that refuses a system's message, and quotes it."""
+
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, **_):
+        if messages[0]["role"] == "system":
+            raise ValueError(f"no system role: {messages[0]['content']}")
+        return self(messages[0]["content"])
+
+
+def test_a_rollout_that_is_not_finite_is_never_sealed_and_lies_in_its_extent_for_the_quarantine(bench):
+    bench.maker.change = lambda experience: experience.action_log_probs.__setitem__((0, 0), math.nan)
+    bench.ticket()
+    bench.worker.step()
+
+    assert bench.sent.of(Sealed) == []
+    (faulty,) = bench.sent.of(Faulty)
+    assert (faulty.reason, faulty.ticket, faulty.policy_version) == ("not_finite", 0, 0)
+    assert faulty.detail.startswith("row 0: action_log_probs is nan in column 0 of 6")
+    reader = codec.ExtentReader(bench.arena.extent(0, faulty.nbytes), checksum=faulty.checksum)
+    assert math.isnan(codec.gather([(reader, range(faulty.rows))]).action_log_probs[0, 0])
+    assert bench.value("rlhfd_experiences_total", outcome="failed") == 2
+    assert bench.value("rlhfd_experiences_total", outcome="accepted") == 0
+
+    bench.maker.change = lambda experience: None
+    bench.worker.handle(Settled(bench.incarnation, 0))
+    bench.ticket()
+    bench.worker.step()
+    assert len(bench.sent.of(Sealed)) == 1, "the next attempt at the same ticket"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ShapeError("row 1: a response of 0 tokens"), "lengths"),
+        (TokenError("row 1: token 99"), "vocabulary"),
+        (FieldError("row 1: 3 image tokens more"), "malformed"),
+    ],
+)
+def test_what_its_maker_refuses_is_told_by_reason_without_a_copy(bench, error, reason):
+    bench.maker.error = error
+    bench.ticket()
+    bench.worker.step()
+
+    (faulty,) = bench.sent.of(Faulty)
+    assert (faulty.reason, faulty.detail, faulty.rows, faulty.nbytes) == (reason, str(error), 0, 0)
+
+
+def test_rows_that_have_no_place_in_an_extent_are_told_without_a_copy(bench):
+    bench.maker.change = lambda experience: setattr(experience, "reward", experience.reward[:1].repeat(7))
+    bench.ticket()
+    bench.worker.step()
+
+    (faulty,) = bench.sent.of(Faulty)
+    assert (faulty.reason, faulty.rows, faulty.nbytes) == ("lengths", 0, 0)
+
+
+def test_a_start_ends_where_the_first_rollouts_do_not_pass_the_gate(bench):
+    bench.maker.change = lambda experience: experience.advantages.fill_(math.inf)
+
+    with pytest.raises(FieldError, match="a rollout before the first ticket is refused: row 0: advantages is inf"):
+        refuse_broken_reward(bench.roller, 4096)
+
+    changes = iter([bench.maker.change, bench.maker.change])
+    bench.maker.change = lambda experience: next(changes, lambda experience: None)(experience)
+    refuse_broken_reward(bench.roller, 4096)
+
+
+@pytest.mark.parametrize("log_texts", [False, True])
+def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_path, caplog, log_texts):
+    user, system = {"role": "user", "content": "AB"}, {"role": "system", "content": "SECRET"}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in ([user], [system], [user])))
+    maker = Maker()
+    with contextlib.closing(PromptSource(path, 0)) as source:
+        roller = Roller(
+            maker, source, Chatty(), seed=7, max_length=MAX_LENGTH, template="auto", generate_kwargs={},
+            device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
+        )  # fmt: skip
+        rolled = roller.roll(0, 3)
+
+    assert (rolled.prompts_failed, len(maker.calls[0][0])) == (1, 2)
+    (line,) = caplog.messages
+    assert "line=2 reason=prompt 1 does not suit the tokenizer's chat template, which raised ValueError" in line
+    assert ("SECRET" in line) is log_texts
+
+
+def test_a_prompt_of_no_tokens_costs_that_prompt_alone(tmp_path):
+    bench = Bench(tmp_path, prompts=("AB", "BA", "~"))
+    bench.ticket(prompts=3)
+    bench.worker.step()
+
+    (sealed,) = bench.sent.of(Sealed)
+    assert (sealed.rows, sealed.prompts_failed) == (2, 1)
+    bench.close()
+
+
+def test_a_broken_reward_fails_the_ticket_and_not_the_worker(bench):
+    bench.maker.error = RewardError("row 1: reward is nan")
+    bench.ticket()
+    bench.worker.step()
+
+    (failed,) = bench.sent.of(Failed)
+    assert (failed.reason, failed.retry) == ("row 1: reward is nan", False)
+    bench.maker.error = None
+    bench.ticket(1)
+    bench.worker.step()
+    assert len(bench.sent.of(Sealed)) == 1
+
+
+def test_a_rollout_that_took_too_long_is_given_back(bench):
+    bench.ticket(deadline_s=5.0)
+    bench.now_s = 6.0
+    bench.worker.step()
+
+    (failed,) = bench.sent.of(Failed)
+    assert failed.retry
+    assert bench.sent.of(Sealed) == []
+
+
+def test_new_weights_are_fetched_before_the_rollout_that_asks_for_them(bench):
+    bench.publisher.publish(3, {"actor.w": torch.full((2,), 3.0)})
+    bench.ticket(version=3)
+    bench.worker.step()
+
+    (sealed,) = bench.sent.of(Sealed)
+    assert sealed.policy_version == 3
+    assert bench.model["actor.w"].tolist() == [3.0, 3.0]
+    assert sealed.fingerprint == bench.worker.held.fingerprint != 0
+
+
+def test_a_restarted_buffer_hears_again_what_was_not_settled(bench):
+    bench.ticket(0)
+    bench.ticket(1)
+    bench.worker.step()
+    bench.worker.step()
+    bench.worker.handle(Settled(bench.incarnation, 0))
+    bench.sent.clear()
+
+    bench.worker.handle(Welcome(2))
+
+    assert [sealed.ticket for sealed in bench.sent.of(Sealed)] == [1]
+    assert bench.sent.of(Hello)[0].held == [1]
+
+
+def test_a_dead_buffers_ticket_that_was_not_read_yet_is_void(bench):
+    """The next buffer was not told of it, and gives its room to somebody else."""
+    bench.ticket(0)
+    bench.sent.clear()
+    bench.worker.handle(Welcome(2))
+
+    bench.ticket(1)
+
+    (hello,) = bench.sent.of(Hello)
+    assert hello.held == [0] and hello.incarnation != bench.incarnation
+    assert bench.sent.of(WantTickets)[0].incarnation == hello.incarnation
+    bench.worker.step()
+    assert [sealed.ticket for sealed in bench.sent.of(Sealed)] == [0]
+    assert bench.worker.idle
+
+
+def test_a_ticket_is_worked_on_once_however_often_it_comes(bench):
+    bench.ticket()
+    bench.ticket()
+    bench.worker.step()
+    bench.ticket()
+
+    assert bench.worker.idle
+
+
+def test_a_predecessors_ticket_is_ignored(bench):
+    bench.worker.handle(Ticket(bench.incarnation + 1, 0, 0, 2, 1, 0, 1 << 15, 0, 100.0))
+
+    assert bench.worker.idle
+
+
+def test_draining_ends_only_when_everything_is_settled(bench):
+    bench.ticket()
+    bench.worker.handle(Drain())
+    assert not bench.worker.finished
+    bench.worker.step()
+    assert not bench.worker.finished
+
+    bench.worker.handle(Settled(bench.incarnation, 0))
+
+    assert bench.worker.finished
+
+
+def test_sampling_depends_on_the_position_and_the_run_alone():
+    assert seed_of(1, 5) == seed_of(1, 5)
+    assert len({seed_of(run, position) for run in range(20) for position in range(20)}) == 400
+
+
+def test_waiting_is_accounted_for_by_its_reason(bench):
+    bench.worker.handle(Wait(bench.incarnation, "staleness"))
+    with bench.worker._metrics.waiting():
+        assert bench.worker._metrics.clock.activity == "wait_ticket_staleness"
+
+
+def test_a_rollout_that_does_not_fit_its_extent_fails_for_good_and_says_what_to_raise(bench):
+    start = short_positions(bench, 2)
+    bench.worker.handle(Ticket(bench.incarnation, 0, start, 2, 1, 0, 64, 0, 100.0))
+    bench.worker.step()
+
+    (failed,) = bench.sent.of(Failed)
+    assert not failed.retry
+    assert failed.reason.endswith("does not fit: 64 B reserved for 2 rows; raise buffer.row_bytes")
+
+
+def test_weights_of_the_same_number_are_fetched_again_after_a_rollback(bench):
+    def publish(version, value, **options):
+        return bench.publisher.publish(version, {"actor.w": torch.full((2,), value)}, **options)
+
+    publish(1, 1.0)
+    bench.ticket(version=1)
+    bench.worker.step()
+    publish(0, 2.0, rollback=True)
+    again = publish(1, 3.0)
+    publish(2, 4.0)
+
+    bench.ticket(1, version=1)
+    bench.worker.step()
+
+    assert bench.worker.held.history == again.history == 1
+    assert torch.equal(bench.model["actor.w"], torch.full((2,), 4.0))

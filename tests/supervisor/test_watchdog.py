@@ -1,0 +1,204 @@
+"""What the watchdog does about roles that are late at their start; the children are real processes that do nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.schema import Config, DaemonConfig
+from pipeline.supervisor.fleet import Slot
+from pipeline.supervisor.watchdog import Guard, is_stopped
+from tests.supervisor.test_fleet import Idlers
+
+LIMIT_S = 100.0
+
+
+class Watch:
+    """A fleet and its guard, to which as much time passes as it is told.
+
+    Attributes:
+        ended: Each slot that ended, with its exit code.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.fleet = Idlers(folder)
+        self.ended: list[tuple[str, int]] = []
+        self.fleet.ended = lambda slot, code: self.ended.append((slot.name, code))
+        config = Config(
+            daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state", startup_timeout_s=LIMIT_S)
+        )
+        self.guard = Guard(
+            config, self.fleet.slab, self.fleet, state=lambda: "starting", gave_up=lambda reason: pytest.fail(reason)
+        )
+        self._now_s = time.monotonic()
+
+    def pass_s(self, seconds: float) -> None:
+        """Let time pass, the guard looking on without a pause."""
+        until_s = self._now_s + seconds
+        while self._now_s < until_s:
+            self._now_s = min(self._now_s + 10.0, until_s)
+            self.guard.tick(self._now_s, 0.0, 0.0)
+
+    async def all_end(self) -> None:
+        """Wait until no child is left."""
+        await self.fleet.until(lambda: not self.fleet.alive())
+
+
+@asynccontextmanager
+async def watching(folder: Path) -> AsyncIterator[Watch]:
+    """Two ranks that start, and never say that they are ready unless they are told to."""
+    watch = Watch(folder)
+    watch.pass_s(0.1)
+    try:
+        yield watch
+    finally:
+        watch.fleet.signal(watch.fleet.slots, signal.SIGKILL)
+        await watch.all_end()
+
+
+def alone(test: Callable[[Watch], Coroutine[None, None, None]], folder: Path) -> None:
+    """Run a test on a watch of its own."""
+
+    async def run() -> None:
+        async with watching(folder) as watch:
+            await test(watch)
+
+    asyncio.run(run())
+
+
+def test_of_ranks_that_are_late_together_each_is_asked_for_its_stacks(tmp_path: Path) -> None:
+    async def test(watch: Watch) -> None:
+        for rank in watch.fleet.ranks:
+            watch.fleet.start(rank)
+        watch.pass_s(LIMIT_S - 1.0)
+        assert not any(rank.error for rank in watch.fleet.ranks)
+
+        watch.pass_s(2.0)
+        await watch.all_end()
+
+        # What does not know the signal dies of it: both got it.
+        assert sorted(watch.ended) == [("trainer-0", -signal.SIGUSR1), ("trainer-1", -signal.SIGUSR1)]
+        for rank in watch.fleet.ranks:
+            assert rank.error.startswith("not ready within 100 s (daemon.startup_timeout_s); its last line: ")
+            assert (rank.ended_by, rank.late_starts) == ("watchdog", 1)
+
+    alone(test, tmp_path)
+
+
+def test_one_that_is_ready_before_it_is_killed_is_let_live(tmp_path: Path) -> None:
+    async def test(watch: Watch) -> None:
+        watch.fleet.ignored = signal.SIGUSR1
+        for rank in watch.fleet.ranks:
+            watch.fleet.start(rank)
+        watch.pass_s(LIMIT_S + 1.0)
+        assert all(rank.is_late for rank in watch.fleet.ranks)
+
+        for rank in watch.fleet.ranks:
+            watch.fleet.say_ready(rank)
+        await watch.fleet.until(lambda: all(rank.state == "ready" for rank in watch.fleet.ranks))
+        watch.pass_s(10.0)
+
+        assert watch.ended == []
+        assert [(rank.error, rank.ended_by, rank.is_late) for rank in watch.fleet.ranks] == [("", "", False)] * 2
+
+    alone(test, tmp_path)
+
+
+def test_the_second_late_start_in_a_row_is_the_last_and_one_in_between_begins_anew(tmp_path: Path) -> None:
+    async def test(watch: Watch) -> None:
+        rank = watch.fleet.ranks[0]
+        watch.fleet.ranks[1].state = "ended"
+        watch.fleet.slots.remove(watch.fleet.ranks[1])
+
+        async def start(*, is_late: bool) -> float | None:
+            watch.fleet.start(rank)
+            if is_late:
+                watch.pass_s(LIMIT_S + 1.0)
+            else:
+                os.kill(watch.fleet.started[0][-1], signal.SIGKILL)
+            await watch.all_end()
+            return watch.fleet.retry(rank)
+
+        assert await start(is_late=True) is not None
+        assert await start(is_late=False) is not None
+        assert await start(is_late=True) is not None, "not the second in a row"
+        assert await start(is_late=True) is None
+        assert rank.state == "failed"
+
+    alone(test, tmp_path)
+
+
+def test_one_that_a_cluster_has_no_place_for_is_neither_late_nor_waited_for(tmp_path: Path) -> None:
+    async def test(watch: Watch) -> None:
+        homeless, other = watch.fleet.ranks
+
+        def all_ready() -> bool:
+            # A worker that needs no process of its own for it.
+            worker = dataclasses.replace(other, role="rollout", state="ready")
+            watch.fleet.slots.append(worker)
+            try:
+                return watch.fleet.all_ready()
+            finally:
+                watch.fleet.slots.pop()
+
+        for rank in watch.fleet.ranks:
+            watch.fleet.start(rank)
+        watch.fleet.say_ready(other)
+        await watch.fleet.until(lambda: other.state == "ready")
+        assert not all_ready()
+
+        watch.fleet.say_ready(homeless, "homeless")
+        await watch.fleet.until(lambda: homeless.has_no_place)
+        watch.pass_s(3 * LIMIT_S)
+        assert not homeless.is_late and all_ready()
+
+        watch.fleet.say_ready(homeless, "placed")
+        await watch.fleet.until(lambda: not homeless.has_no_place)
+        assert not all_ready()
+        watch.pass_s(LIMIT_S)
+        assert homeless.is_late, "from there on it may be"
+
+    alone(test, tmp_path)
+
+
+def test_a_template_that_is_late_is_replaced(tmp_path: Path) -> None:
+    async def test(watch: Watch) -> None:
+        (template,) = watch.fleet.of("template")
+        ends: list[tuple[Slot, int]] = []
+        watch.fleet.ended = lambda slot, code: ends.append((slot, code))
+        watch.fleet.start(template)
+
+        watch.pass_s(LIMIT_S + 1.0)
+        await watch.all_end()
+
+        assert ends == [(template, -signal.SIGUSR1)]
+        assert watch.fleet.retry(template) is not None
+
+    alone(test, tmp_path)
+
+
+def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(tmp_path: Path) -> None:
+    async def test(watch: Watch) -> None:
+        for rank in watch.fleet.ranks:
+            watch.fleet.start(rank)
+        (pid,) = watch.fleet.started[1]
+        os.kill(pid, signal.SIGSTOP)
+        await watch.fleet.until(lambda: is_stopped(pid))
+
+        watch.pass_s(LIMIT_S + 1.0)
+        await watch.fleet.until(lambda: bool(watch.ended))
+
+        # It got to take the signal, and the rank that waits for it is not blamed.
+        assert watch.ended == [("trainer-1", -signal.SIGUSR1)]
+        assert watch.fleet.ranks[1].error == "hung in start: stopped"
+        assert watch.fleet.ranks[0].error == ""
+
+    alone(test, tmp_path)

@@ -1,0 +1,341 @@
+"""A buffer among workers and trainer ranks with memories of their own, any of which may fail at any message.
+
+The ranks behave as the built-in trainer does: in lock-step, a version each `accumulation` rounds, published by rank 0,
+which acknowledges. What each rank checks of a batch before it trains on it is what the buffer promises.
+"""
+
+import dataclasses
+import random
+
+import msgspec
+
+from pipeline.buffer.admission import Limits
+from pipeline.runtime.messages import (
+    Credit,
+    Damaged,
+    Faulty,
+    Hello,
+    Lease,
+    PeerDied,
+    Published,
+    Release,
+    Sealed,
+    Settled,
+    Ticket,
+    WantTickets,
+)
+from pipeline.storage.records import ExtentState
+from tests.buffer.test_buffer import Bench
+
+WORKERS = 2
+
+
+@dataclasses.dataclass
+class Worker:
+    """A rollout worker: which weights it holds, its tickets, and what the buffer has not settled."""
+
+    incarnation: int
+    weights: tuple[int, int]
+    tickets: dict[int, Ticket] = dataclasses.field(default_factory=dict)
+    unsettled: dict[int, Sealed | Faulty] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Rank:
+    """A trainer rank, with the rules of `pipeline.trainer.connection.Connection`."""
+
+    incarnation: int
+    queue: list[Lease] = dataclasses.field(default_factory=list)
+    newest: int = -1
+    damaged: Damaged | None = None
+
+
+class Town:
+    """The simulation; each method is one event."""
+
+    def __init__(self, *, staleness=0, world_size=1, accumulation=1, batch=8, seed=0):
+        self.rng = random.Random(seed)
+        self.world_size, self.accumulation = world_size, accumulation
+        self.limits = Limits(
+            sample_batch_size=batch,
+            rows_per_version=batch * world_size * accumulation,
+            group_size=2,
+            prompts_per_ticket=2,
+            max_staleness=staleness,
+            limit_batches=0,
+            world_size=world_size,
+            row_bytes=100,
+        )
+        self.bench = Bench(self.limits, max_attempts=100_000, workers=WORKERS)
+        self.incarnations = 10
+        self.fingerprints = 100
+        self.batches = 0
+        self.rolled_back = 0
+        # What lies in shared memory: the newest weights, and which leases they include.
+        self.weights, self.through = (0, 100), 0
+        self.valid = {self.weights}
+        self.said = Published(0, 100, 0)
+        self.workers = [Worker(0, self.weights) for _ in range(WORKERS)]
+        self.ranks = [Rank(0) for _ in range(world_size)]
+        self.bench.say(self.said)
+        for index in range(WORKERS):
+            self.worker_starts(index)
+        self.trainer_starts()
+
+    @property
+    def ledger(self):
+        return self.bench.ledger
+
+    def incarnation(self):
+        self.incarnations += 1
+        return self.incarnations
+
+    # The post.
+
+    def deliver(self):
+        """Let everyone read their mail."""
+        sent, self.bench.sent = self.bench.sent, []
+        self._read(sent)
+
+    def _read(self, mail):
+        for peer, message in mail:
+            role, _, index = peer.partition("-")
+            if role == "worker":
+                self._worker_reads(self.workers[int(index)], message)
+            else:
+                self._rank_reads(self.ranks[int(index)], message)
+
+    def _worker_reads(self, worker, message):
+        if getattr(message, "to", worker.incarnation) != worker.incarnation:
+            return
+        if isinstance(message, Ticket):
+            if message.ticket not in worker.unsettled:
+                worker.tickets[message.ticket] = message
+        elif isinstance(message, Settled):
+            worker.unsettled.pop(message.ticket, None)
+
+    def _rank_reads(self, rank, message):
+        if isinstance(message, Lease) and message.to == rank.incarnation and message.lease > rank.newest:
+            rank.newest = message.lease
+            rank.damaged = None
+            rank.queue.append(message)
+
+    # Workers.
+
+    def worker_starts(self, index):
+        self.workers[index] = Worker(self.incarnation(), (-1, 0))
+        name = f"worker-{index}"
+        incarnation = self.workers[index].incarnation
+        self.bench.say(Hello(name, incarnation), WantTickets(name, incarnation, 2))
+
+    def worker_dies(self, index):
+        self.bench.say(PeerDied(f"worker-{index}"))
+        self.worker_starts(index)
+
+    def roll(self, index, *, lost=False, shorter=False, fault=""):
+        """Work on the oldest ticket; what the worker says of it may be lost, or wrong."""
+        worker = self.workers[index]
+        if not worker.tickets:
+            return
+        ticket = worker.tickets.pop(min(worker.tickets))
+        record = self.ledger.extents[ticket.ticket]
+        room = (record.state, record.owner, record.offset)
+        assert room == (ExtentState.RESERVED, index, ticket.offset), "a worker writes into its own room only"
+        if ticket.policy_version != worker.weights[0] or self.weights[0] <= worker.weights[0]:
+            worker.weights = self.weights
+        rows = 2 * (ticket.prompts - (shorter and ticket.prompts > 1))
+        version, fingerprint = worker.weights
+        sealed = Sealed(f"worker-{index}", ticket.ticket, rows, 50 * rows, 1, version, fingerprint)
+        if fault == "rows":
+            sealed = Sealed(sealed.worker, sealed.ticket, rows + 99, 50, 1, version, fingerprint)
+        elif fault == "fingerprint":
+            sealed = Sealed(sealed.worker, sealed.ticket, rows, 50, 1, version, 7)
+        elif fault == "not finite":
+            sealed = Faulty(sealed.worker, sealed.ticket, "not_finite", "", rows, 50, 1, version, fingerprint)
+        worker.unsettled[ticket.ticket] = sealed
+        if not lost:
+            self.bench.say(sealed)
+
+    # Trainer ranks.
+
+    def trainer_starts(self):
+        """All ranks start, from the newest weights."""
+        self.ranks = [Rank(self.incarnation()) for _ in range(self.world_size)]
+        self.said = Published(*self.weights, self.through)
+        self.bench.say(self.said)
+        for index in range(self.world_size):
+            self._introduce(index)
+
+    def _introduce(self, index):
+        rank, name = self.ranks[index], f"trainer-{index}"
+        held = [lease.lease for lease in rank.queue]
+        self.bench.say(
+            Hello(name, rank.incarnation, held, rank.newest < 0),
+            Credit(name, rank.incarnation, self.accumulation + 1),
+        )
+
+    def train(self, *, lost=False):
+        """One version, if every rank has its batches."""
+        if any(len(rank.queue) < self.accumulation for rank in self.ranks):
+            return
+        for rank in self.ranks:
+            for lease in rank.queue[: self.accumulation]:
+                self._check(lease)
+        self.through = (self.ranks[0].queue[self.accumulation - 1].lease // self.world_size + 1) * self.world_size
+        for rank in self.ranks:
+            del rank.queue[: self.accumulation]
+        self.batches += self.accumulation * self.world_size
+        self._publish(self.weights[0] + 1, lost=lost)
+
+    def _check(self, lease):
+        assert lease.for_version == self.weights[0], "the number tells the version"
+        assert sum(len(part.rows) for part in lease.parts) == self.limits.sample_batch_size
+        for part in lease.parts:
+            record = self.ledger.extents[part.ticket]
+            leased = [(row, record.items[row].lease) for row in part.rows]
+            assert all(number == lease.lease for _, number in leased), "what it trains on is what it acknowledges"
+            assert (record.policy_version, record.fingerprint) in self.valid, "of weights that exist"
+            assert lease.for_version - part.policy_version <= self.limits.max_staleness, "within the bound"
+
+    def _publish(self, version, *, lost=False, rollback=False):
+        self.fingerprints += 1
+        self.weights = (version, self.fingerprints)
+        self.valid = {weights for weights in self.valid if weights[0] < version} | {self.weights}
+        self.said = Published(*self.weights, self.through, rollback)
+        if not lost:
+            self.bench.say(self.said)
+
+    def trainer_dies(self, *, at=0):
+        """All ranks die with rank `at`, which alone is to blame for its batch."""
+        for index, rank in enumerate(self.ranks):
+            working_on = rank.queue[0].lease if rank.queue and index == at else -1
+            self.bench.say(PeerDied(f"trainer-{index}", working_on))
+        self.trainer_starts()
+
+    def trainer_comes_again(self, *, overtaken):
+        """All ranks close, and connect anew; what they hand back may be read after their new hello."""
+        handed_back = [
+            Release(f"trainer-{index}", lease.lease, rank.incarnation)
+            for index, rank in enumerate(self.ranks)
+            for lease in rank.queue
+        ]
+        self.bench.say(*(Credit(f"trainer-{index}", rank.incarnation, 0) for index, rank in enumerate(self.ranks)))
+        if not overtaken:
+            self.bench.say(*handed_back)
+        self.trainer_starts()
+        if overtaken:
+            self.bench.say(*handed_back)
+
+    def trainer_rolls_back(self, versions):
+        """The trainer dies and goes on from an older checkpoint."""
+        for index in range(self.world_size):
+            self.bench.say(PeerDied(f"trainer-{index}"))
+        self.ranks = [Rank(self.incarnation()) for _ in range(self.world_size)]
+        back_to = max(0, self.weights[0] - versions)
+        if back_to < self.weights[0]:
+            self.rolled_back += 1
+            self._publish(back_to, rollback=True)
+        for index in range(self.world_size):
+            self._introduce(index)
+
+    def damage(self, index, *, lost=False):
+        """A rank finds an extent of its next batch damaged."""
+        rank = self.ranks[index]
+        if not rank.queue:
+            return
+        lease = rank.queue[0]
+        rank.queue.clear()
+        rank.newest, rank.incarnation = lease.lease - 1, self.incarnation()
+        rank.damaged = Damaged(f"trainer-{index}", lease.lease, [lease.parts[0].ticket], "torn", rank.incarnation)
+        if not lost:
+            self.bench.say(rank.damaged)
+
+    # The buffer.
+
+    def buffer_dies(self):
+        """Its peers tell the new one what it may have missed.
+
+        What it had said last to each of them is lost with it, or was read before, or lies unread until after that.
+        """
+        mail, self.bench.sent = self.bench.sent, []
+        fate = {peer: self.rng.choice(("lost", "read", "unread")) for peer, _ in mail}
+        self._read([(peer, message) for peer, message in mail if fate[peer] == "read"])
+        self.bench.restart()
+        self.bench.sent.clear()
+        for index, worker in enumerate(self.workers):
+            worker.incarnation = self.incarnation()
+            name, held = f"worker-{index}", [*worker.tickets, *worker.unsettled]
+            self.bench.say(Hello(name, worker.incarnation, held, fresh=False))
+            self.bench.say(*worker.unsettled.values())
+            self.bench.say(WantTickets(name, worker.incarnation, 2))
+        for index, rank in enumerate(self.ranks):
+            rank.incarnation = self.incarnation()
+            if index == 0:
+                self.bench.say(self.said)
+            if rank.damaged is not None:
+                rank.damaged = msgspec.structs.replace(rank.damaged, incarnation=rank.incarnation)
+                self.bench.say(rank.damaged)
+            self._introduce(index)
+        self._read([(peer, message) for peer, message in mail if fate[peer] == "unread"])
+
+    # All of it.
+
+    def check_books(self):
+        ledger, totals = self.ledger, self.ledger.totals
+        assert self.bench.balanced
+        out = set(ledger.leases())
+        assert out.isdisjoint(ledger.vacant)
+        assert all(totals.trained_through <= lease < totals.leases for lease in ledger.vacant)
+        used = sum(-(-max(record.nbytes, 1) // 64) * 64 for record in ledger.extents.values())
+        assert used == self.bench.buffer.used_bytes, "room of the arena is neither lost nor given twice"
+
+    def random_event(self):
+        """Something happens; mostly, work is done."""
+        chance, rng = self.rng.random(), self.rng
+        index, rank = rng.randrange(WORKERS), rng.randrange(self.world_size)
+        if chance < 0.45:
+            self.roll(index, shorter=chance < 0.03)
+        elif chance < 0.78:
+            self.train()
+        elif chance < 0.82:
+            self.worker_dies(index)
+        elif chance < 0.85:
+            self.trainer_dies(at=rank)
+        elif chance < 0.86:
+            self.trainer_comes_again(overtaken=rng.random() < 0.5)
+        elif chance < 0.87:
+            self.damage(rank)
+        elif chance < 0.88:
+            self.trainer_rolls_back(rng.randrange(1, 4))
+        elif chance < 0.90:
+            self.roll(index, fault=rng.choice(["rows", "fingerprint", "not finite"]))
+        elif chance < 0.94:
+            self.deliver()
+        else:
+            # Something was under way when the buffer died.
+            rng.choice(
+                [
+                    lambda: self.roll(index, lost=True),
+                    lambda: self.train(lost=True),
+                    lambda: self.damage(rank, lost=True),
+                    lambda: None,
+                ]
+            )()
+            self.buffer_dies()
+        if rng.random() < 0.9:
+            self.deliver()
+        self.check_books()
+
+    def goes_on(self, versions=3, events=400):
+        """With nothing failing any more, so many versions come within so many events."""
+        start, left = self.weights[0], events
+        while self.weights[0] < start + versions:
+            assert left, f"stalled: {self.ledger.totals} {self.ledger.vacant} {self.ledger.redo}"
+            left -= 1
+            self.bench.say()
+            self.deliver()
+            for index in range(WORKERS):
+                self.roll(index)
+            self.deliver()
+            self.train()
+            self.check_books()

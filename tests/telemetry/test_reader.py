@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from pipeline.supervisor.gpus import Gpu, gpu_series
+from pipeline.telemetry.metrics import METRICS, SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
+from tests.support.slabs import BLOCK, ROOT, SLOTS, begun
+
+INFO = {
+    "rlhfd_build_info": {"version": "0.1.0", "commit": "c0ffee", "python": "3.11.7", "torch": "2.13.0+cpu", "cuda": ""},
+    "rlhfd_run_info": {"run_id": "1", "algorithm": "grpo", "model": 'a "b"\\c\nd'},
+}
+GPUS = gpu_series([Gpu(0, "GPU-aaaa", 1 << 30, 80 << 30, 0.5), Gpu(1, "GPU-bbbb", 0, 80 << 30, 0.0)])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics"
+
+
+@pytest.fixture
+def slab(path: Path) -> Iterator[MetricsSlab]:
+    slab = MetricsSlab.create(path, SLOTS)
+    yield slab
+    slab.close()
+
+
+def write_everything(slab: MetricsSlab) -> None:
+    """Give a value to every series that the catalogue allows."""
+    rng = random.Random(1)
+    for slot in slab.layout.slots:
+        writer = begun(slab, *slot)
+        writer.beat()
+        for metric, values, _ in slab.layout.of_role[slot.role].cells:
+            pairs = zip(metric.labels, values, strict=True)
+            labels = {label: value for label, value in pairs if not metric.is_own(label)}
+            if metric.kind == "counter":
+                writer.counter(metric.name, **labels).inc(rng.random() * 1e9)
+            elif metric.kind == "gauge":
+                writer.gauge(metric.name, **labels).set(rng.random())
+            else:
+                writer.histogram(metric.name, **labels).observe_many([rng.random(), 7])
+        if slot.role == "buffer":
+            writer.publish_group(BLOCK)
+
+
+def test_text_shows_each_bound_series_and_nothing_else(slab: MetricsSlab) -> None:
+    writer = begun(slab, "rollout", 1)
+    writer.counter("rlhfd_tokens_total", kind="prompt").inc(3)
+    writer.gauge("rlhfd_rollouts_in_flight").set(2)
+
+    assert MetricsReader(slab).text().decode() == (
+        "# HELP rlhfd_tokens_total Tokens by kind (prompt, response, trained).\n"
+        "# TYPE rlhfd_tokens_total counter\n"
+        'rlhfd_tokens_total{kind="prompt"} 3.0\n'
+        "# HELP rlhfd_rollouts_in_flight Rollouts being worked on.\n"
+        "# TYPE rlhfd_rollouts_in_flight gauge\n"
+        'rlhfd_rollouts_in_flight{worker="1"} 2.0\n'
+    )
+
+
+def test_openmetrics_names_family_and_unit_and_ends_with_eof(slab: MetricsSlab) -> None:
+    begun(slab, "supervisor").counter("rlhfd_process_cpu_seconds_total", role="trainer").inc(1.5)
+
+    assert MetricsReader(slab).openmetrics().decode() == (
+        "# HELP rlhfd_process_cpu_seconds CPU time used by child processes, dead ones included.\n"
+        "# TYPE rlhfd_process_cpu_seconds counter\n"
+        "# UNIT rlhfd_process_cpu_seconds seconds\n"
+        'rlhfd_process_cpu_seconds_total{role="trainer"} 1.5\n'
+        "# EOF\n"
+    )
+
+
+def test_histogram_buckets_are_cumulative(slab: MetricsSlab) -> None:
+    begun(slab, "buffer").histogram("rlhfd_policy_staleness_versions", point="push").observe_many([0, 1, 1, 40])
+
+    lines = MetricsReader(slab).text().decode().splitlines()
+
+    assert 'rlhfd_policy_staleness_versions_bucket{point="push",le="0.0"} 1.0' in lines
+    assert 'rlhfd_policy_staleness_versions_bucket{point="push",le="1.0"} 3.0' in lines
+    assert 'rlhfd_policy_staleness_versions_bucket{point="push",le="32.0"} 3.0' in lines
+    assert lines[-3:] == [
+        'rlhfd_policy_staleness_versions_bucket{point="push",le="+Inf"} 4.0',
+        'rlhfd_policy_staleness_versions_count{point="push"} 4.0',
+        'rlhfd_policy_staleness_versions_sum{point="push"} 42.0',
+    ]
+
+
+def test_a_value_observed_several_times_at_once_counts_as_often(slab: MetricsSlab) -> None:
+    one_by_one = begun(slab, "buffer").histogram("rlhfd_policy_staleness_versions", point="push")
+    one_by_one.observe_many([0, 1, 1, 1])
+    before = slab.floats.tolist()
+
+    one_by_one.observe(1, 3)
+    at_once = slab.floats.tolist()
+    one_by_one.observe_many([1, 1, 1])
+
+    gained = [
+        (b - a, c - b) for a, b, c in zip(before, at_once, slab.floats.tolist(), strict=True) if b != a and a == a
+    ]
+    assert gained == [(3.0, 3.0), (3.0, 3.0)], "one bucket and the sum"
+
+
+def test_histogram_with_a_negative_observation_has_neither_sum_nor_count(slab: MetricsSlab) -> None:
+    begun(slab, "rollout").histogram("rlhfd_reward", source="model").observe_many([1, -1])
+
+    lines = MetricsReader(slab).text().decode().splitlines()
+
+    assert lines[-1] == 'rlhfd_reward_bucket{source="model",le="+Inf"} 2.0'
+
+
+def test_gauge_of_several_trainers_is_the_first_ones(path: Path) -> None:
+    slab = MetricsSlab.create(path, [SlotName("trainer", 0), SlotName("trainer", 1)])
+    for worker in (1, 0):
+        begun(slab, "trainer", worker).gauge("rlhfd_reward_mean", source="function").set(worker)
+
+    assert MetricsReader(slab).read().value("rlhfd_reward_mean") == 0
+    slab.close()
+
+
+def test_value_sums_over_the_labels_that_are_not_named(slab: MetricsSlab) -> None:
+    writer = begun(slab, "rollout")
+    for amount, kind in enumerate(("prompt", "response"), start=1):
+        writer.counter("rlhfd_tokens_total", kind=kind).inc(amount)
+
+    reading = MetricsReader(slab).read()
+
+    assert reading.value("rlhfd_tokens_total") == 3
+    assert reading.value("rlhfd_tokens_total", kind="response") == 2
+    assert reading.value("rlhfd_tokens_total", kind="trained") is None
+
+
+def test_mean_of_a_histogram_is_over_all_that_was_observed(slab: MetricsSlab) -> None:
+    name = "rlhfd_policy_staleness_versions"
+    begun(slab, "buffer").histogram(name, point="push").observe_many([0, 1])
+    begun(slab, "trainer").histogram(name, point="train").observe_many([1, 4])
+    begun(slab, "rollout").histogram("rlhfd_reward", source="model").observe(-1)
+
+    reading = MetricsReader(slab).read()
+
+    assert reading.histogram_mean(name, point="train") == 2.5
+    assert reading.histogram_mean(name) == 1.5
+    assert reading.histogram_mean("rlhfd_kl_nats") is None
+    assert reading.histogram_mean("rlhfd_reward") is None
+
+
+def test_both_parsers_read_every_series(slab: MetricsSlab) -> None:
+    write_everything(slab)
+    reader = MetricsReader(slab, INFO)
+    reader.told.update(GPUS)
+
+    text = {family.name: family for family in parse_text(reader.text().decode())}
+    openmetrics = {family.name: family for family in parse_openmetrics(reader.openmetrics().decode())}
+
+    expected = {metric.name.removesuffix("_total") for metric in METRICS}
+    assert text.keys() == openmetrics.keys() == expected
+    assert {name: family.type for name, family in text.items()} == {
+        metric.name.removesuffix("_total"): metric.kind for metric in METRICS
+    }
+    assert [*map(len, (family.samples for family in text.values()))] == [
+        *map(len, (family.samples for family in openmetrics.values()))
+    ]
+
+
+def test_parsed_values_are_those_that_were_read(slab: MetricsSlab) -> None:
+    write_everything(slab)
+    reader = MetricsReader(slab, INFO)
+    reader.told.update(GPUS)
+
+    parsed = {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in parse_text(reader.text().decode())
+        for sample in family.samples
+    }
+
+    scalars = [
+        (metric.name, key, value) for metric in METRICS for key, value in reader.read().families[metric.name].items()
+    ]
+    assert all(parsed[name, key] == value for name, key, value in scalars if isinstance(value, float))
+    assert parsed["rlhfd_items_unaccounted", ()] == BLOCK.unaccounted
+    assert ("rlhfd_run_info", ("1", "grpo", 'a "b"\\c\nd')) in parsed
+
+
+@pytest.mark.needs("promtool")
+def test_promtool_finds_nothing_to_complain_of(slab: MetricsSlab) -> None:
+    write_everything(slab)
+
+    reader = MetricsReader(slab, INFO)
+    reader.told.update(GPUS)
+    body = reader.text()
+    checked = subprocess.run(["promtool", "check", "metrics"], input=body, capture_output=True, timeout=60)
+
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize("lives", [1, 2], ids=["of the first life", "that all died once"])
+def test_scrape_of_64_workers_is_quick(path: Path, lives: int) -> None:
+    slots = [
+        SlotName("supervisor"),
+        SlotName("buffer"),
+        SlotName("trainer"),
+        *(SlotName("rollout", i) for i in range(64)),
+    ]
+    slab = MetricsSlab.create(path, slots)
+    for _ in range(lives):
+        write_everything(slab)
+    reader = MetricsReader(slab, INFO)
+
+    took_s = math.inf
+    for _ in range(10):
+        started_s = time.thread_time()
+        body = reader.openmetrics()
+        took_s = min(took_s, time.thread_time() - started_s)
+
+    assert body.count(b"\n") > 2000
+    # Every series there can be: 6 ms were measured, 8 ms once all died; the bound leaves room for a slow machine.
+    assert took_s < 0.03
+    slab.close()
+
+
+def test_build_info_names_versions_without_importing_torch() -> None:
+    code = """
+import json, sys
+from pipeline.telemetry.reader import build_info
+print(json.dumps([build_info(), "torch" in sys.modules]))
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    info, imported = json.loads(done.stdout)
+
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    assert f"__version__ = '{info['torch']}" in (Path(found.origin).parent / "version.py").read_text()
+    assert not imported
+    assert [*info] == ["version", "commit", "python", "torch", "cuda"]
+    assert info["python"] == sys.version.split()[0]

@@ -1,0 +1,381 @@
+"""Rollouts kept for people: whole or not shown, bounded, private, and what they show is what was sampled."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.cli.samples import Filter, render, visible
+from pipeline.config.schema import Config
+from pipeline.rollout.sample_recorder import RolloutSamples, pieces, reward_names
+from pipeline.telemetry.samples import Sample, SampledResponse, SampleReader, SampleWriter
+from tests.support.daemon import PROGRAM, clean_environment, wait_until
+from tests.support.experiences import made_up
+
+MOST_BYTES = 1 << 16
+
+
+def sample(number: int = 0, worker: int = 0, prompt: str = "7302>", rewards: tuple[float, ...] = (1.0, 0.0)) -> Sample:
+    responses = [
+        SampledResponse(["02", "37"], [-0.5, -0.25], [0.1, -0.1], [1.0], 2, True, reward, {"m:f": reward})
+        for reward in rewards
+    ]
+    return Sample(float(number), worker, number, number, 3, prompt, 5, '"0237"', len(rewards), responses)
+
+
+def kept(folder: Path, count: int, worker: int = 0, **fields: Any) -> None:
+    writer = SampleWriter(folder, worker, MOST_BYTES)
+    for number in range(count):
+        assert writer.write(sample(number, worker, **fields))
+    writer.close()
+
+
+def test_what_is_kept_is_read_again_and_by_its_user_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    kept(folder, 3)
+
+    found = SampleReader(folder).read()
+
+    assert found == [sample(0), sample(1), sample(2)]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
+
+
+def test_no_folder_is_no_samples(tmp_path: Path) -> None:
+    assert SampleReader(tmp_path / "nowhere").read() == []
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, -1])
+def test_a_torn_record_is_not_shown_and_cut_off_by_the_next_writer(tmp_path: Path, cut: int) -> None:
+    kept(tmp_path, 2)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    kept(tmp_path, 1)
+    grown = path.read_bytes()
+    path.write_bytes(grown[: len(whole) + cut] if cut > 0 else grown[:cut])
+    reader = SampleReader(tmp_path)
+
+    before = [one.ticket for one in reader.read()]
+    kept(tmp_path, 1)
+    after = [one.ticket for one in reader.read()]
+
+    assert (before, after) == ([0, 1], [0])
+    assert path.read_bytes() == grown
+
+
+def test_a_damaged_record_ends_what_is_shown_and_what_is_behind_it_never_comes_back(tmp_path: Path) -> None:
+    kept(tmp_path, 3)
+    (path,) = tmp_path.iterdir()
+    text = bytearray(path.read_bytes())
+    text[len(text) // 2] ^= 1
+    path.write_bytes(text)
+
+    assert [one.ticket for one in SampleReader(tmp_path).read()] == [0]
+    kept(tmp_path, 1)
+    assert [one.ticket for one in SampleReader(tmp_path).read()] == [0, 0]
+
+
+def test_a_file_of_anything_is_no_samples(tmp_path: Path) -> None:
+    (tmp_path / "rollout-0.samples").write_bytes(random.Random(1).randbytes(5000))
+    (tmp_path / "rollout-1.samples").symlink_to("/etc/passwd")
+    reader = SampleReader(tmp_path)
+
+    assert reader.read() == []
+    kept(tmp_path, 1)
+    assert [one.ticket for one in reader.read()] == [0]
+
+
+def test_both_files_together_stay_below_the_bound_and_the_newest_are_there(tmp_path: Path) -> None:
+    kept(tmp_path, 900)
+
+    found = [one.ticket for one in SampleReader(tmp_path).read()]
+
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= MOST_BYTES
+    assert len(list(tmp_path.iterdir())) == 2
+    assert found == list(range(900 - len(found), 900)) and len(found) >= 80
+
+
+def test_a_sample_that_is_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path, 0, MOST_BYTES)
+
+    assert not writer.write(sample(prompt="x" * MOST_BYTES))
+    assert writer.write(sample())
+    writer.close()
+
+
+def test_a_reader_that_follows_gets_each_sample_once_however_often_files_are_turned(tmp_path: Path) -> None:
+    writers = [SampleWriter(tmp_path, worker, MOST_BYTES) for worker in range(2)]
+    reader, rng, found = SampleReader(tmp_path), random.Random(0), []
+
+    for number in range(1500):
+        writers[number % 2].write(sample(number, number % 2))
+        if rng.random() < 0.1:
+            found += reader.read()
+    found += reader.read()
+    for writer in writers:
+        writer.close()
+
+    assert [one.ticket for one in found] == list(range(1500))
+
+
+def test_of_many_only_the_newest_are_read_at_first_and_all_that_come_after(tmp_path: Path) -> None:
+    kept(tmp_path, 50)
+    reader = SampleReader(tmp_path, newest=4)
+
+    first = [one.ticket for one in reader.read()]
+    kept(tmp_path, 6)
+
+    assert first == [46, 47, 48, 49]
+    assert [one.ticket for one in reader.read()] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_records_only(tmp_path: Path) -> None:
+    program = (
+        "import itertools, pathlib; from pipeline.telemetry.samples import Sample, SampleWriter\n"
+        f"writer = SampleWriter(pathlib.Path({str(tmp_path)!r}), 0, {MOST_BYTES})\n"
+        "for number in itertools.count(): writer.write(\n"
+        "    Sample(float(number), 0, number, 0, 0, 'x' * (number % 3000), 0, '', 1, []))\n"
+    )
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2]) as process:
+            wait_until(lambda: (tmp_path / "rollout-0.samples.1").exists(), 60.0, "a file was turned")
+            process.send_signal(signal.SIGKILL)
+
+        found = [one.ticket for one in SampleReader(tmp_path).read()]
+        assert found and found == list(range(found[0], found[-1] + 1))
+        (tmp_path / "rollout-0.samples.1").unlink()
+
+
+# What a worker keeps.
+
+
+class Letters:
+    """A tokenizer of bytes: a character may be several tokens."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return bytes(ids).decode(errors="replace")
+
+
+def worker_samples(tmp_path: Path, clock: Any, **changes: Any) -> RolloutSamples:
+    settings = {"group_size": 2, "per_minute": 6.0, "reward_names": ["m:exact", "m:short"], **changes}
+    return RolloutSamples(SampleWriter(tmp_path, 4, 1 << 20), Letters(), worker=4, clock=clock, **settings)
+
+
+def keep(samples: RolloutSamples, experience: Any, answers: list[Any], ticket: int = 0) -> None:
+    stopped = torch.tensor([True, False] * (len(experience.sequences) // 2))
+    samples.keep(experience, stopped, answers, ticket=ticket, position=10, version=3)
+
+
+@pytest.mark.parametrize("ppo", [True, False])
+def test_a_sample_holds_the_very_values_of_its_rows(tmp_path: Path, ppo: bool) -> None:
+    samples, experience = worker_samples(tmp_path, lambda: 0.0), made_up(rows=6, ppo=ppo)
+
+    samples.begin()
+    for row in range(6):
+        samples.scored([float(row), 0.5])
+    keep(samples, experience, ["a", "b", None])
+    samples.close()
+
+    (one,) = SampleReader(tmp_path).read()
+    first = (one.position - 10) * 2
+    assert (one.worker, one.policy_version, one.group_size) == (4, 3, 2)
+    assert one.answer == ['"a"', '"b"', ""][first // 2]
+    assert [response.stopped for response in one.responses] == [True, False]
+    for row, response in enumerate(one.responses, first):
+        mask = experience.action_mask[row]
+        ids = experience.sequences[row, 5:][mask]
+        prompt = experience.sequences[row, :5][experience.attention_mask[row, :5] != 0]
+        ratios = (experience.action_log_probs - experience.base_action_log_probs)[row][mask]
+        advantages = experience.advantages[row][mask] if ppo else experience.advantages[row : row + 1]
+        assert "".join(response.pieces) == bytes(ids.tolist()).decode()
+        assert one.prompt == bytes(prompt.tolist()).decode() or row > first
+        assert response.tokens == len(response.pieces) == int(mask.sum())
+        assert response.log_probs == pytest.approx(experience.action_log_probs[row][mask].tolist(), abs=6e-5)
+        assert response.log_ratios == pytest.approx(ratios.tolist(), abs=6e-5)
+        assert response.advantages == pytest.approx(advantages.tolist(), abs=6e-5)
+        assert response.reward == pytest.approx(float(experience.info["score"][row]), abs=1e-6)
+        assert response.parts == {"m:exact": float(row), "m:short": 0.5}
+
+
+def test_groups_that_errored_are_left_out_of_answers_and_parts_as_of_the_experience(tmp_path: Path) -> None:
+    samples = worker_samples(tmp_path, lambda: 0.0)
+
+    samples.begin()
+    for parts in ([1.0, 0.0], [2.0, 0.0], [3.0, 0.0], None, [5.0, 0.0], [6.0, 0.0]):
+        samples.scored(parts)
+    keep(samples, made_up(rows=4, ppo=False), ["a", "errored", "c"])
+    samples.close()
+
+    (one,) = SampleReader(tmp_path).read()
+    exact = [response.parts["m:exact"] for response in one.responses]
+    assert (one.answer, one.position, exact) in [('"a"', 10, [1.0, 2.0]), ('"c"', 12, [5.0, 6.0])]
+
+
+def test_a_reward_model_gave_what_the_functions_did_not(tmp_path: Path) -> None:
+    samples, experience = worker_samples(tmp_path, lambda: 0.0, reward_names=["m:exact", "model"]), made_up(rows=2)
+    experience.info["score"] = torch.tensor([1.25, 3.0])
+
+    samples.begin()
+    for parts in ([1.0], [0.0]):
+        samples.scored(parts)
+    keep(samples, experience, [None])
+    samples.close()
+
+    (one,) = SampleReader(tmp_path).read()
+    assert [response.parts for response in one.responses] == [
+        {"m:exact": 1.0, "model": 0.25}, {"m:exact": 0.0, "model": 3.0},
+    ]  # fmt: skip
+
+
+def test_so_many_a_minute_are_kept_and_fewer_where_it_takes_long(tmp_path: Path) -> None:
+    class Clock:
+        now_s, step_s = 0.0, 0.0
+
+        def __call__(self) -> float:
+            self.now_s += self.step_s
+            return self.now_s
+
+    clock = Clock()
+    samples = worker_samples(tmp_path, clock)
+
+    def tickets(seconds: int) -> int:
+        before = len(SampleReader(tmp_path).read())
+        for _ in range(seconds):
+            clock.now_s += 1.0
+            samples.begin()
+            keep(samples, made_up(rows=2, ppo=False), [None])
+        return len(SampleReader(tmp_path).read()) - before
+
+    assert tickets(60) == 6
+    # A look at the clock takes 0.1 s now, and so does a sample: 20 s have to pass until that is a two-hundredth.
+    clock.step_s = 0.1
+    assert 30 <= tickets(600) <= 34
+    samples.close()
+
+
+def test_nothing_is_kept_where_none_are_asked_for_or_nothing_can_be_written(tmp_path: Path) -> None:
+    off = Config.model_validate({"daemon": {"state_dir": tmp_path}, "samples": {"per_minute": 0.0}})
+    (tmp_path / "file").touch()
+    nowhere = Config.model_validate({"daemon": {"state_dir": tmp_path / "file"}})
+
+    assert RolloutSamples.of(off, Letters(), 0) is None
+    assert RolloutSamples.of(nowhere, Letters(), 0) is None
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_sample_that_is_written_in_part_is_taken_back_and_costs_nothing_else(tmp_path: Path, caplog: Any) -> None:
+    samples = worker_samples(tmp_path, lambda: 0.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    samples.begin()
+    # A full disk, as the kernel shows it: some of the bytes are written.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        keep(samples, made_up(rows=2), [None])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    samples.close()
+
+    assert "sample not kept: ticket=0 error=100 of" in caplog.text
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
+
+
+@settings(max_examples=50)
+@given(st.text(min_size=1, max_size=12))
+def test_pieces_are_the_text_cut_at_characters(text: str) -> None:
+    ids = list(text.encode())
+
+    found = pieces(lambda some: bytes(some).decode(errors="replace"), ids)
+
+    if "\ufffd" not in text:
+        assert len(found) == len(ids)
+        assert "".join(found) == text
+        assert [piece for piece in found if piece] == list(text)
+
+
+def test_a_long_run_of_one_token_of_a_prompt_is_counted(tmp_path: Path) -> None:
+    samples, experience = worker_samples(tmp_path, lambda: 0.0), made_up(rows=2, prompt=40)
+    experience.attention_mask[:, :40] = 1
+    experience.sequences[:, :40] = torch.tensor([*b"ab", *(b"#" * 37), *b"c"])
+
+    samples.begin()
+    keep(samples, experience, [None])
+    samples.close()
+
+    (one,) = SampleReader(tmp_path).read()
+    assert (one.prompt, one.prompt_tokens) == ("ab# \u00d737 c", 40)
+
+
+def test_parts_are_named_by_function_and_model() -> None:
+    both = Config.model_validate({"model": {"reward": "models/r"}})
+
+    assert reward_names(Config()) == ["pipeline.sort_digits:exact_answer"]
+    assert reward_names(both) == ["pipeline.sort_digits:exact_answer", "model"]
+
+
+# How they look.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tickets"),
+    [
+        (Filter(), [0, 1, 2]),
+        (Filter(min_reward=1.0), [0, 2]),
+        (Filter(max_reward=0.0), [0, 1]),
+        (Filter(text="ABC"), [1]),
+        (Filter(text="0237"), [0, 1, 2]),
+        (Filter(worker=1), [2]),
+        (Filter(min_reward=2.0), []),
+    ],
+)
+def test_a_filter_takes_what_it_says(wanted: Filter, tickets: list[int]) -> None:
+    all_of_them = [sample(0), sample(1, prompt="xabcx", rewards=(0.0, 0.5)), sample(2, worker=1, rewards=(1.0, 1.0))]
+
+    assert [one.ticket for one in all_of_them if wanted.wants(one)] == tickets
+
+
+def test_a_sample_reads_as_prompt_and_responses_the_best_first() -> None:
+    lines = click.unstyle(render(sample(7, rewards=(0.0, 1.0)))).splitlines()
+
+    assert lines[0].endswith("worker 0  ticket 7  version 3  mean reward 0.5")
+    assert lines[1:] == ['  7302>   answer "0237"', "         1   +1.00  0237", "         0   +1.00  0237"]
+
+
+def test_nothing_in_a_text_reaches_the_terminal_as_a_command() -> None:
+    told = click.unstyle(render(sample(prompt="\x1b[2J\x1b]0;owned\x07\r\u202egnp\x9b5m")))
+
+    assert visible("a\nb\t\x1b\x7f\u202e") == "a⏎b→␛\ufffd\ufffd"
+    assert not [character for character in told if ord(character) < 32 and character != "\n"]
+    assert "\x9b" not in told and "\u202e" not in told
+
+
+def test_rlhfd_samples_follows_without_a_daemon_until_it_is_interrupted(tmp_path: Path) -> None:
+    folders = {"RLHFD_DAEMON__STATE_DIR": str(tmp_path), "RLHFD_DAEMON__RUNTIME_DIR": str(tmp_path / "run")}
+    kept(tmp_path / "samples", 3)
+    command = [str(PROGRAM), "samples", "--json", "--follow", "--last", "1", "--min-reward", "1"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment() | folders, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = json.loads(process.stdout.readline())
+        kept(tmp_path / "samples", 1, rewards=(0.5,))
+        kept(tmp_path / "samples", 1, worker=1)
+        second = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.stdout.read(), process.stderr.read()
+
+    assert (first["ticket"], second["worker"], second["responses"][0]["reward"]) == (2, 1, 1.0)
+    assert (rest, errors, process.returncode) == (b"", b"", 0)

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError, FieldError, LedgerError
+from pipeline.telemetry.metrics import Progress
+from pipeline.telemetry.reader import HistogramReading, MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
+from tests.support.slabs import BLOCK, PROMPTS, SLOTS, STEPS, begun, value
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics"
+
+
+@pytest.fixture
+def slab(path: Path) -> Iterator[MetricsSlab]:
+    slab = MetricsSlab.create(path, SLOTS)
+    yield slab
+    slab.close()
+
+
+def test_slab_is_ours_alone_and_allocated_whole(path: Path, slab: MetricsSlab) -> None:
+    status = path.stat()
+
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_blocks * 512 >= status.st_size == slab.layout.nbytes
+
+
+def test_slab_that_does_not_fit_is_an_error_that_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    with pytest.raises(ConfigError, match=r"metrics slab of [\d,]+ B does not fit"):
+        MetricsSlab.create(path, SLOTS)
+
+    assert [*path.parent.iterdir()] == []
+
+
+def test_counter_adds_up(slab: MetricsSlab) -> None:
+    tokens = begun(slab, "rollout").counter("rlhfd_tokens_total", kind="response")
+
+    tokens.inc()
+    tokens.inc(41.5)
+
+    assert value(slab, "rlhfd_tokens_total", kind="response") == 42.5
+
+
+def test_counter_of_several_workers_is_their_sum(slab: MetricsSlab) -> None:
+    for worker in (0, 1):
+        begun(slab, "rollout", worker).counter(PROMPTS).inc(worker + 1)
+
+    assert value(slab, PROMPTS) == 3
+
+
+@pytest.mark.parametrize("amount", [-1, math.nan, math.inf])
+def test_counter_refuses_what_is_no_increment(slab: MetricsSlab, amount: float) -> None:
+    steps = begun(slab, "trainer").counter(STEPS)
+
+    with pytest.raises(FieldError, match="cannot go up by"):
+        steps.inc(amount)
+
+    assert value(slab, STEPS) == 0
+
+
+def test_total_counted_elsewhere_never_falls(slab: MetricsSlab) -> None:
+    seconds = begun(slab, "supervisor").counter("rlhfd_process_cpu_seconds_total", role="rollout")
+    seconds.set_total(5)
+
+    with pytest.raises(FieldError, match=r"from 5\.0 to 4"):
+        seconds.set_total(4)
+
+    assert value(slab, "rlhfd_process_cpu_seconds_total", role="rollout") == 5
+
+
+def test_histogram_counts_by_upper_bound(slab: MetricsSlab) -> None:
+    staleness = begun(slab, "buffer").histogram("rlhfd_policy_staleness_versions", point="push")
+
+    staleness.observe_many([0, 1, 1, 5, 33])
+
+    assert MetricsReader(slab).read().families["rlhfd_policy_staleness_versions"][("push",)] == HistogramReading(
+        (1, 2, 0, 0, 0, 1, 0, 0, 0, 0, 1), 40
+    )
+
+
+def test_negative_observation_ends_the_sum_and_stays_counted(slab: MetricsSlab) -> None:
+    reward = begun(slab, "rollout").histogram("rlhfd_reward", source="model")
+
+    reward.observe_many([0.5, -3.0, 0.5])
+    slab.fold("rollout")
+
+    read = MetricsReader(slab).read().families["rlhfd_reward"][("model",)]
+    assert isinstance(read, HistogramReading)
+    assert (read.count, read.buckets[0], read.total) == (3, 1, None)
+
+
+@pytest.mark.parametrize("observed", [math.nan, math.inf, -math.inf])
+def test_value_that_is_not_finite_is_no_observation(slab: MetricsSlab, observed: float) -> None:
+    kl = begun(slab, "trainer").histogram("rlhfd_kl_nats")
+
+    with pytest.raises(FieldError, match="no observation"):
+        kl.observe(observed)
+
+    read = MetricsReader(slab).read().families["rlhfd_kl_nats"][()]
+    assert isinstance(read, HistogramReading) and (read.count, read.total) == (0, 0)
+
+
+def test_what_nobody_bound_is_absent(slab: MetricsSlab) -> None:
+    writer = begun(slab, "trainer")
+    writer.gauge("rlhfd_learning_rate")
+
+    assert [name for name, series in MetricsReader(slab).read().families.items() if series] == []
+
+    writer.counter(STEPS)
+
+    assert value(slab, STEPS) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "labels", "message"),
+    [
+        ("counter", "rlhfd_nothing_total", {}, "not declared as a counter"),
+        ("counter", "rlhfd_entropy_nats", {}, "not declared as a counter"),
+        ("counter", "rlhfd_buffer_pushes_total", {"result": "accepted"}, "is written by buffer, not by trainer"),
+        ("counter", "rlhfd_items_sealed_total", {}, "is written by @conservation"),
+        ("counter", "rlhfd_tokens_total", {}, r"takes the labels \['kind'\], not \[\]"),
+        ("counter", "rlhfd_tokens_total", {"kind": "imagined"}, "declares no series with"),
+        ("counter", "rlhfd_tokens_total", {"kind": "trained", "sort": "x"}, "takes the labels"),
+        ("gauge", "rlhfd_policy_version", {"role": "trainer", "worker": "0"}, r"takes the labels \[\]"),
+        ("gauge", "rlhfd_policy_version", {"role": "@own"}, r"takes the labels \[\]"),
+    ],
+)
+def test_undeclared_series_cannot_be_bound(
+    slab: MetricsSlab, kind: str, name: str, labels: dict[str, str], message: str
+) -> None:
+    writer = begun(slab, "trainer")
+
+    with pytest.raises(FieldError, match=message):
+        getattr(writer, kind)(name, **labels)
+
+
+def test_own_role_and_worker_come_from_the_slot(slab: MetricsSlab) -> None:
+    begun(slab, "rollout", 1).gauge("rlhfd_policy_version").set(7)
+
+    assert MetricsReader(slab).read().families["rlhfd_policy_version"] == {("rollout", "1"): 7}
+
+
+def test_supervisor_writes_about_each_of_its_children(slab: MetricsSlab) -> None:
+    writer = begun(slab, "supervisor")
+
+    writer.gauge("rlhfd_process_up", role="rollout", worker="1").set(1)
+    with pytest.raises(FieldError, match="declares no series"):
+        writer.gauge("rlhfd_process_up", role="rollout", worker="2")
+
+    assert MetricsReader(slab).read().families["rlhfd_process_up"] == {("rollout", "1"): 1}
+
+
+def test_second_handle_of_a_counter_goes_on_where_the_first_is(slab: MetricsSlab) -> None:
+    writer = begun(slab, "trainer")
+    writer.counter(STEPS).inc(3)
+
+    writer.counter(STEPS).inc(4)
+
+    assert value(slab, STEPS) == 7
+
+
+def test_slot_cannot_be_written_before_it_has_begun(slab: MetricsSlab) -> None:
+    with pytest.raises(LedgerError, match="rollout 1 was not begun"):
+        slab.writer("rollout", 1)
+    with pytest.raises(FieldError, match="no slot for rollout 2"):
+        slab.writer("rollout", 2)
+
+
+def test_slot_tells_its_pid_incarnation_and_progress(slab: MetricsSlab) -> None:
+    assert (slab.begin("rollout"), slab.begin("rollout")) == (1, 2)
+    assert (slab.pid("rollout"), slab.progress("rollout")) == (0, Progress(0.0, "", 0.0, -1, 0.0, False))
+    before_s = time.monotonic()
+
+    writer = slab.writer("rollout")
+    writer.work_on(17, deadline_s=600.0)
+    writer.enter("generate", 12_500_000_000, 0)
+    writer.meet(True)
+
+    progress = slab.progress("rollout")
+    assert slab.pid("rollout") == os.getpid()
+    assert before_s <= progress.beat_s <= time.monotonic()
+    assert dataclasses.replace(progress, beat_s=0.0) == Progress(0.0, "generate", 12.5, 17, 600.0, True)
+    shown = value(slab, "rlhfd_process_last_heartbeat_timestamp_seconds", role="rollout", worker="0")
+    assert shown == pytest.approx(time.time(), abs=5.0)
+    writer.work_on()
+    assert slab.progress("rollout").working_on == -1
+
+
+def test_dead_slot_keeps_its_counts_and_loses_its_gauges(slab: MetricsSlab) -> None:
+    writer = begun(slab, "trainer")
+    writer.counter(STEPS).inc(3)
+    writer.histogram("rlhfd_kl_nats").observe(0.5)
+    writer.gauge("rlhfd_entropy_nats").set(1.5)
+    writer.beat()
+
+    slab.fold("trainer")
+
+    families = MetricsReader(slab).read().families
+    assert families[STEPS] == {(): 3}
+    assert families["rlhfd_kl_nats"][()].count == 1  # type: ignore[union-attr]
+    assert not families["rlhfd_entropy_nats"]
+    assert not families["rlhfd_process_last_heartbeat_timestamp_seconds"]
+
+
+def test_time_of_an_event_outlives_its_writer_and_the_newest_counts(slab: MetricsSlab) -> None:
+    name = "rlhfd_weight_sync_last_success_timestamp_seconds"
+    begun(slab, "rollout", 0).gauge(name).set(1_000_000_030)
+    begun(slab, "rollout", 1).gauge(name).set(1_000_000_020)
+
+    slab.fold("rollout", 0)
+
+    assert value(slab, name) == 1_000_000_030
+    begun(slab, "rollout", 0).gauge(name).set(1_000_000_010)
+    assert value(slab, name) == 1_000_000_030
+
+
+def test_restarted_process_goes_on_from_what_its_predecessors_counted(slab: MetricsSlab) -> None:
+    for steps in (1, 10, 100):
+        begun(slab, "trainer").counter(STEPS).inc(steps)
+
+    assert value(slab, STEPS) == 111
+
+
+def test_folding_again_counts_nothing_twice(slab: MetricsSlab) -> None:
+    begun(slab, "trainer").counter(STEPS).inc(5)
+
+    for _ in range(3):
+        slab.fold("trainer")
+
+    assert value(slab, STEPS) == 5
+
+
+def test_total_does_not_fall_by_a_bit_when_seconds_are_folded(slab: MetricsSlab) -> None:
+    rng = random.Random(5)
+    before = 0.0
+
+    for _ in range(200):
+        worker = rng.randrange(2)
+        begun(slab, "rollout", worker).histogram("rlhfd_stage_duration_seconds", stage="reward").observe(
+            rng.random() / 3
+        )
+        for fold in (False, True):
+            if fold:
+                slab.fold("rollout", worker)
+            read = MetricsReader(slab).read().families["rlhfd_stage_duration_seconds"][("reward",)]
+            assert isinstance(read, HistogramReading) and read.total is not None
+            assert read.total >= before
+            before = read.total
+
+
+def test_base_that_is_read_many_times_gives_what_it_gives_the_first_time(slab: MetricsSlab) -> None:
+    layout, rng = slab.layout.of_role["rollout"], random.Random(2)
+
+    def words(absent: float) -> list[float]:
+        return [math.nan if rng.random() < absent else rng.random() * 1e9 for _ in range(layout.words)]
+
+    for base_absent, live_absent in itertools.product((0.0, 0.3, 1.0), repeat=2):
+        base, live = words(base_absent), words(live_absent)
+        bound_again = [word if old != old or word == word else 1.5 for old, word in zip(base, live, strict=True)]
+        merge = layout.merger(base)
+        for alive in (live, bound_again, None):
+            # By the bits of each word: NaN is like nothing.
+            assert list(map(repr, merge(alive))) == list(map(repr, layout.merge(base, alive)))
+
+
+def test_conservation_block_is_the_buffers(slab: MetricsSlab) -> None:
+    with pytest.raises(FieldError, match="is the buffer's, not the trainer's"):
+        begun(slab, "trainer").publish_group(BLOCK)
+
+    assert slab.conservation() is None
+
+
+def test_conservation_block_outlives_the_buffer_and_is_not_added_up(slab: MetricsSlab) -> None:
+    begun(slab, "buffer").publish_group(BLOCK)
+    slab.fold("buffer")
+    assert slab.conservation() == BLOCK
+
+    begun(slab, "buffer").publish_group(BLOCK)
+
+    assert value(slab, "rlhfd_items_sealed_total") == 100
+    assert value(slab, "rlhfd_items_unaccounted") == BLOCK.unaccounted
+
+
+def test_supervisor_that_starts_again_finds_every_count(path: Path, slab: MetricsSlab) -> None:
+    begun(slab, "supervisor").counter("rlhfd_process_starts_total", role="rollout").inc(2)
+    begun(slab, "trainer").counter(STEPS).inc(7)
+    begun(slab, "buffer").publish_group(BLOCK)
+
+    again = MetricsSlab.reopen(path, SLOTS)
+
+    assert not any(again.is_live(*slot) for slot in SLOTS)
+    assert value(again, "rlhfd_process_starts_total", role="rollout") == 2
+    assert value(again, STEPS) == 7
+    assert again.conservation() == BLOCK
+    again.close()
+
+
+@pytest.mark.parametrize("change", ["slots", "catalogue", "torn", "foreign", "short"])
+def test_slab_that_means_something_else_is_made_anew(
+    path: Path, slab: MetricsSlab, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(slab, "trainer").counter(STEPS).inc(7)
+    slots = SLOTS[:-1] if change == "slots" else SLOTS
+    if change == "catalogue":
+        monkeypatch.setattr("pipeline.telemetry.writer.METRICS", ())
+    content = bytearray(path.read_bytes())
+    if change == "torn":
+        content[48] = 0xFF
+    if change == "foreign":
+        content[:16] = b"something else.."
+    path.write_bytes(content[:100] if change == "short" else content)
+
+    again = MetricsSlab.reopen(path, slots)
+
+    assert again.layout.slots == slots
+    if change != "catalogue":
+        assert value(again, STEPS) is None
+    again.close()
+
+
+def test_attach_refuses_a_file_that_is_no_slab(path: Path) -> None:
+    path.write_bytes(bytes(8192))
+
+    with pytest.raises(LedgerError, match="no metrics slab of this version"):
+        MetricsSlab.attach(path)
+
+
+def test_handle_of_a_closed_slab_does_not_write(path: Path) -> None:
+    slab = MetricsSlab.create(path, SLOTS)
+    steps = begun(slab, "trainer").counter(STEPS)
+
+    slab.close()
+
+    with pytest.raises(ValueError, match="released"):
+        steps.inc()

@@ -1,0 +1,232 @@
+"""Checkpoints: whole or not there, found again, never believed unread."""
+
+import contextlib
+import json
+import resource
+import shutil
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime.latest_checkpoint import Latest, read_latest
+from pipeline.trainer import checkpoints
+from pipeline.trainer.checkpoints import CheckpointNote, earlier_of_run, load_state, read_note, save_checkpoint, verify
+from tests.support import tiny
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def note(step, **changes):
+    values = {
+        "identity": "this", "step": step, "version": step, "position": 10 * step, "complete": False,
+        "digest": "0a", "fingerprint": "0b", "config": {"trainer": {"learning_rate": 0.1}},
+    }  # fmt: skip
+    return CheckpointNote(**{**values, **changes})
+
+
+def state(value=0.0):
+    return {
+        "progress": torch.tensor([1, 2, 3]),
+        "actor.step.a": torch.tensor(value),
+        "actor.exp_avg.a": torch.full((3, 2), value, dtype=torch.bfloat16),
+    }
+
+
+def save(root, step, *, value=0.0, keep=0, **changes):
+    return save_checkpoint(
+        root, note(step, **changes), actor=tiny.llama(step), tokenizer=Tokenizer(), state=state(value), keep=keep
+    )
+
+
+@contextlib.contextmanager
+def files_of_at_most(nbytes):
+    """A disk on which no file can grow beyond: a write past it fails as on a full one, in the middle of the file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_checkpoint_is_a_model_of_transformers_and_a_state(tmp_path):
+    folder = save(tmp_path, 70, value=1.5)
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    found = state()
+    verify(folder, read_note(folder))
+    load_state(folder, found)
+    assert folder == tmp_path / "step-000070"
+    for name, tensor in tiny.llama(70).state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert all(torch.equal(found[name], tensor) for name, tensor in state(1.5).items())
+
+
+def test_the_last_one_is_named_in_plain_json(tmp_path):
+    save(tmp_path, 70)
+    save(tmp_path, 73, complete=True)
+
+    named = json.loads((tmp_path / "latest.json").read_text())
+
+    assert {key: named[key] for key in named if key != "run"} == {
+        "identity": "this", "step": 73, "version": 73, "position": 730, "complete": True, "path": "step-000073",
+        "fingerprint": "0b",
+    }  # fmt: skip
+    assert read_latest(tmp_path) == Latest(**named)
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path):
+    save(tmp_path, 5, value=1.0)
+
+    save(tmp_path, 5, value=2.0)
+
+    found = state()
+    load_state(tmp_path / "step-000005", found)
+    assert found["actor.step.a"] == 2.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-000005"]
+
+
+def test_only_the_last_ones_of_a_run_are_kept(tmp_path):
+    save(tmp_path, 50)
+    (tmp_path / "latest.json").unlink()
+
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step, keep=2)
+
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-000030", "step-000040", "step-000050"], "the other run's stays"
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
+
+    with files_of_at_most(4096), pytest.raises(CheckpointError) as raised:
+        save(tmp_path, 2)
+
+    assert str(tmp_path / "step-000002") in str(raised.value)
+    assert "B were written" in str(raised.value) and "B are free" in str(raised.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-000001"]
+    assert read_latest(tmp_path).step == 1
+    assert save(tmp_path, 2).exists(), "with room again it is written"
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    (tmp_path / ".step-000001.99999999").mkdir(parents=True)
+
+    save(tmp_path, 2)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-000002"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
+def test_any_damage_is_found(tmp_path, name, harm):
+    folder = save(tmp_path, 1)
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    if harm == "flipped":
+        data[-1] ^= 1
+    path.unlink() if harm == "gone" else path.write_bytes(data[:-1] if harm == "cut" else data)
+
+    with pytest.raises(CheckpointError, match=name):
+        verify(folder, read_note(folder))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"actor.step.a": torch.zeros(2)}, r"actor.step.a is \(\) torch.float32, expected \(2,\)"),
+        ({"actor.step.a": torch.tensor(0.0, dtype=torch.float64)}, r"expected \(\) torch.float64"),
+        ({"actor.step.b": torch.tensor(0.0)}, "actor.step.b is missing"),
+    ],
+)
+def test_a_state_of_another_model_changes_nothing(tmp_path, changed, message):
+    folder = save(tmp_path, 1, value=9.0)
+    into = {**state(), **changed}
+
+    with pytest.raises(CheckpointError, match=message):
+        load_state(folder, into)
+
+    assert into["actor.exp_avg.a"].eq(0).all()
+
+
+def test_earlier_ones_come_newest_first_and_of_the_same_run_only(tmp_path):
+    save(tmp_path, 45)
+    (tmp_path / "latest.json").unlink()
+    for step in (9, 10, 1_000_000, 50):
+        save(tmp_path, step)
+    shutil.rmtree(tmp_path / "step-000050")
+
+    found = [folder.name for folder in earlier_of_run(tmp_path, read_latest(tmp_path))]
+
+    assert found == ["step-000050", "step-000010", "step-000009"]
+
+
+def test_a_latest_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "latest.json").write_text("{")
+
+    with pytest.raises(ConfigError, match=r"latest.json.*--fresh"):
+        read_latest(tmp_path)
+
+
+def test_a_run_goes_on_saving_though_its_note_was_damaged_meanwhile(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "latest.json").write_text("{")
+
+    save(tmp_path, 2)
+
+    assert read_latest(tmp_path).step == 2
+
+
+class SlowActor:
+    """Writes one file for as long as each piece of it is noticed; of its whole length from the start."""
+
+    def __init__(self, told, *, stalls=False):
+        self.told = told
+        self.noticed = 0
+        self._stalls = stalls
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(1 << 20)
+            for piece in range(3):
+                self.told.clear()
+                if not (self._stalls and piece):
+                    file.write(bytes(1 << 16))
+                    file.flush()
+                self.noticed += self.told.wait(2.0 if self._stalls else 20.0)
+
+
+@pytest.mark.parametrize(("stalls", "noticed"), [(False, 3), (True, 1)])
+def test_a_single_file_that_takes_long_is_progress_as_long_as_it_grows(tmp_path, monkeypatch, stalls, noticed):
+    monkeypatch.setattr(checkpoints, "_LOOK_S", 0.02)
+    told = threading.Event()
+    actor = SlowActor(told, stalls=stalls)
+
+    save_checkpoint(tmp_path, note(1), actor=actor, tokenizer=Tokenizer(), state=state(), on_progress=told.set)
+
+    assert actor.noticed == noticed
+
+
+def test_a_large_file_is_brought_to_disk_piece_by_piece(tmp_path, monkeypatch):
+    def told(flush_bytes):
+        monkeypatch.setattr(checkpoints, "_FLUSH_BYTES", flush_bytes)
+        beats = []
+        checkpoints._flush(folder, lambda: beats.append(1))
+        return len(beats)
+
+    folder = save(tmp_path, 1)
+    pieces = [
+        -(-path.stat().st_size // 4096) for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096
+    ]
+    assert sum(pieces) > 4, "some are larger"
+
+    assert told(4096) == told(1 << 28) + sum(pieces)
+    verify(folder, read_note(folder))

@@ -1,0 +1,345 @@
+"""The trainer's side of the stream against a real buffer on a real arena, all in this process."""
+
+import pytest
+import torch
+
+from pipeline.buffer.admission import Limits
+from pipeline.buffer.buffer import Buffer
+from pipeline.errors import DeadlineError
+from pipeline.experience import codec
+from pipeline.runtime.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
+from pipeline.serial import Post
+from pipeline.storage.allocator import ExtentAllocator
+from pipeline.storage.arena import Arena
+from pipeline.storage.layout import LedgerLayout
+from pipeline.storage.ledger import Ledger
+from pipeline.storage.records import DROP_REASONS
+from pipeline.trainer.connection import Connection
+from tests.buffer.test_buffer import Counts
+from tests.support.experiences import made_up
+
+LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
+LIMITS = Limits(
+    sample_batch_size=8,
+    rows_per_version=8,
+    group_size=1,
+    prompts_per_ticket=4,
+    max_staleness=4,
+    limit_batches=0,
+    world_size=1,
+    row_bytes=4096,
+)
+
+
+class House:
+    """A buffer, its arena, and a worker that seals made-up experience for every ticket."""
+
+    def __init__(self, folder, *, copy_ahead=False):
+        self.copy_ahead = copy_ahead
+        self.connections = []
+        Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
+        self.arena = Arena(folder / "arena")
+        self.weights_path = folder / "weights"
+        self.post = Post()
+        self.counts = Counts()
+        self.rolled = {}
+        self.start_buffer()
+        self.post.send("buffer", Hello("worker-0", 1))
+        self.post.send("buffer", WantTickets("worker-0", 1, 2))
+        self.post.send("buffer", Published(0, 5, 0))
+
+    def close(self):
+        for connection in self.connections:
+            connection.close()
+        self.ledger.close()
+        self.arena.close()
+
+    def start_buffer(self):
+        """A new one, as after a kill of the last."""
+        self.ledger = Ledger(self.arena.ledger[:], LAYOUT)
+        allocator = ExtentAllocator(self.arena.payload_bytes)
+        self.buffer = Buffer(self.ledger, allocator, LIMITS, self.post.send, self.counts, workers=1)
+
+    def turn(self, *, work=True):
+        for message in self.post.take("buffer"):
+            self.buffer.handle(message, 0.0)
+        self.buffer.step(0.0)
+        for message in self.post.take("worker-0"):
+            if isinstance(message, Ticket) and work:
+                self.seal(message)
+        for message in self.post.take("buffer"):
+            self.buffer.handle(message, 0.0)
+        self.buffer.step(0.0)
+
+    def seal(self, ticket):
+        experience = made_up(rows=ticket.prompts, seed=ticket.ticket)
+        self.rolled[ticket.ticket] = experience
+        encoded = codec.encode(experience, self.arena.extent(ticket.offset, ticket.nbytes))
+        self.post.send(
+            "buffer",
+            Sealed(
+                "worker-0",
+                ticket.ticket,
+                ticket.prompts,
+                encoded.nbytes,
+                encoded.checksum,
+                *self.ledger.versions.entries()[-1],
+            ),
+        )
+
+    def connect(self, **options):
+        connection = Connection(
+            self.arena,
+            self.weights_path,
+            self.post.outbox("trainer-0"),
+            self.post.outbox("buffer"),
+            rank=0,
+            world_size=1,
+            **({"copy_ahead": self.copy_ahead} | options),
+        )
+        self.connections.append(connection)
+        return connection
+
+    def batch(self, connection):
+        for _ in range(4):
+            self.turn()
+            connection.receive(0.0)
+            if (batch := connection.poll()) is not None:
+                return batch
+        raise AssertionError("no batch came")
+
+
+@pytest.fixture(params=[False, True], ids=["copied when asked for", "copied ahead"])
+def house(tmp_path, request):
+    house = House(tmp_path, copy_ahead=request.param)
+    yield house
+    house.close()
+
+
+class Deaf:
+    """Mail of which the first turn's is lost, as with the socket of a connection that closes."""
+
+    def __init__(self, house):
+        self.house = house
+        self.lost = []
+
+    def receive(self, timeout_s):
+        self.house.turn()
+        messages = self.house.post.take("trainer-0")
+        if not self.lost:
+            self.lost = messages
+            return []
+        return messages
+
+
+def test_a_welcome_that_is_lost_is_asked_for_again_and_costs_no_batch(house):
+    connection = house.connect()
+    connection._receiver = deaf = Deaf(house)
+
+    assert connection.meet_buffer(10.0)
+
+    assert any(isinstance(message, Welcome) for message in deaf.lost)
+    assert house.batch(connection).lease == 0
+
+
+def test_without_a_buffer_there_is_no_welcome(house):
+    connection = house.connect()
+    house.post.take("trainer-0")
+
+    assert not connection.meet_buffer(0.01)
+
+
+def test_a_batch_holds_the_rows_that_were_sealed_in_ticket_order(house):
+    connection = house.connect()
+
+    batch = house.batch(connection)
+
+    expected = torch.cat([house.rolled[0].reward, house.rolled[1].reward])
+    assert torch.equal(batch.experience.reward, expected)
+    assert batch.experience.info["policy_version"].tolist() == [0] * 8
+
+
+def test_a_batch_counts_as_trained_only_once_it_is_acknowledged(house):
+    connection = house.connect()
+    house.batch(connection)
+    house.turn()
+    assert house.ledger.totals.trained == 0
+
+    connection.acknowledge()
+    house.turn()
+
+    assert house.ledger.totals.trained == 8
+
+
+def test_the_iterator_acknowledges_a_batch_when_the_next_is_asked_for(house):
+    connection = house.connect()
+    house.batch(connection)
+    connection.acknowledge()
+    for _ in range(3):
+        house.turn()
+    batches = connection.experiences(timeout_s=1.0)
+
+    next(batches)
+    house.turn()
+    assert house.ledger.totals.trained == 8
+    next(batches)
+    house.turn()
+
+    assert house.ledger.totals.trained == 16
+
+
+def test_publishing_acknowledges_and_makes_the_next_version(house):
+    connection = house.connect()
+    house.batch(connection)
+
+    published = connection.publish(actor={"w": torch.ones(3)})
+    house.turn()
+
+    assert published.version == 1
+    assert house.ledger.totals.trained == 8
+    assert (house.ledger.totals.policy_version, house.ledger.totals.trained_through) == (1, 1)
+
+
+def test_a_wait_that_comes_to_nothing_ends_at_its_deadline(house):
+    connection = house.connect()
+
+    with pytest.raises(DeadlineError, match=r"no batch for trainer rank 0 within 0\.01 s"):
+        connection.take(timeout_s=0.01)
+
+
+def test_closing_hands_back_what_was_not_trained(house):
+    connection = house.connect()
+    house.batch(connection)
+
+    connection.close()
+    house.turn(work=False)
+
+    assert house.ledger.totals.trained == 0
+    assert house.counts.ended["nacked"] == 2
+
+
+def test_a_successor_gets_the_dead_trainers_batch_with_the_same_rows(house):
+    first = house.batch(house.connect())
+
+    successor = house.connect()
+    second = house.batch(successor)
+
+    assert second.lease == first.lease
+    assert torch.equal(second.experience.sequences, first.experience.sequences)
+    assert successor.deliveries_repeated >= 1
+
+
+def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_no_message_left(house):
+    connection = house.connect()
+    batch = house.batch(connection)
+    connection.publish(actor={"w": torch.ones(3)})
+    # Killed here: the weights are in shared memory, nothing was said.
+    house.post.take("buffer")
+
+    successor = house.connect()
+    again = house.batch(successor)
+
+    assert again.lease > batch.lease
+    assert house.ledger.totals.trained == 8
+    assert house.ledger.totals.policy_version == 1
+
+
+def test_a_batch_is_trained_once_however_often_it_is_delivered(house):
+    house.batch(house.connect())
+    successor = house.connect()
+    leases = []
+    for _ in range(8):
+        house.turn()
+        successor.receive(0.0)
+        while (batch := successor.poll()) is not None:
+            leases.append(batch.lease)
+            successor.publish(actor={"w": torch.full((3,), float(len(leases)))})
+
+    house.turn(work=False)
+
+    assert leases == sorted(set(leases))
+    assert house.ledger.totals.policy_version == len(leases)
+
+
+def test_a_restarted_buffer_learns_of_an_acknowledgement_it_missed(house):
+    connection = house.connect()
+    house.batch(connection)
+    connection.acknowledge()
+    house.post.take("buffer")
+
+    house.start_buffer()
+    connection.receive(0.0)
+    house.turn()
+
+    assert house.ledger.totals.trained == 8
+    assert house.ledger.leases().get(0) is None
+
+
+def test_a_dead_buffers_lease_that_was_not_read_yet_comes_again_from_the_next(house):
+    connection = house.connect()
+    house.turn()
+    connection.receive(0.0)
+    house.turn()
+    unread = [message for message in house.post.take("trainer-0") if isinstance(message, Lease)]
+    assert unread
+    house.start_buffer()
+    connection.receive(0.0)
+
+    for message in unread:
+        house.post.send("trainer-0", message)
+    connection.receive(0.0)
+    assert connection.poll() is None, "it goes by another name now"
+
+    batch = house.batch(connection)
+    assert (batch.lease, connection.deliveries_repeated) == (unread[0].lease, len(unread))
+    connection.acknowledge()
+    house.turn()
+    assert house.ledger.totals.trained == 8
+
+
+def test_damage_in_the_arena_is_found_before_a_row_is_used(house):
+    connection = house.connect()
+    for _ in range(3):
+        house.turn()
+        connection.receive(0.0)
+    record = house.ledger.extents[0]
+    house.arena.payload[record.offset + record.nbytes - 1] ^= 1
+
+    batch = house.batch(connection)
+
+    assert batch.lease == 0, "the number is filled again"
+    expected = torch.cat([house.rolled[1].reward, house.rolled[2].reward])
+    assert torch.equal(batch.experience.reward, expected), "the sound rows of the damaged batch come first"
+    assert house.ledger.totals.dropped[DROP_REASONS.index("quarantined")] == 4
+    assert house.counts.aside == {"checksum": 4}
+    assert house.batch(connection).lease == 1
+
+
+def test_damage_is_told_to_a_buffer_that_was_started_anew(house):
+    connection = house.connect()
+    for _ in range(3):
+        house.turn()
+        connection.receive(0.0)
+    record = house.ledger.extents[0]
+    house.arena.payload[record.offset + record.nbytes - 1] ^= 1
+    assert connection.poll() is None
+    house.post.take("buffer")
+
+    house.start_buffer()
+    connection.receive(0.0)
+
+    assert house.batch(connection).lease == 0
+    assert house.counts.aside == {"checksum": 4}
+
+
+def test_a_repeated_publish_after_a_restart_changes_nothing(house):
+    connection = house.connect()
+    house.batch(connection)
+    connection.publish(actor={"w": torch.ones(3)})
+    house.turn()
+
+    house.start_buffer()
+    connection.receive(0.0)
+    house.turn()
+
+    assert house.ledger.totals.policy_version == 1

@@ -1,0 +1,128 @@
+"""Batches copied out of the arena, the next one while one is trained."""
+
+import threading
+
+import pytest
+import torch
+
+from pipeline.experience import codec
+from pipeline.runtime.messages import ExtentRows, Lease
+from pipeline.storage.arena import Arena
+from pipeline.storage.layout import LedgerLayout
+from pipeline.trainer import prefetch
+from pipeline.trainer.prefetch import Staging
+from tests.support.experiences import made_up
+
+LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
+CPU = torch.device("cpu")
+
+
+class Shelf:
+    """An arena with an extent a lease."""
+
+    def __init__(self, folder):
+        Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
+        self.arena = Arena(folder / "arena")
+        self.made = {}
+
+    def lease(self, number):
+        offset = number << 14
+        self.made[number] = made_up(rows=4, seed=number)
+        encoded = codec.encode(self.made[number], self.arena.extent(offset, 1 << 14))
+        part = ExtentRows(offset, encoded.nbytes, encoded.checksum, 3, number, [0, 1, 2, 3])
+        return Lease(1, number, 3, [part])
+
+    def damage(self, number):
+        self.arena.extent(number << 14, 1 << 14)[200:400] = bytes(200)
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    shelf = Shelf(tmp_path)
+    yield shelf
+    shelf.arena.close()
+
+
+def test_what_was_begun_is_copied_before_it_is_taken(shelf):
+    stage, lease = Staging(shelf.arena, ahead=True), shelf.lease(0)
+    stage.begin(lease, CPU)
+    stage._next[2].result()
+    shelf.damage(0)
+
+    staged = stage.take(lease, CPU)
+
+    assert torch.equal(staged.experience.reward, shelf.made[0].reward)
+    assert staged.experience.info["policy_version"].tolist() == [3] * 4
+    assert stage.take(lease, CPU).damaged.keys() == {0}, "and the extent was no longer whole"
+    stage.close()
+
+
+def test_a_batch_is_never_taken_for_another(shelf):
+    stage, leases = Staging(shelf.arena, ahead=True), [shelf.lease(number) for number in range(2)]
+    stage.begin(leases[0], CPU)
+
+    staged = stage.take(leases[1], CPU)
+
+    assert torch.equal(staged.experience.reward, shelf.made[1].reward)
+    stage.begin(leases[0], CPU)
+    assert stage.take(leases[0], torch.device("meta")).experience.reward.device.type == "meta"
+    stage.close()
+
+
+def test_damage_that_is_found_ahead_is_told_when_the_batch_is_taken(shelf):
+    stage, lease = Staging(shelf.arena, ahead=True), shelf.lease(0)
+    shelf.damage(0)
+    stage.begin(lease, CPU)
+
+    staged = stage.take(lease, CPU)
+
+    assert staged.experience is None and "checksum" in staged.damaged[0]
+    stage.close()
+
+
+@pytest.mark.parametrize("ending", ["forget", "close"])
+def test_once_it_is_forgotten_nothing_of_the_arena_is_read(shelf, monkeypatch, ending):
+    stage, lease = Staging(shelf.arena, ahead=True), shelf.lease(0)
+    go_on, reading, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*args, **kwargs):
+        reading.set()
+        go_on.wait(10.0)
+        return codec.gather(*args, **kwargs)
+
+    monkeypatch.setattr(prefetch, "codec", type("Slow", (), {"ExtentReader": codec.ExtentReader, "gather": slow}))
+    stage.begin(lease, CPU)
+    assert reading.wait(10.0)
+    end = threading.Thread(target=lambda: (getattr(stage, ending)(), ended.set()))
+    end.start()
+
+    assert not ended.wait(0.2), "a copy is under way"
+    go_on.set()
+    assert ended.wait(10.0)
+    end.join()
+    stage.close()
+
+
+def test_by_default_a_cpu_is_not_given_two_things_to_do(shelf):
+    assert not Staging(shelf.arena).wants_next(CPU)
+    assert Staging(shelf.arena).wants_next(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_on_a_card_batches_are_whole_while_it_computes(shelf):
+    device = torch.device("cuda", 0)
+    stage, leases = Staging(shelf.arena), [shelf.lease(number) for number in range(12)]
+    busy = torch.randn(2048, 2048, device=device)
+    held = []
+    for place, lease in enumerate(leases):
+        staged = stage.take(lease, device)
+        for _ in range(8):
+            busy = busy @ busy / 2048
+        held.append(staged.experience.reward + 0 * busy[0, 0])
+        if place + 1 < len(leases):
+            stage.begin(leases[place + 1], device)
+        del staged
+    stage.close()
+
+    for number, reward in enumerate(held):
+        assert torch.equal(reward.cpu(), shelf.made[number].reward)

@@ -1,0 +1,279 @@
+"""Where a trainer begins: with real models, a real learner, a real buffer, and checkpoints on a real disk."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from pipeline.config.schema import Config, identity_of
+from pipeline.errors import ConfigError, WeightsError
+from pipeline.models.critic import Critic
+from pipeline.models.weights.store import WeightsPublisher
+from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.resume import Resumption, Start
+from pipeline.trainer.state import Progress, tensors_of
+from tests.support import tiny
+from tests.trainer.test_checkpoints import Tokenizer
+from tests.trainer.test_connection import House
+
+CPU = torch.device("cpu")
+
+
+class Site:
+    """A state directory, an instance's folder, and trainers that come and go in it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.root = folder / "state" / "checkpoints"
+        self.house = House(folder)
+
+    def config(self, **trainer):
+        return Config.model_validate({"daemon": {"state_dir": str(self.folder / "state")}, "trainer": trainer})
+
+    def trainer(self, *, seed=0, **settings):
+        """One trainer: its config, models, learner, connection and the way to its start."""
+        config = self.config(**settings)
+        actor = tiny.llama(seed)
+        models = {"actor": actor, "critic": Critic.from_actor(actor)}
+        learner = Learner(config.trainer, "ppo", actor, models["critic"])
+        connection = self.house.connect()
+        return Trainer(config, models, learner, connection, Resumption(config, connection, learner, models, CPU))
+
+    def save(self, step, **changes):
+        """What a trainer of random tensors has saved at a step; return the tensors."""
+        trainer = self.trainer(seed=step)
+        tensors = trainer.disturbed(step)
+        values = {
+            "identity": identity_of(trainer.config), "step": step, "version": step, "position": 10 * step,
+            "complete": False, "digest": "0a", "fingerprint": "0b", "config": trainer.config.model_dump(mode="json"),
+        }  # fmt: skip
+        save_checkpoint(
+            self.root,
+            CheckpointNote(**{**values, **changes}),
+            actor=trainer.models["actor"],
+            critic=trainer.models["critic"],
+            tokenizer=Tokenizer(),
+            state=tensors_of(trainer.learner, Progress(step, 7, 10 * step), CPU),
+        )
+        return tensors
+
+
+class Trainer:
+    def __init__(self, config, models, learner, connection, resumption):
+        self.config = config
+        self.models = models
+        self.learner = learner
+        self.connection = connection
+        self.resumption = resumption
+
+    def tensors(self):
+        states = {f"{model}.{name}": t for model in self.models for name, t in self.models[model].state_dict().items()}
+        return {**states, **self.learner.tensors()}
+
+    def disturbed(self, seed):
+        """Put random numbers everywhere, as training would; return copies."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in self.tensors().values():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        return self.copies()
+
+    def copies(self):
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def publish(self, version, progress, *, training=True, **options):
+        return self.connection.publish(
+            actor=self.models["actor"].state_dict(),
+            critic=self.models["critic"].state_dict(),
+            training=tensors_of(self.learner, progress, CPU) if training else None,
+            version=version,
+            **options,
+        )
+
+    def holds(self, tensors):
+        mine = self.tensors()
+        return mine.keys() == tensors.keys() and all(torch.equal(mine[name], tensors[name]) for name in mine)
+
+
+@pytest.fixture
+def site(tmp_path):
+    site = Site(tmp_path)
+    yield site
+    site.house.close()
+
+
+def test_without_a_checkpoint_a_run_starts_anew(site):
+    trainer = site.trainer()
+    before = trainer.copies()
+
+    assert trainer.resumption.find() == Start(Progress(), 0)
+    assert trainer.holds(before)
+
+
+def test_a_start_goes_on_from_the_last_checkpoint_bit_for_bit(site, caplog):
+    site.save(50)
+    saved = site.save(73)
+    trainer = site.trainer(learning_rate=1e-5)
+
+    with caplog.at_level(logging.INFO, "pipeline"):
+        start = trainer.resumption.find()
+
+    assert start == Start(Progress(73, 7, 730), 73, False, read_latest(site.root), 73)
+    assert trainer.holds(saved)
+    assert trainer.learner.step == 73
+    assert f"resuming: step=73 path={site.root / 'step-000073'}" in caplog.text
+    assert "trainer.learning_rate=0.0004->1e-05" in caplog.text
+    assert "--fresh" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "settings", "reason"),
+    [
+        ({"complete": True}, {"max_steps": 73}, "trainer.max_steps=73"),
+        ({"identity": "another"}, {}, "another run's"),
+        ({}, {"resume": "never"}, "asked to"),
+    ],
+)
+def test_what_is_not_gone_on_from_is_said_and_noted(site, caplog, checkpoint, settings, reason):
+    site.save(73, **checkpoint)
+    trainer = site.trainer(**settings)
+    before = trainer.copies()
+
+    with caplog.at_level(logging.INFO, "pipeline"):
+        start = trainer.resumption.find()
+    trainer.resumption.settle(start)
+
+    assert start == Start()
+    assert trainer.holds(before)
+    assert reason in caplog.text
+    assert read_latest(site.root) is None, "a rollback of this run must not take another's checkpoint"
+
+
+def test_a_complete_run_goes_on_if_it_may_take_more_steps(site):
+    site.save(73, complete=True)
+
+    assert site.trainer(max_steps=80).resumption.find().progress.step == 73
+
+
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it_and_the_buffer_hears_so(site, caplog):
+    saved = site.save(50)
+    site.save(73)
+    (site.root / "step-000073" / "trainer_state.safetensors").write_bytes(b"")
+    trainer = site.trainer()
+
+    start = trainer.resumption.find()
+    trainer.resumption.settle(start)
+
+    assert (start.progress.step, start.version, start.rollback) == (50, 50, True)
+    assert trainer.holds(saved)
+    assert "step-000073/trainer_state.safetensors has 0 B" in caplog.text
+    assert read_latest(site.root).path == "step-000050"
+
+
+def test_when_no_checkpoint_can_be_used_the_start_is_refused(site):
+    site.save(73)
+    shutil.rmtree(site.root / "step-000073")
+
+    with pytest.raises(ConfigError, match=r"step-000073: no checkpoint of this run can be used; `rlhfd start --fresh`"):
+        site.trainer().resumption.find()
+
+
+def test_a_dead_trainers_place_is_taken_exactly(site):
+    dead = site.trainer()
+    dead.publish(0, Progress())
+    left = dead.disturbed(3)
+    dead.publish(1, Progress(1, 11, 12))
+    random_state = torch.get_rng_state()
+    torch.rand(5)
+    successor = site.trainer(seed=1)
+
+    start = successor.resumption.find()
+
+    assert start == Start(Progress(1, 11, 12), None)
+    assert successor.holds(left)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_training_state_whose_weights_never_came_is_not_used_however_often(site, monkeypatch):
+    trainer = site.trainer()
+    left = trainer.disturbed(4)
+    trainer.publish(4, Progress(4))
+    publish = WeightsPublisher.publish
+
+    def die_before_the_weights(publisher, *arguments, **options):
+        if publisher._mapping.path.name == "weights":
+            raise KeyboardInterrupt
+        return publish(publisher, *arguments, **options)
+
+    monkeypatch.setattr(WeightsPublisher, "publish", die_before_the_weights)
+    for life in range(3):
+        trainer.disturbed(5 + life)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.publish(5, Progress(5))
+        trainer = site.trainer(seed=1)
+
+        assert trainer.resumption.find() == Start(Progress(4), None)
+        assert trainer.holds(left)
+
+
+def test_weights_without_their_state_go_back_to_the_checkpoint(site):
+    saved = site.save(2)
+    dead = site.trainer()
+    dead.publish(3, Progress(3), training=False)
+    successor = site.trainer(seed=1)
+
+    start = successor.resumption.find()
+
+    assert start == Start(Progress(2, 7, 20), 2, True, read_latest(site.root), 2)
+    assert successor.holds(saved)
+
+
+def test_a_checkpoint_of_the_very_version_that_is_published_is_no_rollback(site):
+    dead = site.trainer()
+    dead.disturbed(2)
+    published = dead.publish(2, Progress(2), training=False)
+    # The same random numbers.
+    saved = site.save(2, fingerprint=f"{published.fingerprint:016x}")
+    successor = site.trainer(seed=1)
+
+    assert successor.resumption.find() == Start(Progress(2, 7, 20), None, saved_step=2)
+    assert successor.holds(saved)
+
+
+def test_with_neither_state_nor_checkpoint_the_run_is_rolled_back_to_its_start(site):
+    site.trainer().publish(3, Progress(3), training=False)
+    successor = site.trainer()
+    before = successor.copies()
+
+    assert successor.resumption.find() == Start(rollback=True)
+    assert successor.holds(before)
+
+
+@pytest.mark.parametrize("checkpoint", ["whole", "damaged", "none"])
+def test_a_damaged_training_state_is_replaced_by_a_checkpoint_or_by_nothing(site, checkpoint):
+    saved = None if checkpoint == "none" else site.save(2)
+    if checkpoint == "damaged":
+        (site.root / "step-000002" / "model.safetensors").unlink()
+    dead = site.trainer()
+    dead.publish(3, Progress(3))
+    dead.connection._versions._training._slots[0].views["progress"][0] = 99
+    successor = site.trainer(seed=1)
+
+    if checkpoint == "whole":
+        assert successor.resumption.find().version == 2
+        assert successor.holds(saved)
+    else:
+        with pytest.raises(WeightsError, match="no whole copy"):
+            successor.resumption.find()
+
+
+def test_a_state_directory_that_takes_no_checkpoints_is_refused_at_the_start(site):
+    site.root.parent.mkdir()
+    site.root.write_text("in the way")
+    trainer = site.trainer()
+
+    with pytest.raises(ConfigError, match=r"daemon.state_dir: no checkpoints can be written: .*state/checkpoints"):
+        trainer.resumption.settle(trainer.resumption.find())
