@@ -17,7 +17,7 @@ from benches.report import ROOT, Section, Table
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.observer import Observer
-from pipeline.buffer.snapshot import BufferJournal
+from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
@@ -77,7 +77,7 @@ def _measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> _Pause
             daemon=DaemonConfig(state_dir=pathlib.Path(state)), buffer=BufferConfig(journal_interval_s=0.01)
         )
         written: list[bool] = []
-        journal = BufferJournal(config, arena, written.append)
+        journal = BufferSnapshot(config, arena, written.append)
         longest_s, last_s = 0.0, time.monotonic()
         began_s = last_s
         while len(written) < _WRITES:

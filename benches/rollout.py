@@ -30,7 +30,7 @@ from benches.rollout_peers import EOS, PAD, Made, Work
 from pipeline.experience.advantages import group_advantages
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Responses
-from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 
 TRL = "trl==1.16.0"
@@ -184,7 +184,7 @@ def ours(
 ) -> Made:
     """Make experience as a worker of the daemon does, or with transformers' own ``generate`` at the same seam."""
     input_ids, mask = work.inputs(vocabulary)
-    engine = _Timed(ActorGenerator(actor) if plain else LeanGenerator(actor))
+    engine = _Timed(ActorGenerator(actor) if plain else TransformersGenerator(actor))
     maker = NaiveExperienceMaker(
         actor,
         None,

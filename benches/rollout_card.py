@@ -16,7 +16,7 @@ from benches.measure import Sample, interleaved
 from benches.report import Section, Table
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.generation.transformers import TransformersGenerator
 
 _COPY_BYTES = 2**30
 _PROMPT_TOKENS = 64
@@ -67,12 +67,12 @@ def _ways(model: LlamaForCausalLM, batch: int, new_tokens: int) -> dict[str, Cal
     prompts = torch.randint(2, 32_000, (batch, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
     settings = Sampling(max_length=_PROMPT_TOKENS + new_tokens, pad_token_id=0, do_sample=False)
     engines = {
-        "CUDA graphs": LeanGenerator(model),
-        "steps one by one": LeanGenerator(model, fixed_shapes=False),
+        "CUDA graphs": TransformersGenerator(model),
+        "steps one by one": TransformersGenerator(model, fixed_shapes=False),
         "transformers generate": ActorGenerator(model),
     }
 
-    def timed(engine: LeanGenerator | ActorGenerator) -> float:
+    def timed(engine: TransformersGenerator | ActorGenerator) -> float:
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         engine.generate(prompts, torch.ones_like(prompts), settings)

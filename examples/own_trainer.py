@@ -16,8 +16,7 @@ import argparse
 import torch
 
 import pipeline
-from pipeline.models.loading import load_actor
-from pipeline.models.log_probs import action_log_probs
+from pipeline import action_log_probs, load_actor
 
 
 def main() -> None:

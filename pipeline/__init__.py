@@ -1,7 +1,10 @@
 """rlhfd: rollout, buffer and training processes of RLHF, kept running on a GPU server.
 
-The names below are the library's public ones. Each is imported when it is first asked for, so that `import pipeline`
-loads no torch: the supervisor, the buffer and the command line run without it.
+The names below are the library's public ones; all other names are private and may move. Each public name is imported at its
+first use, so that `import pipeline` loads no torch: supervisor, buffer and command line run without it.
+
+Modules: `errors` (all error classes, exit codes), `prompts` (the prompt sequence), `serial` (all roles in one process),
+`sort_digits` (the embedded task).
 """
 
 from __future__ import annotations
@@ -10,46 +13,83 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipeline.errors import RlhfdError
     from pipeline.experience.batching import (
         make_experience_batch,
         remove_padding_in_sequences,
         split_experience_batch,
         zero_pad_sequences,
     )
+    from pipeline.experience.quarantine_reader import QuarantinedExtent, read_quarantine
     from pipeline.experience.types import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
+    from pipeline.experience.vision_rows import VisionRows
+    from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
+    from pipeline.models.log_probs import action_log_probs, action_values
+    from pipeline.models.packing import packed_action_log_probs, packed_action_values
     from pipeline.replay.buffer import DetachedReplayBuffer
+    from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
     from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
-    from pipeline.trainer.connection import connect
-
-__all__ = [
-    "BufferItem",
-    "BufferItemVL",
-    "DetachedReplayBuffer",
-    "Experience",
-    "ExperienceMaker",
-    "ExperienceVL",
-    "NaiveExperienceMaker",
-    "connect",
-    "is_vl_experience",
-    "make_experience_batch",
-    "remove_padding_in_sequences",
-    "split_experience_batch",
-    "zero_pad_sequences",
-]
+    from pipeline.trainer.connection import Batch, Connection, connect
+    from pipeline.trainer.losses import PolicyLoss, masked_mean, policy_loss, value_loss
 
 _MODULES = {
+    "errors": ("RlhfdError",),
     "experience.batching": (
         "make_experience_batch",
         "remove_padding_in_sequences",
         "split_experience_batch",
         "zero_pad_sequences",
     ),
+    "experience.quarantine_reader": ("QuarantinedExtent", "read_quarantine"),
     "experience.types": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
-    "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
+    "experience.vision_rows": ("VisionRows",),
+    "models.loading": ("load_actor", "load_critic", "load_reward_model", "load_tokenizer"),
+    "models.log_probs": ("action_log_probs", "action_values"),
+    "models.packing": ("packed_action_log_probs", "packed_action_values"),
     "replay.buffer": ("DetachedReplayBuffer",),
-    "trainer.connection": ("connect",),
+    "rollout.generation.interface": ("ResponseGenerator", "Responses", "Sampling"),
+    "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
+    "trainer.connection": ("Batch", "Connection", "connect"),
+    "trainer.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Batch",
+    "BufferItem",
+    "BufferItemVL",
+    "Connection",
+    "DetachedReplayBuffer",
+    "Experience",
+    "ExperienceMaker",
+    "ExperienceVL",
+    "NaiveExperienceMaker",
+    "PolicyLoss",
+    "QuarantinedExtent",
+    "ResponseGenerator",
+    "Responses",
+    "RlhfdError",
+    "Sampling",
+    "VisionRows",
+    "action_log_probs",
+    "action_values",
+    "connect",
+    "is_vl_experience",
+    "load_actor",
+    "load_critic",
+    "load_reward_model",
+    "load_tokenizer",
+    "make_experience_batch",
+    "masked_mean",
+    "packed_action_log_probs",
+    "packed_action_values",
+    "policy_loss",
+    "read_quarantine",
+    "remove_padding_in_sequences",
+    "split_experience_batch",
+    "value_loss",
+    "zero_pad_sequences",
+]
 
 
 # Hidden from type checkers, which would take any attribute of the package for one that exists.

@@ -106,7 +106,7 @@ class WeightsError(RlhfdError):
     """Weights that are torn, of another model or of another fingerprint: never load them."""
 
 
-class MistrustedError(RlhfdError):
+class WeightsMismatchError(RlhfdError):
     """A worker whose model does not compute what its weights say: nothing it makes is of use, never restart it."""
 
 

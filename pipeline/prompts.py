@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from pipeline.errors import ConfigError, PromptError
 
@@ -348,7 +348,7 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def first_tokens(path: str, seed: int, template: Template, tokenizer: Tokenizer) -> list[int]:
+def first_tokens(path: str, seed: int, template: Template, tokenizer: Any) -> list[int]:
     """Return the tokens of the first prompt of a sequence, cut at 64; trainer and workers probe their models with them.
 
     Args:

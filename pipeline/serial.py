@@ -20,7 +20,7 @@ from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.process import new_buffer
 from pipeline.buffer.sizing import checked_layout, ledger_layout
-from pipeline.buffer.snapshot import BufferJournal
+from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.buffer.spool import Spool
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
@@ -49,7 +49,7 @@ from pipeline.trainer.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-class Post:
+class InProcessTransport:
     """The mail between roles that share a process."""
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class Post:
         """Queue a message to a peer."""
         self._queues[peer].append(message)
 
-    def outbox(self, peer: str) -> Address:
+    def outbox(self, peer: str) -> Endpoint:
         """Return a sender, or receiver, for one peer."""
-        return Address(self, peer)
+        return Endpoint(self, peer)
 
     def take(self, peer: str) -> list[Message]:
         """Return and remove what waits for a peer."""
@@ -70,10 +70,10 @@ class Post:
         return messages
 
 
-class Address:
+class Endpoint:
     """One peer's end of the post: a `Sender` to it, and its `Receiver`."""
 
-    def __init__(self, post: Post, peer: str) -> None:
+    def __init__(self, post: InProcessTransport, peer: str) -> None:
         self._post = post
         self._peer = peer
 
@@ -142,7 +142,7 @@ class _Serial:
 
     def __init__(self, config: Config, workspace: Workspace) -> None:
         self._config = config
-        self._post = Post()
+        self._post = InProcessTransport()
         self._stopping = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -153,7 +153,7 @@ class _Serial:
         self._buffer_metrics = BufferMetrics(self._context("buffer", workspace).metrics)
         self._spool = Spool(config, self._arena)
         self._buffer = self._new_buffer()
-        self._journal = BufferJournal(config, self._arena, self._buffer_metrics.journal_written)
+        self._journal = BufferSnapshot(config, self._arena, self._buffer_metrics.journal_written)
         self._trainer = self._new_trainer(workspace)
         self._worker = self._new_worker(workspace)
 

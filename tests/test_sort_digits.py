@@ -170,9 +170,9 @@ def test_a_second_caller_waits_for_the_first_until_its_deadline(tmp_path: Path) 
 
 def test_to_see_whether_it_is_prepared_torch_is_not_imported(directory: Path) -> None:
     code = (
-        "import sys; from pipeline import sort_digits;"
+        "import sys; from pipeline import sort_digits; from pipeline.trainer import setup;"
         f"assert sort_digits.is_prepared({str(directory)!r}, warmup_steps={FEW_STEPS});"
-        f"sort_digits.prepare({str(directory)!r}, warmup_steps={FEW_STEPS});"
+        f"setup.prepare({str(directory)!r}, warmup_steps={FEW_STEPS});"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
 

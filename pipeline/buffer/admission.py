@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 from pipeline.runtime.messages import Faulty, Sealed
 from pipeline.storage.ledger import Ledger, oldest_rows
 from pipeline.storage.records import Chosen, ExtentRecord, held_rows, ready_rows
-from pipeline.storage.tables import Run, between
+from pipeline.storage.tables import PromptRange, between
 
 
 class Prompted(Protocol):
@@ -158,12 +158,12 @@ def rolled_back_rows(ledger: Ledger) -> Chosen:
     ]
 
 
-def prompts_of(record: Prompted, rows: list[int], group_size: int) -> Run:
+def prompts_of(record: Prompted, rows: list[int], group_size: int) -> PromptRange:
     """Return the prompts that rows of an extent came of; all of the ticket's if some of them gave no rows."""
     if record.rows != record.prompts * group_size:
-        return Run(record.position, record.prompts)
+        return PromptRange(record.position, record.prompts)
     first, last = rows[0] // group_size, rows[-1] // group_size
-    return Run(record.position + first, last - first + 1)
+    return PromptRange(record.position + first, last - first + 1)
 
 
 def uncovered_position(ledger: Ledger, lease: int) -> int:
@@ -174,9 +174,9 @@ def uncovered_position(ledger: Ledger, lease: int) -> int:
     return min([ledger.totals.position, *(run.position for run in ledger.redo), *under_way, *later])
 
 
-def undone(ledger: Ledger, position: int, group_size: int) -> list[Run]:
+def undone(ledger: Ledger, position: int, group_size: int) -> list[PromptRange]:
     """Return the prompts from a position on that were issued and of which nothing is held; none if it is negative."""
-    held = [*ledger.redo, *(Run(record.position, record.prompts) for record in ledger.reserved_extents())]
+    held = [*ledger.redo, *(PromptRange(record.position, record.prompts) for record in ledger.reserved_extents())]
     held += [prompts_of(record, rows, group_size) for record in ledger.sealed_extents() if (rows := held_rows(record))]
     return between(held, position, ledger.totals.position) if position >= 0 else []
 

@@ -32,10 +32,10 @@ from pipeline.storage import records
 from pipeline.storage.allocator import Extent, ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen
-from pipeline.storage.tables import Run
+from pipeline.storage.tables import PromptRange
 
 # Writes ready rows of a ledger to disk, with the prompts of tickets that were cut.
-Spool = Callable[[Ledger, Chosen, list[Run]], None]
+Spool = Callable[[Ledger, Chosen, list[PromptRange]], None]
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class Buffer:
         """
         for lease in list(self.ledger.leases()):
             self.ledger.requeue(lease)
-        cut = [Run(record.position, record.prompts) for record in self.ledger.reserved_extents()]
+        cut = [PromptRange(record.position, record.prompts) for record in self.ledger.reserved_extents()]
         for record in list(self.ledger.reserved_extents()):
             self._tickets.abandon(record)
         rest = [(record, records.ready_rows(record)) for record in self.ledger.sealed_extents()]
@@ -213,14 +213,14 @@ class Buffer:
             self._leases.free(self.ledger.drop([part], reason))
         return whole
 
-    def freeze(self) -> tuple[Chosen, list[Run]]:
+    def freeze(self) -> tuple[Chosen, list[PromptRange]]:
         """Return the rows that are neither trained nor dropped, leased ones among them, and the prompts under way.
 
         The bytes of these rows stay as they are until `thaw`, whatever becomes of the rows.
         """
         self._allocator.hold()
         chosen = [(record, rows) for record in self.ledger.sealed_extents() if (rows := records.held_rows(record))]
-        return chosen, [Run(record.position, record.prompts) for record in self.ledger.reserved_extents()]
+        return chosen, [PromptRange(record.position, record.prompts) for record in self.ledger.reserved_extents()]
 
     def thaw(self) -> None:
         """Let the room of rows that have left since `freeze` be used again."""

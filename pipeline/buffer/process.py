@@ -13,7 +13,7 @@ from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.quarantine import Quarantine
 from pipeline.buffer.sizing import ledger_layout, limits_of
-from pipeline.buffer.snapshot import BufferJournal
+from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.buffer.spool import Spool
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
@@ -120,7 +120,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
     spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
     buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
-    journal = BufferJournal(config, arena, metrics.journal_written, on_progress=context.metrics.beat)
+    journal = BufferSnapshot(config, arena, metrics.journal_written, on_progress=context.metrics.beat)
     pause, weights = Pause(context.folder), NewestWeights(context.folder / "weights")
     weights.look(buffer, monotonic_s(), patience_s=0.0)
     buffer.paused = pause.is_on()

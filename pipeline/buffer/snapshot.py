@@ -33,7 +33,7 @@ _LOOK_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class BufferJournal:
+class BufferSnapshot:
     """The journal of one run, written beside the buffer's loop; none with an interval of 0."""
 
     def __init__(

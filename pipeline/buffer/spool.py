@@ -36,7 +36,7 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.extent_file import ExtentFile, SavedExtent
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen
-from pipeline.storage.tables import Run, between
+from pipeline.storage.tables import PromptRange, between
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Books(msgspec.Struct, frozen=True):
     number: int
     position: int
     policy_version: int
-    redo: list[Run]
+    redo: list[PromptRange]
     versions: list[tuple[int, int]]
 
     def include(self, latest: Latest) -> bool:
@@ -56,7 +56,7 @@ class Books(msgspec.Struct, frozen=True):
         return latest.version <= self.policy_version and latest.fingerprint in known
 
 
-def metadata_of(ledger: Ledger, cut: list[Run]) -> dict[str, str]:
+def metadata_of(ledger: Ledger, cut: list[PromptRange]) -> dict[str, str]:
     """Return what goes with extents of a ledger; `cut` are prompts of tickets under way."""
     totals = ledger.totals
     redo = [*ledger.redo, *cut]
@@ -88,7 +88,7 @@ class Spool:
 
     # The end of a run.
 
-    def write(self, ledger: Ledger, chosen: Chosen, cut: list[Run]) -> None:
+    def write(self, ledger: Ledger, chosen: Chosen, cut: list[PromptRange]) -> None:
         """Write ready rows, and the prompts of tickets that came to nothing.
 
         Raises:
@@ -184,7 +184,7 @@ class Spool:
         file.path.unlink()
         return None
 
-    def _undone(self, file: ExtentFile, books: Books, position: int) -> list[Run]:
+    def _undone(self, file: ExtentFile, books: Books, position: int) -> list[PromptRange]:
         """Return the prompts from a position on of which a file holds no row: their training is undone."""
         return between([*books.redo, *map(self._prompts, file.extents)], position, books.position)
 
@@ -232,7 +232,7 @@ class Spool:
             os.close(target)
         return lost
 
-    def _prompts(self, extent: SavedExtent) -> Run:
+    def _prompts(self, extent: SavedExtent) -> PromptRange:
         return admission.prompts_of(extent, extent.chosen, self._config.group_size)
 
     def _set_aside(self, path: Path) -> None:

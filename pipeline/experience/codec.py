@@ -48,12 +48,12 @@ from pipeline.experience.vision_codec import (
 )
 
 SEQUENCE_FIELDS = ("sequences", "attention_mask")
-ACTION_FIELDS = (
+PER_ACTION_FIELDS = (
     "action_log_probs", "base_action_log_probs", "values", "returns", "kl", "advantages", "action_mask",
     "action_entropy",
 )  # fmt: skip
 OTHER_FIELDS = ("reward", "labels", "references")
-_TEXT_FIELDS = SEQUENCE_FIELDS + ACTION_FIELDS + OTHER_FIELDS
+_TEXT_FIELDS = SEQUENCE_FIELDS + PER_ACTION_FIELDS + OTHER_FIELDS
 _MAX_GROUPS = 8
 # Less padding is not worth a group: its blocks cost more calls than that costs copying.
 _LEAST_PADDING_TOKENS = 4096
@@ -232,7 +232,7 @@ def _columns_and_tail(
     name: str, shape: tuple[int, ...], width: int, action_columns: int
 ) -> tuple[Columns, tuple[int, ...]]:
     is_token = name in SEQUENCE_FIELDS
-    if not is_token and not (name in ACTION_FIELDS and len(shape) == 2):
+    if not is_token and not (name in PER_ACTION_FIELDS and len(shape) == 2):
         return "", shape[1:]
     expected = width if is_token else action_columns
     if len(shape) == 2 and shape[1] == expected:

@@ -103,7 +103,7 @@ class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
 _header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
 
 
-class Run(NamedTuple):
+class FieldRun(NamedTuple):
     """Fields of one dtype, with a column each token or each action, that are stored side by side.
 
     `stack`: which of the plan's stacks they are part of; `first`: the place of the first of them in it;
@@ -125,7 +125,7 @@ class Plan(NamedTuple):
     """
 
     stacks: tuple[tuple[FieldHeader, ...], ...]
-    runs: tuple[Run, ...]
+    runs: tuple[FieldRun, ...]
     others: tuple[FieldHeader, ...]
     wrongs: tuple[str, ...]
 
@@ -140,7 +140,7 @@ def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Pla
     kinds = itertools.groupby(with_columns, lambda field: (field.columns, field.dtype))
     stacks = tuple(tuple(kind) for _, kind in kinds)
     runs = [
-        Run(
+        FieldRun(
             tuple(field for _, field in part),
             index,
             part[0][0],
@@ -158,7 +158,7 @@ def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Pla
 class Stack(NamedTuple):
     """The values of a run of fields, of the rows of one group: a block each, `stride` bytes apart."""
 
-    run: Run
+    run: FieldRun
     group: GroupHeader
     shape: tuple[int, int, int]
     start: int

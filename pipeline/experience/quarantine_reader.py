@@ -1,9 +1,12 @@
-"""What lies in quarantine, as tensors again.
+"""Quarantine files, read back into tensors.
 
-from pipeline.experience.quarantine_reader import read
-case = read("state/quarantine/20260131T120000-killed_trainer-ticket-7.safetensors")
-case.reason, case.detail, [extent.position for extent in case.extents]
-case.experience().sequences
+For example::
+
+from pipeline import read_quarantine
+
+quarantined = read_quarantine("state/quarantine/20260131T120000-killed_trainer-ticket-7.safetensors")
+quarantined.reason, quarantined.detail, [extent.position for extent in quarantined.extents]
+quarantined.experience().sequences
 """
 
 from __future__ import annotations
@@ -18,10 +21,24 @@ from pipeline.storage import extent_file
 from pipeline.storage.extent_file import ExtentFile, SavedExtent
 
 
-class Case:
-    """One quarantined batch or extent."""
+class QuarantinedExtent:
+    """One quarantined batch or extent.
+
+    Attributes:
+        reason: The reason of the quarantine, as in `rlhfd_quarantined_total{reason}`; empty if the file has none.
+        detail: The reason in words.
+        unix_s: Time of the quarantine in seconds since 1970.
+    """
 
     def __init__(self, file: ExtentFile) -> None:
+        """Read the reason and the time of a quarantine file.
+
+        Args:
+            file: The opened file.
+
+        Raises:
+            DecodeError: If its time is damaged.
+        """
         self._file = file
         self.reason = file.metadata.get("reason", "")
         self.detail = file.metadata.get("detail", "")
@@ -38,8 +55,11 @@ class Case:
     def experience(self) -> Experience:
         """Return the quarantined rows as the batch that a trainer would have got.
 
+        Returns:
+            The batch.
+
         Raises:
-            DecodeError: If the bytes cannot be read as experience: they were damaged before they came here.
+            DecodeError: If the bytes are no experience: they were damaged before the quarantine.
         """
         readers = [
             codec.ExtentReader(memoryview(extent_file.read_extent(self._file, place)))
@@ -48,11 +68,17 @@ class Case:
         return codec.gather([(reader, extent.chosen) for reader, extent in zip(readers, self.extents, strict=True)])
 
 
-def read(path: str | os.PathLike[str]) -> Case:
+def read_quarantine(path: str | os.PathLike[str]) -> QuarantinedExtent:
     """Open a quarantine file.
 
+    Args:
+        path: A file of `state_dir/quarantine`.
+
+    Returns:
+        The quarantined rows, with the reason.
+
     Raises:
-        DecodeError: If it is none.
+        DecodeError: If the file is no quarantine file.
         OSError: If it cannot be read.
     """
-    return Case(extent_file.load(Path(path)))
+    return QuarantinedExtent(extent_file.load(Path(path)))

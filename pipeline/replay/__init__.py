@@ -1,1 +1,8 @@
-"""The process behind a `DetachedReplayBuffer`, and the way to it; nothing here loads torch."""
+"""`DetachedReplayBuffer`: experience shared by any processes of one machine.
+
+buffer  append, extend, sample
+client  a client's connection to the server
+queue   the server's decisions
+rows    the fields that rows have in common
+server  the server process, without torch
+"""

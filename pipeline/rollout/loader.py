@@ -63,7 +63,7 @@ class RolloutModels:
         roller: Makes experience of prompts.
         engine: What generates; it is paused while weights are copied, and told of them.
         targets: The tensors that published weights are copied into, by published name.
-        check: Called with each version fetched; raises MistrustedError if the model does not compute with it.
+        check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
     """
 
     roller: Roller
@@ -79,7 +79,7 @@ class RolloutModels:
         """Compute with the newest weights from here on; return which they are.
 
         Raises:
-            MistrustedError: If the model does not compute what they say.
+            WeightsMismatchError: If the model does not compute what they say.
             WeightsError: If they are torn, or not this model's.
         """
         if self.engine is not None:

@@ -37,7 +37,7 @@ from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.stops import parse_stop_token_ids
-from pipeline.rollout.generation.transformers import LeanGenerator, fits_lean_loop
+from pipeline.rollout.generation.transformers import TransformersGenerator, fits_lean_loop
 from pipeline.rollout.reward_pool import RewardPool
 from pipeline.rollout.rewards import FunctionReward, checked_scores, vision_keywords
 from pipeline.rollout.rows import Rows, check_prompts
@@ -73,7 +73,7 @@ class NaiveExperienceMaker(ExperienceMaker):
     Args:
         actor: ``actor.generate(input_ids=, attention_mask=, max_length=, ...)`` -> ``(B, T)`` ids that continue the
             prompts, and ``actor(input_ids=, attention_mask=, ...)`` with ``.logits``. A transformers model that keeps
-            the library's ``generate`` is sampled by `LeanGenerator` instead, which is the faster way to the same.
+            the library's ``generate`` is sampled by `TransformersGenerator` instead, which is the faster way to the same.
         critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO only; may be
             None with GRPO.
         reward_model: ``reward_model(input_ids=, attention_mask=, response_start=, response_end=, gt_answer=)`` ->
@@ -322,7 +322,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 raise FieldError(f"unknown generation keyword {others[0]}: the generator has no use for it")
             return self.generator
         if not others and fits_lean_loop(self.actor):
-            return LeanGenerator(self.actor, self._on_progress)
+            return TransformersGenerator(self.actor, self._on_progress)
         return ActorGenerator(self.actor, extra, self._on_progress)
 
     def _sample(

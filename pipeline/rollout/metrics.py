@@ -148,7 +148,7 @@ class RolloutMetrics:
         self._syncs.inc()
         self._sync_time.set(time.time())
 
-    def mistrusted(self) -> None:
+    def weights_mismatch(self) -> None:
         """Count a weight sync after which the model did not compute what its weights say."""
         self._mismatches.inc()
 

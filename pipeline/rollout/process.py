@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.errors import ExitCode, MistrustedError
+from pipeline.errors import ExitCode, WeightsMismatchError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.pinned import pin_arena
@@ -65,8 +65,8 @@ def run(config: Config, context: RoleContext, build: Builder | None = None) -> E
                 for message in mailbox.receive(_IDLE_S):
                     worker.handle(message)
         return ExitCode.OK
-    except MistrustedError:
-        context.report(Report(state="mistrusted"))
+    except WeightsMismatchError:
+        context.report(Report(state="unusable"))
         raise
     finally:
         worker.close()

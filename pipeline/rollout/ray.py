@@ -36,7 +36,7 @@ from pipeline.rollout import process as rollout_process
 from pipeline.rollout.loader import Scored
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import may_tell_texts, worker_with
-from pipeline.rollout.remote import Answer, Errand, Look, RolloutNode
+from pipeline.rollout.remote import CallResult, NodeStatus, RolloutNode, WorkerSpec
 from pipeline.rollout.roller import Rolled
 from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.rollout.worker import RolloutWorker
@@ -126,7 +126,7 @@ class RemoteModels:
         self._holder: Any = None
         self._machine = "?"
         self._cpus, self._gpus = float(config.rollout.threads), config.cluster.worker_gpus
-        errand = Errand(config.model_dump_json(), os.getcwd(), may_tell_texts(config, context))
+        errand = WorkerSpec(config.model_dump_json(), os.getcwd(), may_tell_texts(config, context))
         actor = ray.remote(
             num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, concurrency_groups={"look": 1},
             scheduling_strategy="SPREAD",
@@ -164,7 +164,7 @@ class RemoteModels:
         """Have the newest weights sent to the actor; return which they are.
 
         Raises:
-            MistrustedError: If the actor's model does not compute what they say.
+            WeightsMismatchError: If the actor's model does not compute what they say.
             WeightsError: If they could not be had.
         """
         held_s, carried_s = _PATIENCE_S + source.nbytes / _HELD_BYTES_S, _PATIENCE_S + source.nbytes / _CARRIED_BYTES_S
@@ -196,7 +196,7 @@ class RemoteModels:
                 is_told, due_s, free = True, time.monotonic() + _PENDING_AGAIN_S, ray.available_resources()
                 log.warning("waits for the cluster to have a place: gpus=%g cpus=%g free_gpus=%g free_cpus=%g",
                             self._gpus, self._cpus, free.get("GPU", 0.0), free.get("CPU", 0.0))  # fmt: skip
-                self._context.report(Report(state="homeless"))
+                self._context.report(Report(state="pending"))
         if is_told:
             self._context.report(Report(state="placed"))
 
@@ -231,7 +231,7 @@ class RemoteModels:
         # One at an earlier call tells nothing of this one.
         self._looking = None
         try:
-            answer: Answer = self._wait(getattr(self._actor, method).remote(*arguments), patience_s, ends=False)
+            answer: CallResult = self._wait(getattr(self._actor, method).remote(*arguments), patience_s, ends=False)
         except RayActorError as error:
             raise RlhfdError(f"the actor on {self._machine} is gone: {_told(error)}") from error
         except RayError as error:
@@ -283,7 +283,7 @@ class RemoteModels:
                 return
         self._looking = self._actor.look.remote(logging.getLogger().level, self._hang_timeout_s)
 
-    def _take(self, look: Look) -> None:
+    def _take(self, look: NodeStatus) -> None:
         if look.beats != self._beats:
             self._beats = look.beats
             self._context.metrics.beat()
@@ -295,7 +295,7 @@ class RemoteModels:
 class _RolloutActor(RolloutNode):
     """The actor: a `RolloutNode` that can be looked at while it works."""
 
-    def __init__(self, errand: Errand) -> None:
+    def __init__(self, errand: WorkerSpec) -> None:
         _settle()
         if not ray.get_gpu_ids():
             # Ray leaves one that asked for none all of its machine's.

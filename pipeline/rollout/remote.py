@@ -39,7 +39,7 @@ _ENVIRONMENT: Final = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Errand:
+class WorkerSpec:
     """What there is to know to begin.
 
     Attributes:
@@ -56,7 +56,7 @@ class Errand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class CallResult:
     """What became of a call: its value or its error, and what it was on the way.
 
     Attributes:
@@ -77,7 +77,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class NodeStatus:
     """How it goes: signs of life so far, what is done now ("" for nothing), what was logged since the last one."""
 
     beats: int
@@ -120,9 +120,9 @@ class NodeTelemetry:
         """Note the parts of a row's reward."""
         self._scores.append(parts)
 
-    def taken(self, value: Any, error: RlhfdError | None) -> Answer:
+    def taken(self, value: Any, error: RlhfdError | None) -> CallResult:
         """Return all that was noted since the last time, with what became of the call."""
-        answer = Answer(value, error, self._stages, self._reward_errors, self._scores)
+        answer = CallResult(value, error, self._stages, self._reward_errors, self._scores)
         self._stages, self._reward_errors, self._scores = [], [], []
         return answer
 
@@ -130,7 +130,7 @@ class NodeTelemetry:
 class RolloutNode:
     """The models of one worker, where they compute; called by one thread, and by another one for `look`."""
 
-    def __init__(self, errand: Errand) -> None:
+    def __init__(self, errand: WorkerSpec) -> None:
         os.environ.update(_ENVIRONMENT)
         self._errand = errand
         self._config: Config | None = None
@@ -141,19 +141,19 @@ class RolloutNode:
         self._models: RolloutModels | None = None
         logging.getLogger().addHandler(self._records)
 
-    def load(self) -> Answer:
+    def load(self) -> CallResult:
         """Load models and reward, and try both; answers with this machine's name and this process's id.
 
         The answer's error is a ConfigError if something is not here, naming the machine.
         """
         return self._answer(self._load, 1)
 
-    def roll(self, position: int, prompts: int) -> Answer:
+    def roll(self, position: int, prompts: int) -> CallResult:
         """Roll out the prompts from a position on; answers with a `pipeline.rollout.roller.Rolled`."""
         models, config = self._loaded()
         return self._answer(lambda: models.roll(position, prompts), config.rollout.threads)
 
-    def fetch(self, weights: WeightsCopy) -> Answer:
+    def fetch(self, weights: WeightsCopy) -> CallResult:
         """Compute with these weights from here on; answers with their `WeightsVersion`."""
         models, config = self._loaded()
         return self._answer(lambda: models.fetch(weights), config.rollout.threads)
@@ -164,7 +164,7 @@ class RolloutNode:
         if self._models is not None:
             self._models.close()
 
-    def look(self, log_level: int, hang_timeout_s: float) -> Look:
+    def look(self, log_level: int, hang_timeout_s: float) -> NodeStatus:
         """Return how the call under way goes; to be called from another thread.
 
         Args:
@@ -177,13 +177,13 @@ class RolloutNode:
         if is_due and hang_timeout_s and silent_s > _SILENCE * hang_timeout_s:
             self._told_stacks = True
             self._records.emit(_silence(silent_s))
-        return Look(self._telemetry.beats, self._telemetry.current, self._records.taken())
+        return NodeStatus(self._telemetry.beats, self._telemetry.current, self._records.taken())
 
     def _loaded(self) -> tuple[RolloutModels, Config]:
         assert self._models is not None and self._config is not None
         return self._models, self._config
 
-    def _answer(self, call: Callable[[], Any], threads: int) -> Answer:
+    def _answer(self, call: Callable[[], Any], threads: int) -> CallResult:
         # A pool of threads serves the calls; how many threads torch takes is each one's own.
         torch.set_num_threads(threads)
         self._telemetry.beat()

@@ -12,10 +12,10 @@ from typing import Protocol
 from pipeline.errors import (
     ArenaFullError,
     FieldError,
-    MistrustedError,
     RewardError,
     ShapeError,
     TokenError,
+    WeightsMismatchError,
 )
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
@@ -265,8 +265,8 @@ class RolloutWorker:
             started_s = self._clock()
             try:
                 self.held = self._models.fetch(self._reader)
-            except MistrustedError:
-                self._metrics.mistrusted()
+            except WeightsMismatchError:
+                self._metrics.weights_mismatch()
                 raise
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
 

@@ -1,1 +1,17 @@
-"""."""
+"""The parts that every process of an instance stands on; no torch.
+
+child_entry         entry of a child process
+child_process       a child process, started and watched
+control             the control socket
+forkserver          the supervisor's side of the forkserver
+forkserver_process  the forkserver, the only module here that loads torch
+latest_checkpoint   the latest checkpoint, and whether a start resumes from it
+lifeline            a child ends with its parent
+lock                the lock and record of an instance
+messages            every message between the processes
+pause               whether tickets are issued
+role                a role's folder, metrics, reports and SIGTERM
+signals             signal handling of a process
+transport           ZeroMQ between the processes of an instance
+workspace           an instance's folder in shared memory
+"""

@@ -27,7 +27,7 @@ class ForkRequest(msgspec.Struct, frozen=True):
     environment: dict[str, str]
 
 
-class Template:
+class Forkserver:
     """The supervisor's end of the one template of an instance, in whichever life it is."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     setproctitle.setproctitle(f"{name}: template")
     _load(model)
     if reason := _unfit():
-        os.write(reports, json.dumps({"state": "mistrusted", "error": reason}).encode() + b"\n")
+        os.write(reports, json.dumps({"state": "unusable", "error": reason}).encode() + b"\n")
         return 1
     # Collections in a forked process would touch, and so copy, every page of what it shares with the others.
     gc.collect()

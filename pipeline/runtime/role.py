@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a child tells its supervisor, one JSON line each.
 
-    A new `state` (``"ready"``, ``"finished"``; ``"mistrusted"``: never to be started again; ``"homeless"``: a cluster
+    A new `state` (``"ready"``, ``"finished"``; ``"unusable"``: never to be started again; ``"pending"``: a cluster
     has no place for it, and ``"placed"``: now it has), `progress` on the way to it, or the `error` that it ends with.
     """
 

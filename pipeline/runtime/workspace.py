@@ -28,7 +28,7 @@ from pipeline.storage.layout import LedgerLayout
 log = logging.getLogger(__name__)
 
 
-class Run(msgspec.Struct, frozen=True):
+class RunId(msgspec.Struct, frozen=True):
     """Which run an arena belongs to: its id, and what must be equal for another start to go on with it."""
 
     run_id: str
@@ -40,7 +40,7 @@ class Workspace:
     """The folder of one instance."""
 
     folder: Path
-    run: Run
+    run: RunId
     taken_over: bool = False
 
     @property
@@ -67,7 +67,7 @@ class Workspace:
     def open(cls, folder: str | Path) -> Workspace:
         """Return the workspace that a supervisor has prepared."""
         folder = Path(folder)
-        return cls(folder, msgspec.json.decode((folder / "run.json").read_bytes(), type=Run))
+        return cls(folder, msgspec.json.decode((folder / "run.json").read_bytes(), type=RunId))
 
     @classmethod
     def prepare(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
@@ -160,7 +160,7 @@ class Workspace:
             ledger_bytes=layout.nbytes,
             layout=layout.identity,
         )
-        run = Run(secrets.token_hex(4), identity_of(config))
+        run = RunId(secrets.token_hex(4), identity_of(config))
         # Written last: a folder without it was never finished.
         (folder / "run.json").touch(mode=0o600)
         (folder / "run.json").write_bytes(msgspec.json.encode(run))

@@ -16,13 +16,13 @@ from pipeline.storage.records import (
     ExtentState,
     Totals,
 )
-from pipeline.storage.redo_log import JOURNAL_HEADER_BYTES, Journal
+from pipeline.storage.redo_log import REDO_LOG_HEADER_BYTES, RedoLog
 from pipeline.storage.tables import (
     VACANT_BYTES,
     VERSION_BYTES,
     VERSIONS_BYTES,
+    PromptRange,
     PublishedVersions,
-    Run,
     pack_redo,
     pack_vacant,
     redo_bytes,
@@ -44,14 +44,14 @@ class LedgerLayout:
     rows_per_extent: int
 
     @property
-    def journal_bytes(self) -> int:
+    def redo_log_bytes(self) -> int:
         """Room for a transaction that touches every row of a large batch one by one."""
-        return JOURNAL_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
+        return REDO_LOG_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
 
     @property
     def totals_offset(self) -> int:
         """Offset of the totals in bytes."""
-        return self.journal_bytes
+        return self.redo_log_bytes
 
     @property
     def vacant_offset(self) -> int:
@@ -108,7 +108,7 @@ class LedgerMemory:
         """
         if len(memory) < layout.nbytes:
             raise LedgerError(f"a ledger of {layout.nbytes:,} B does not fit into {len(memory):,} B")
-        self.journal = Journal(memory, layout.journal_bytes)
+        self.redo_log = RedoLog(memory, layout.redo_log_bytes)
         self._memory = memory
         self._rows_per_extent = layout.rows_per_extent
         # Read once: a transaction looks at them for each record.
@@ -123,13 +123,13 @@ class LedgerMemory:
 
     def totals(self) -> Totals:
         """Return the counters; fresh ones where nothing was ever written."""
-        return Totals() if self.journal.is_fresh else Totals.unpack(self._memory[self._totals_offset :])
+        return Totals() if self.redo_log.is_fresh else Totals.unpack(self._memory[self._totals_offset :])
 
     def vacant(self) -> list[int]:
         """Return the vacant lease numbers, lowest first."""
         return unpack_vacant(self._memory[self._vacant_offset :])
 
-    def redo(self) -> list[Run]:
+    def redo(self) -> list[PromptRange]:
         """Return the prompts to be issued again, lowest position first."""
         return unpack_redo(self._memory[self._redo_offset :])
 
@@ -162,24 +162,24 @@ class LedgerMemory:
 
     def put_vacant(self, vacant: list[int]) -> None:
         """Write the vacant lease numbers."""
-        self.journal.put(self._vacant_offset, pack_vacant(vacant))
+        self.redo_log.put(self._vacant_offset, pack_vacant(vacant))
 
-    def put_redo(self, redo: list[Run]) -> None:
+    def put_redo(self, redo: list[PromptRange]) -> None:
         """Write the prompts to be issued again."""
-        self.journal.put(self._redo_offset, pack_redo(redo))
+        self.redo_log.put(self._redo_offset, pack_redo(redo))
 
     def put_version(self, versions: PublishedVersions, place: int) -> None:
         """Write one place of the versions."""
-        self.journal.put(self._versions_offset + place * VERSION_BYTES, versions.pack(place))
+        self.redo_log.put(self._versions_offset + place * VERSION_BYTES, versions.pack(place))
 
     def put_extent(self, record: ExtentRecord) -> None:
         """Write a record, without its items."""
-        self.journal.put(self._extents_offset + record.slot * EXTENT_BYTES, record.pack())
+        self.redo_log.put(self._extents_offset + record.slot * EXTENT_BYTES, record.pack())
 
     def put_items(self, record: ExtentRecord, first: int, data: bytes) -> None:
         """Write the items of a record from one on."""
         place = record.slot * self._rows_per_extent + first
-        self.journal.put(self._items_offset + place * ITEM_BYTES, data)
+        self.redo_log.put(self._items_offset + place * ITEM_BYTES, data)
 
     def commit(self, totals: Totals) -> None:
         """Make all writes since the last commit, and that of the counters.
@@ -187,9 +187,9 @@ class LedgerMemory:
         Raises:
             LedgerError: If the journal has no room for them.
         """
-        self.journal.put(self._totals_offset, totals.pack())
-        self.journal.commit()
+        self.redo_log.put(self._totals_offset, totals.pack())
+        self.redo_log.commit()
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays."""
-        self.journal.close()
+        self.redo_log.close()

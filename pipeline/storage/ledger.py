@@ -44,7 +44,7 @@ from pipeline.storage.records import (
     ItemState,
     ready_rows,
 )
-from pipeline.storage.tables import MOST_LEASES, Run, add_prompts
+from pipeline.storage.tables import MOST_LEASES, PromptRange, add_prompts
 
 
 class Ledger:
@@ -246,7 +246,7 @@ class Ledger:
         self._commit()
         return count
 
-    def drop(self, chosen: Chosen, reason: str, *, redo: Run | None = None) -> list[ExtentRecord]:
+    def drop(self, chosen: Chosen, reason: str, *, redo: PromptRange | None = None) -> list[ExtentRecord]:
         """Take ready rows out untrained, counted under `reason`; return the extents that are free now.
 
         Args:
@@ -291,7 +291,7 @@ class Ledger:
         self.memory.put_items(record, 0, b"".join([item.pack() for item in record.items]))
         self._commit()
 
-    def resume(self, *, position: int, redo: list[Run], versions: list[tuple[int, int]], spool: int) -> None:
+    def resume(self, *, position: int, redo: list[PromptRange], versions: list[tuple[int, int]], spool: int) -> None:
         """Go on where an earlier ledger of the same run ended, whose extents are restored."""
         # In place: the index looks records up in it.
         in_order = sorted(self.extents.items())
@@ -318,7 +318,7 @@ class Ledger:
         self._renumber(trained_through)
         self._commit()
 
-    def roll_back(self, version: int, fingerprint: int, *, world_size: int, redo: list[Run]) -> None:
+    def roll_back(self, version: int, fingerprint: int, *, world_size: int, redo: list[PromptRange]) -> None:
         """Note that an older version is the newest again; all leases that are out are void from here on.
 
         Numbers go on at rank 0's turn, so a trainer that starts anew gets its batches in step with the others.
@@ -401,7 +401,7 @@ class Ledger:
         (position, count), *rest = self.redo
         if prompts > count:
             raise LedgerError(f"a ticket of {prompts} prompts, {count} are to be issued again from {position:,} on")
-        left = [Run(position + prompts, count - prompts)] if prompts < count else []
+        left = [PromptRange(position + prompts, count - prompts)] if prompts < count else []
         self.redo = left + rest
         self.memory.put_redo(self.redo)
         return position

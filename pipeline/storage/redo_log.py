@@ -16,12 +16,12 @@ import xxhash
 
 from pipeline.errors import LedgerError
 
-JOURNAL_HEADER_BYTES = 32
+REDO_LOG_HEADER_BYTES = 32
 _COMMITTED, _APPLIED, _LENGTH, _CHECKSUM = range(4)
 _WRITE = struct.Struct("<QI")
 
 
-class Journal:
+class RedoLog:
     """Transactions over a piece of shared memory that one process writes; the journal lies at its start."""
 
     def __init__(self, memory: memoryview, nbytes: int) -> None:
@@ -35,7 +35,7 @@ class Journal:
             LedgerError: If the transaction that was left behind is torn.
         """
         self.memory = memory
-        self.marks = memory[:JOURNAL_HEADER_BYTES].cast("Q")
+        self.marks = memory[:REDO_LOG_HEADER_BYTES].cast("Q")
         self._nbytes = nbytes
         self._writes: list[tuple[int, bytes]] = []
         self._redo()
@@ -57,9 +57,9 @@ class Journal:
         """
         writes, self._writes = self._writes, []
         body = b"".join([_WRITE.pack(offset, len(data)) + data for offset, data in writes])
-        if JOURNAL_HEADER_BYTES + len(body) > self._nbytes:
+        if REDO_LOG_HEADER_BYTES + len(body) > self._nbytes:
             raise LedgerError(f"a transaction of {len(body):,} B does not fit into a journal of {self._nbytes:,} B")
-        self.memory[JOURNAL_HEADER_BYTES : JOURNAL_HEADER_BYTES + len(body)] = body
+        self.memory[REDO_LOG_HEADER_BYTES : REDO_LOG_HEADER_BYTES + len(body)] = body
         self.marks[_LENGTH] = len(body)
         self.marks[_CHECKSUM] = xxhash.xxh3_64_intdigest(body)
         # From this store on the transaction happened; before it, it did not.
@@ -76,7 +76,7 @@ class Journal:
     def _redo(self) -> None:
         if self.marks[_COMMITTED] == self.marks[_APPLIED]:
             return
-        body = bytes(self.memory[JOURNAL_HEADER_BYTES : JOURNAL_HEADER_BYTES + self.marks[_LENGTH]])
+        body = bytes(self.memory[REDO_LOG_HEADER_BYTES : REDO_LOG_HEADER_BYTES + self.marks[_LENGTH]])
         if xxhash.xxh3_64_intdigest(body) != self.marks[_CHECKSUM]:
             raise LedgerError("the journal's committed transaction is torn")
         start = 0

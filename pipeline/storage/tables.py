@@ -22,7 +22,7 @@ VERSION_BYTES = _VERSION.size
 VERSIONS_BYTES = VERSIONS_KEPT * VERSION_BYTES
 
 
-class Run(NamedTuple):
+class PromptRange(NamedTuple):
     """A run of prompts: those at ``position ... position + prompts - 1`` of the endless sequence."""
 
     position: int
@@ -45,18 +45,18 @@ def unpack_vacant(data: memoryview) -> list[int]:
     return [lease for (lease,) in _LEASE.iter_unpack(data[_COUNT.size : _COUNT.size + count * _LEASE.size])]
 
 
-def pack_redo(redo: list[Run]) -> bytes:
+def pack_redo(redo: list[PromptRange]) -> bytes:
     """Return the bytes of the prompts to be issued again."""
     return _COUNT.pack(len(redo)) + b"".join(_REDO.pack(*prompts) for prompts in redo)
 
 
-def unpack_redo(data: memoryview) -> list[Run]:
+def unpack_redo(data: memoryview) -> list[PromptRange]:
     """Return the prompts to be issued again, lowest position first."""
     (count,) = _COUNT.unpack_from(data)
-    return [Run(*run) for run in _REDO.iter_unpack(data[_COUNT.size : _COUNT.size + count * _REDO.size])]
+    return [PromptRange(*run) for run in _REDO.iter_unpack(data[_COUNT.size : _COUNT.size + count * _REDO.size])]
 
 
-def add_prompts(runs: list[Run], more: Run, *, most: int) -> list[Run]:
+def add_prompts(runs: list[PromptRange], more: PromptRange, *, most: int) -> list[PromptRange]:
     """Return `runs` and `more`, sorted, those that touch joined.
 
     Beyond `most` runs the two with the least between them are joined: some prompts come once more, none is lost.
@@ -76,21 +76,21 @@ def add_prompts(runs: list[Run], more: Run, *, most: int) -> list[Run]:
     return joined
 
 
-def between(runs: Iterable[Run], position: int, stop: int) -> list[Run]:
+def between(runs: Iterable[PromptRange], position: int, stop: int) -> list[PromptRange]:
     """Return what lies from `position` on and before `stop`, and in none of these runs."""
     left = []
-    for run in sorted([*runs, Run(stop, 0)]):
+    for run in sorted([*runs, PromptRange(stop, 0)]):
         if run.position > position:
-            left.append(Run(position, min(run.position, stop) - position))
+            left.append(PromptRange(position, min(run.position, stop) - position))
         position = max(position, run.position + run.prompts)
         if position >= stop:
             break
     return left
 
 
-def _cover(first: Run, second: Run) -> Run:
+def _cover(first: PromptRange, second: PromptRange) -> PromptRange:
     stop = max(first.position + first.prompts, second.position + second.prompts)
-    return Run(first.position, stop - first.position)
+    return PromptRange(first.position, stop - first.position)
 
 
 class _Published(NamedTuple):

@@ -1,1 +1,20 @@
-"""."""
+"""The supervisor: starts, watches, restarts and ends the processes; no torch.
+
+diagnosis   the cause of a slow or stopped run, in sentences
+fleet       the child processes; the OOM killer's count
+gpus        GPU readings from NVML
+hangs       hang detection, pure
+live        the live panel of `rlhfd start`
+page        data of the page's requests
+placement   GPU and CPU cores of each process
+preflight   checks of the files that a configuration names
+reload      the configuration reloaded during a run
+restarts    backoff and the limit of starts
+shutdown    the orderly shutdown
+snapshot    one reading of a running instance
+status      one reading of metrics and children
+supervisor  the supervisor process
+systemd     sd_notify, readiness and the watchdog of systemd
+watchdog    hung processes named, dumped and killed
+web         the HTTP server
+"""

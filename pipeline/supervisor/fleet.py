@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.errors import ExitCode, GaveUpError
 from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, executed
-from pipeline.runtime.forkserver import Template
+from pipeline.runtime.forkserver import Forkserver
 from pipeline.runtime.role import Report
 from pipeline.supervisor import fleet
 from pipeline.supervisor.placement import Place
@@ -40,7 +40,7 @@ class Slot:
     Attributes:
         error: The child's own last words, one line.
         finished: Whether the child said that its work is complete.
-        mistrusted: Whether a child said that nothing it makes is of use; none is started again.
+        unusable: Whether a child said that nothing it makes is of use; none is started again.
         last_exit: Exit code of the last child, or minus its signal; None before the first ended.
         due_s: When the next start is due, while in backoff.
         lines: Lines that the child has printed.
@@ -68,7 +68,7 @@ class Slot:
     error: str = ""
     last_line: str = ""
     finished: bool = False
-    mistrusted: bool = False
+    unusable: bool = False
     lines: int = 0
     ended_by: str = ""
     working_on: int = -1
@@ -129,7 +129,7 @@ class Fleet:
         self.threads: dict[str, int] = {}
         self.name = ""
         self.model = ""
-        self._template = Template()
+        self._template = Forkserver()
         self._template_slot = self.add("template", 0, Place("", ()))
         self._folder = folder
         self._slab = slab
@@ -234,7 +234,7 @@ class Fleet:
 
     def retry(self, slot: Slot) -> float | None:
         """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
-        hopeless = slot.mistrusted or slot.late_starts >= _LATE_STARTS
+        hopeless = slot.unusable or slot.late_starts >= _LATE_STARTS
         delay_s = None if hopeless else slot.policy.died(self._clock(), slot.lived_s)
         if delay_s is None:
             slot.state = "failed"
@@ -300,10 +300,10 @@ class Fleet:
             self._on_line(slot, report.progress)
         if report.state == "finished":
             slot.finished = True
-        if report.state == "mistrusted":
-            slot.mistrusted = True
-        if report.state in ("homeless", "placed"):
-            slot.has_no_place = report.state == "homeless"
+        if report.state == "unusable":
+            slot.unusable = True
+        if report.state in ("pending", "placed"):
+            slot.has_no_place = report.state == "pending"
             # How long it may take from here on is counted from here on.
             slot.started_s = self._clock()
         if report.state == "ready":
@@ -331,7 +331,7 @@ class Fleet:
         slot.child, slot.last_exit, slot.state = None, code, "ended"
         if slot.role == "template" and not booted and code > 0:
             # What it cannot load, the roles cannot either; theirs to say what it is.
-            slot.mistrusted = True
+            slot.unusable = True
         if slot.works:
             slot.working_on = self._slab.progress(slot.role, slot.index).working_on
             self._slab.fold(slot.role, slot.index)

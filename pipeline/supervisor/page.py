@@ -14,7 +14,7 @@ from pipeline.buffer.sizing import capacity_items
 from pipeline.config.schema import Config
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.status import InstanceStatus
-from pipeline.supervisor.watchdog import Guard
+from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.history import History, HistoryRecorder
 from pipeline.telemetry.samples import SampleReader, folder_of
 
@@ -38,7 +38,7 @@ class PageData:
     """
 
     def __init__(
-        self, config: Config, workspace: Workspace, status: InstanceStatus, guard: Guard, *, is_local: bool
+        self, config: Config, workspace: Workspace, status: InstanceStatus, guard: Watchdog, *, is_local: bool
     ) -> None:
         self._config = config
         self._status = status

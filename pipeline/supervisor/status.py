@@ -16,7 +16,7 @@ from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
 from pipeline.supervisor.snapshot import RateWindow, Snapshot
-from pipeline.supervisor.watchdog import Guard
+from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab
@@ -41,7 +41,7 @@ class InstanceStatus:
         workspace: Workspace,
         slab: MetricsSlab,
         fleet: Fleet,
-        guard: Guard,
+        guard: Watchdog,
         *,
         metrics_url: Callable[[], str],
         path: Path | None = None,

@@ -39,7 +39,7 @@ from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Ending
 from pipeline.supervisor.status import InstanceStatus
 from pipeline.supervisor.systemd import Notifier, Service
-from pipeline.supervisor.watchdog import Guard
+from pipeline.supervisor.watchdog import Watchdog
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import MOST_CONNECTIONS, HttpServer
 from pipeline.telemetry import log as logs
@@ -212,7 +212,7 @@ class Supervisor:
         self._fleet.add("buffer", 0, nowhere)
         for (role, index), place in places.items():
             self._fleet.add(role, index, place)
-        self._guard = Guard(
+        self._guard = Watchdog(
             config,
             self._slab,
             self._fleet,
@@ -375,7 +375,7 @@ class Supervisor:
         if delay_s is not None:
             log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, words)
             return
-        often = "" if slot.mistrusted or slot.is_late else " too often"
+        often = "" if slot.unusable or slot.is_late else " too often"
         log.error("%s ended (%s)%s, it is not started again: %s", slot.name, how, often, words)
         usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
         if slot.role != "rollout" or not usable:

@@ -38,7 +38,7 @@ class _Condemned:
     lines_seen: int
 
 
-class Guard:
+class Watchdog:
     """Watches the fleet from the supervisor's loop.
 
     Attributes:

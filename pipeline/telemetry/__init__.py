@@ -1,1 +1,17 @@
-"""."""
+"""Metrics, logs and samples; no torch.
+
+activity           wall time of a process by activity
+history            metrics over time, coarser with age
+journald           the systemd journal's protocol
+log                log records as text or JSON
+log_file           a log file of bounded size
+log_lines          log lines parsed
+metrics            every metric, declared once
+metrics_reference  docs/metrics.md
+reader             all slots added up; the text that Prometheus scrapes
+run_log            a run's log, in the journal or in a file
+samples            rollouts on disk for people to read
+slab               metrics of all processes in shared memory
+stdio              output that never waits for its reader
+writer             handles on a process's own slot
+"""

@@ -34,7 +34,7 @@ def never_blocking() -> Iterator[None]:
     At the end whoever reads gets what still waits; where nobody does, the end comes a moment later without.
     """
     before = sys.stdout, sys.stderr
-    outlets: list[Outlet] = []
+    outlets: list[NonBlockingStream] = []
     sys.stdout, sys.stderr = _by_outlet(sys.stdout, outlets), _by_outlet(sys.stderr, outlets)
     try:
         yield
@@ -45,7 +45,7 @@ def never_blocking() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _by_outlet(stream: TextIO, outlets: list[Outlet]) -> TextIO:
+def _by_outlet(stream: TextIO, outlets: list[NonBlockingStream]) -> TextIO:
     """Return the way to a stream's place that never blocks; one for both keeps their lines in order, if it is one."""
     try:
         place = os.fstat(stream.fileno())
@@ -56,11 +56,11 @@ def _by_outlet(stream: TextIO, outlets: list[Outlet]) -> TextIO:
     for outlet in outlets:
         if os.path.samestat(os.fstat(outlet.fileno()), place):
             return cast("TextIO", outlet)
-    outlets.append(Outlet(stream.fileno(), stream.encoding or "utf-8"))
+    outlets.append(NonBlockingStream(stream.fileno(), stream.encoding or "utf-8"))
     return cast("TextIO", outlets[-1])
 
 
-class Outlet(io.TextIOBase):
+class NonBlockingStream(io.TextIOBase):
     """Writes text to a descriptor, in order, from a thread of its own; takes writes of any thread."""
 
     def __init__(self, descriptor: int, encoding: str = "utf-8") -> None:

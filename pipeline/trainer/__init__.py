@@ -1,1 +1,17 @@
-"""."""
+"""The trainer: steps, publishes, checkpoints, resumes.
+
+batch        a loss's inputs: checked, filtered, cut to size
+checkpoints  Hugging Face folders with the training state, whole or absent
+connection   the trainer's connection to the buffer; `pipeline.connect`
+learner      one optimizer step of PPO or GRPO
+losses       policy and value losses, whitening
+metrics      a rank's metrics
+optimizer    the step of one model over ranks; the learning rate
+prefetch     batches copied to the device ahead of use
+process      the process of a rank
+resume       the point from which a trainer goes on
+setup        the process that makes the embedded model
+state        the training state beside the weights
+step_stats   one step in numbers
+trainer      a rank's decisions: step, publish, end
+"""

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from pipeline.buffer.quarantine import Quarantine
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
-from pipeline.experience.quarantine_reader import read
+from pipeline.experience.quarantine_reader import read_quarantine
 from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
@@ -52,7 +52,7 @@ def test_a_quarantined_batch_is_read_as_the_trainer_would_have_got_it(place):
     place.quarantine.keep([(first, [2, 3]), (second, [0])], "killed_trainer", "trainer-0 died twice")
 
     (path,) = place.folder.iterdir()
-    case = read(path)
+    case = read_quarantine(path)
     assert (case.reason, case.detail) == ("killed_trainer", "trainer-0 died twice")
     assert [(e.ticket, e.position, e.chosen, e.policy_version, e.fingerprint) for e in case.extents] == [
         (0, 10, [2, 3], 5, 77),
@@ -84,7 +84,7 @@ def test_damaged_bytes_are_kept_as_they_are_and_say_that_they_are_no_experience(
 
     (path,) = place.folder.iterdir()
     with pytest.raises(DecodeError):
-        read(path).experience()
+        read_quarantine(path).experience()
 
 
 def test_beyond_its_bytes_it_keeps_the_oldest_and_counts_the_rest(place):
@@ -149,4 +149,4 @@ def test_a_time_that_is_no_number_is_damage(place, tmp_path):
     extent_file.save(path, place.whole, [(place.records[0], [0])], {"reason": "checksum", "unix_s": "1n0"})
 
     with pytest.raises(DecodeError, match="its time is damaged"):
-        read(path)
+        read_quarantine(path)

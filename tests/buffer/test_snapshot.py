@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.buffer.snapshot import BufferJournal
+from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.config.schema import BufferConfig, Config, TrainerConfig
 from pipeline.experience import codec
 from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Ticket, WantTickets
 from pipeline.storage import extent_file
-from pipeline.storage.tables import Run
+from pipeline.storage.tables import PromptRange
 from tests.buffer.test_spool import LIMITS, Start, checkpoint, starts  # noqa: F401 - a fixture
 from tests.storage.test_ledger import DyingMemory, Killed
 
@@ -50,20 +50,20 @@ def serving(start, *, interval_s=NEVER_S):
     start.serve()
     start.later, start.counted = Later(), []
     start.config = start.config.model_copy(update={"buffer": BufferConfig(journal_interval_s=interval_s)})
-    start.journal = BufferJournal(start.config, start.arena, start.counted.append, executor=start.later)
+    start.redo_log = BufferSnapshot(start.config, start.arena, start.counted.append, executor=start.later)
     start.say(Published(0, 10, 0), Published(1, 11, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 5))
     start.tickets = start.heard(Ticket)
     for ticket in start.tickets[:4]:
         start.seal(ticket)
     start.say(Hello("trainer-0", 1), Credit("trainer-0", 1, 1))
-    return start.journal
+    return start.redo_log
 
 
 def write(start, now_s=0.0):
     """Begin a write and end it."""
-    start.journal.step(start.buffer, now_s)
+    start.redo_log.step(start.buffer, now_s)
     start.later.run()
-    start.journal.step(start.buffer, now_s)
+    start.redo_log.step(start.buffer, now_s)
 
 
 def rewards(start, parts):
@@ -95,7 +95,7 @@ def test_what_was_held_comes_back_and_the_run_that_wrote_it_has_lost_nothing(sta
     expected = torch.cat([first.rolled[ticket].reward for ticket in range(4)])
     assert torch.equal(torch.cat([rewards(second, lease.parts) for lease in leases]), expected)
     assert second.ledger.totals.position == 12
-    assert second.ledger.redo == [Run(8, 4)], "the prompts of the two tickets that were under way"
+    assert second.ledger.redo == [PromptRange(8, 4)], "the prompts of the two tickets that were under way"
     assert second.balanced
 
 
@@ -138,7 +138,7 @@ def test_a_journal_older_than_the_checkpoint_is_removed_with_a_line(starts, capl
 
     assert second.view()[:4] == (set(), 4, 0, [])
     assert "journal removed, its rows may be in the checkpoint: rows=16 version=1 checkpoint=2" in caplog.text
-    assert not first.journal.path.exists()
+    assert not first.redo_log.path.exists()
 
 
 def test_a_journal_of_weights_that_were_rolled_back_does_not_count_for_others_of_their_number(starts):  # noqa: F811
@@ -167,7 +167,7 @@ def test_prompts_whose_training_is_undone_are_issued_again(starts):  # noqa: F81
     second.take_in()
 
     assert {ticket for ticket, _, _ in second.view()[0]} == {2, 3}
-    assert second.ledger.redo == [Run(0, 4), Run(8, 8)], "trained since the checkpoint, and under way"
+    assert second.ledger.redo == [PromptRange(0, 4), PromptRange(8, 8)], "trained since the checkpoint, and under way"
     assert second.ledger.totals.position == 16
 
 
@@ -176,7 +176,7 @@ def test_without_a_checkpoint_rows_of_version_0_are_kept_and_others_rolled_back(
     first.serve()
     first.later = Later()
     config = first.config.model_copy(update={"buffer": BufferConfig(journal_interval_s=1.0)})
-    first.journal = BufferJournal(config, first.arena, lambda whole: None, executor=first.later)
+    first.redo_log = BufferSnapshot(config, first.arena, lambda whole: None, executor=first.later)
     first.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 2))
     old, new = first.heard(Ticket)
     first.seal(old, 0, 10)
@@ -191,7 +191,7 @@ def test_without_a_checkpoint_rows_of_version_0_are_kept_and_others_rolled_back(
 
     assert {(ticket, position) for ticket, position, _ in second.view()[0]} == {(0, 0)}
     assert second.dropped == {"rolled_back": 4}
-    assert second.ledger.redo == [Run(2, 6)], "rolled back, and the two tickets under way"
+    assert second.ledger.redo == [PromptRange(2, 6)], "rolled back, and the two tickets under way"
 
 
 def test_it_is_written_every_interval_and_as_soon_as_there_is_another_checkpoint(starts):  # noqa: F811
@@ -233,7 +233,7 @@ def test_a_disk_that_does_not_take_it_is_one_line_and_the_run_goes_on(starts, ca
 
     assert first.counted == [False, False, False, True]
     assert caplog.text.count("journal not written") == 1
-    assert first.journal.path.exists()
+    assert first.redo_log.path.exists()
     assert not first.buffer._allocator.holds
 
 
@@ -294,7 +294,7 @@ def test_a_buffer_killed_at_any_store_of_the_taking_in_takes_every_row_in_once(s
     stores, killed = 0, True
     while killed:
         dying = starts(f"killed-{stores}", journal_interval_s=1.0)
-        budget, journal = [stores], dying.ledger.memory.journal
+        budget, journal = [stores], dying.ledger.memory.redo_log
         journal.memory = DyingMemory(journal.memory, budget)
         journal.marks = DyingMemory(journal.marks, budget)
         try:
@@ -381,7 +381,7 @@ class Machine:
         version = max(self.path)
         self.start.serve()
         self.later, self.begun = Later(), None
-        self.journal = BufferJournal(self.start.config, self.start.arena, lambda whole: None, executor=self.later)
+        self.redo_log = BufferSnapshot(self.start.config, self.start.arena, lambda whole: None, executor=self.later)
         self.start.say(
             Published(version, self.path[version][0], 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 1)
         )
@@ -426,13 +426,13 @@ class Machine:
     def journal_begins(self):
         if self.begun is None:
             self.now_s = getattr(self, "now_s", 0.0) + 10.0
-            self.journal.step(self.start.buffer, self.now_s)
+            self.redo_log.step(self.start.buffer, self.now_s)
             self.begun = (self.rows(), dict(self.path))
 
     def journal_ends(self):
         if self.begun is not None:
             self.later.run()
-            self.journal.close(self.start.buffer)
+            self.redo_log.close(self.start.buffer)
             self.kept, self.begun = self.begun, None
 
     def roll_back(self):
@@ -485,15 +485,15 @@ def test_a_journal_is_progress_only_while_its_end_is_waited_for(starts, monkeypa
     first = starts("first")
     serving(first)
     told = []
-    first.journal = BufferJournal(
+    first.redo_log = BufferSnapshot(
         first.config, first.arena, first.counted.append, executor=first.later, on_progress=lambda: told.append("piece")
     )
     write(first)
     assert (first.counted, told) == ([True], []), "beside the loop, whose own silence is to be seen"
-    first.journal.step(first.buffer, 2 * NEVER_S)
+    first.redo_log.step(first.buffer, 2 * NEVER_S)
     monkeypatch.setattr(concurrent.futures, "wait", lambda futures: first.later.run())
     first.later.shutdown = lambda: None
 
-    first.journal.close(first.buffer)
+    first.redo_log.close(first.buffer)
 
     assert (first.counted, len(told)) == ([True, True], 4), "four extents"

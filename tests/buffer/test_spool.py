@@ -17,7 +17,7 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS
-from pipeline.storage.tables import Run
+from pipeline.storage.tables import PromptRange
 from tests.buffer.test_buffer import Counts
 from tests.storage.test_ledger import DyingMemory, Killed
 from tests.support.experiences import made_up
@@ -164,7 +164,7 @@ def test_what_was_undelivered_comes_again_with_the_same_values(starts):
     assert torch.equal(codec.gather(readers).reward, expected)
     del readers
     assert second.ledger.totals.position == 12
-    assert second.ledger.redo == [Run(8, 4)], "the prompts of the tickets that were cut"
+    assert second.ledger.redo == [PromptRange(8, 4)], "the prompts of the tickets that were cut"
     assert second.balanced
     assert not first.spool.path.exists()
 
@@ -208,7 +208,9 @@ def test_prompts_whose_training_is_in_no_checkpoint_are_issued_again(starts):
     second.take_in()
 
     assert second.view()[0] == {(2, 4, 2), (2, 4, 3)}, "these come again by themselves"
-    assert second.ledger.redo == [Run(0, 5), Run(6, 6)], "undone, and those of the tickets that were cut"
+    assert second.ledger.redo == [PromptRange(0, 5), PromptRange(6, 6)], (
+        "undone, and those of the tickets that were cut"
+    )
 
 
 def test_a_run_that_is_complete_leaves_no_spool(starts):
@@ -269,7 +271,7 @@ def test_rows_newer_than_the_weights_that_the_run_goes_on_from_are_rolled_back(s
     second.say(Published(0, 10, 0))
 
     assert second.dropped == {"rolled_back": 16}
-    assert second.ledger.redo == [Run(0, 12)]
+    assert second.ledger.redo == [PromptRange(0, 12)]
 
 
 def test_no_batch_is_leased_before_the_trainer_says_which_version_it_has(starts):
@@ -296,7 +298,7 @@ def test_a_buffer_killed_at_any_store_of_the_taking_in_takes_every_row_in_once(s
     while killed:
         first.spool.path.write_bytes(saved)
         dying = starts(f"killed-{stores}")
-        budget, journal = [stores], dying.ledger.memory.journal
+        budget, journal = [stores], dying.ledger.memory.redo_log
         journal.memory = DyingMemory(journal.memory, budget)
         journal.marks = DyingMemory(journal.marks, budget)
         try:
@@ -356,7 +358,7 @@ def test_a_damaged_extent_costs_its_rows_and_its_prompts_come_again(starts):
     second.take_in()
 
     assert {ticket for ticket, _, _ in second.view()[0]} == {0, 2, 3}
-    assert second.ledger.redo == [Run(2, 2), Run(8, 4)]
+    assert second.ledger.redo == [PromptRange(2, 2), PromptRange(8, 4)]
     assert second.damaged == [4]
     assert [path.name for path in (second.state_dir / "quarantine").iterdir()] == [f"spool-{first.spool.path.name}"]
     assert not first.spool.path.exists()

@@ -12,7 +12,7 @@ from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.pinned import PinnedMemory, pin_arena
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.storage.arena import Arena
@@ -178,9 +178,9 @@ def test_tokens_of_cuda_graphs_are_those_of_the_cpu(ends, caplog):
     prompts = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
     mask = (prompts != 0).long()
     greedy = Sampling(max_length=204, pad_token_id=tiny.PAD, eos_token_ids=ends, do_sample=False)
-    expected = LeanGenerator(long_llama()).generate(prompts, mask, greedy, group_size=4)
+    expected = TransformersGenerator(long_llama()).generate(prompts, mask, greedy, group_size=4)
 
-    graphs = LeanGenerator(long_llama().cuda()).generate(prompts, mask, greedy, group_size=4)
+    graphs = TransformersGenerator(long_llama().cuda()).generate(prompts, mask, greedy, group_size=4)
 
     assert torch.equal(graphs.sequences, expected.sequences)
     torch.testing.assert_close(graphs.log_probs, expected.log_probs, atol=1e-4, rtol=0)
@@ -191,11 +191,11 @@ def test_a_graph_computes_with_weights_that_were_replaced_in_place():
     actor, other = tiny.llama().cuda(), tiny.llama(seed=9).cuda()
     prompts = torch.tensor([[7, 3, 11, 2]])
     greedy = Sampling(max_length=60, pad_token_id=tiny.PAD, do_sample=False)
-    engine = LeanGenerator(actor)
+    engine = TransformersGenerator(actor)
     engine.generate(prompts, torch.ones_like(prompts), greedy)
     actor.load_state_dict(other.state_dict())
 
     after = engine.generate(prompts, torch.ones_like(prompts), greedy)
 
-    expected = LeanGenerator(other).generate(prompts, torch.ones_like(prompts), greedy)
+    expected = TransformersGenerator(other).generate(prompts, torch.ones_like(prompts), greedy)
     assert torch.equal(after.sequences, expected.sequences)

@@ -9,7 +9,7 @@ from pipeline.buffer.sizing import checked_layout, ledger_layout
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, DecodeError, UnreachableError
 from pipeline.experience import codec
-from pipeline.experience.quarantine_reader import read
+from pipeline.experience.quarantine_reader import read_quarantine
 from pipeline.runtime.latest_checkpoint import Latest, read_latest, write_latest
 from pipeline.runtime.lock import InstanceRecord
 from pipeline.runtime.role import Report
@@ -103,7 +103,7 @@ def test_quarantine_files(tmp_path, rng, tries):
     def write(head):
         path.write_bytes(head + data[place:])
 
-    refused = refuses(lambda: read(path).experience(), write, data[:place], rng, tries // 5, DecodeError)
+    refused = refuses(lambda: read_quarantine(path).experience(), write, data[:place], rng, tries // 5, DecodeError)
 
     assert refused > tries // 10
     arena.close()

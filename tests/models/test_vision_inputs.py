@@ -17,7 +17,7 @@ from pipeline.models.loading import load_actor, load_critic, sees_images
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.vision_inputs import vision_inputs
 from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny, tiny_vision
 from tests.support.tiny_vision import EOS, IMAGE, PAD
 
@@ -77,7 +77,7 @@ def test_its_relatives_are_sampled_and_read_alike(kind: str, rows: Any) -> None:
     sampling = Sampling(made["input_ids"].shape[1] + 12, PAD, ENDING, seed=3)
 
     found = action_log_probs(model, ids, mask, ACTIONS, vision=vision)
-    sampled = LeanGenerator(model).generate(made["input_ids"], made["attention_mask"], sampling, vision=vision)
+    sampled = TransformersGenerator(model).generate(made["input_ids"], made["attention_mask"], sampling, vision=vision)
 
     real = mask[:, -ACTIONS:] != 0
     expected = reference_log_probs(model, ids, mask, vision)[:, -ACTIONS:]
@@ -108,7 +108,7 @@ def test_sampling_log_probs_are_those_of_a_forward_pass(group_size: int, batch_r
     vision = tiny_vision.vision_of(made)
     sampling = Sampling(made["input_ids"].shape[1] + 12, PAD, ENDING, seed=3)
 
-    responses = LeanGenerator(model).generate(
+    responses = TransformersGenerator(model).generate(
         made["input_ids"],
         made["attention_mask"],
         sampling,
@@ -130,7 +130,7 @@ def test_the_same_tokens_come_whatever_the_mini_batches_with_images() -> None:
     sampling = Sampling(made["input_ids"].shape[1] + 12, PAD, ENDING, seed=4)
 
     once, apart = (
-        LeanGenerator(model).generate(
+        TransformersGenerator(model).generate(
             made["input_ids"], made["attention_mask"], sampling, group_size=2, batch_rows=rows, vision=vision
         )
         for rows in (None, 1)
@@ -144,7 +144,7 @@ def test_greedy_responses_are_those_of_the_models_own_generate() -> None:
     vision = tiny_vision.vision_of(made)
     width = made["input_ids"].shape[1]
 
-    found = LeanGenerator(model).generate(
+    found = TransformersGenerator(model).generate(
         made["input_ids"], made["attention_mask"], Sampling(width + 6, PAD, do_sample=False), vision=vision
     )
 

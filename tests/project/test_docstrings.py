@@ -110,7 +110,7 @@ def test_the_examples_of_the_docstrings_run(example: doctest.DocTest) -> None:
 
 
 def test_each_name_of_the_seeds_shows_an_example() -> None:
-    shown = {example.name.rpartition("pipeline.")[2].partition(".")[2] for example in examples()}
+    shown = {example.name.rpartition(".")[2] for example in examples()}
 
     assert {
         "DetachedReplayBuffer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,19 +13,21 @@ import pytest
 
 import pipeline
 
+ROOT = Path(__file__).parents[2]
 # The seeds' names, as they stand in the seeds' pages, and the trainer's way in.
 SEEDS = {
-    "experience": ["Experience", "ExperienceVL", "BufferItem", "BufferItemVL", "is_vl_experience"],
-    "batching": [
+    "experience.types": ["Experience", "ExperienceVL", "BufferItem", "BufferItemVL", "is_vl_experience"],
+    "experience.batching": [
         "zero_pad_sequences",
         "split_experience_batch",
         "make_experience_batch",
         "remove_padding_in_sequences",
     ],
-    "experience_maker": ["ExperienceMaker", "NaiveExperienceMaker"],
-    "replay_buffer": ["DetachedReplayBuffer"],
-    "stream": ["connect"],
+    "rollout.maker": ["ExperienceMaker", "NaiveExperienceMaker"],
+    "replay.buffer": ["DetachedReplayBuffer"],
+    "trainer.connection": ["connect"],
 }
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def names_for_type_checkers() -> list[str]:
@@ -62,3 +65,24 @@ def test_an_unknown_name_is_refused_by_name() -> None:
         pipeline.DetachedBuffer  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'DetachedBuffer' from 'pipeline'"):
         exec("from pipeline import DetachedBuffer")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_and_the_examples_import_from_the_package_alone(page: Path) -> None:
+    text = page.read_text()
+    imported = re.findall(r"from pipeline import ([\w, ]+)", text)
+    names = [name for line in imported for name in re.split(r", *", line.strip())]
+
+    assert re.findall(r"(?:from|import) pipeline\.\S+", text) == []
+    assert [name for name in names if name and name not in pipeline.__all__] == []
+    # `pipeline.sort_digits:exact_answer` is a value of the configuration; python -m pipeline.x regenerates a page.
+    used = set(re.findall(r"(?<!-m )\bpipeline\.([A-Za-z]\w*)\b(?![.:/])", text)) - {"sort_digits"}
+    assert used <= set(pipeline.__all__)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.name)
+def test_an_example_imports_from_the_package_alone(example: Path) -> None:
+    tree = ast.parse(example.read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+
+    assert [module for module in modules if (module or "").startswith("pipeline.")] == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.experience.quarantine_reader import read
+from pipeline.experience.quarantine_reader import read_quarantine
 from pipeline.experience.types import Experience
 from pipeline.rollout.insert_gate import find_fault
 from pipeline.runtime.messages import FaultReason
@@ -158,7 +158,7 @@ def test_nothing_is_changed_by_the_look() -> None:
 BAD = "1111>"
 ENGINE = """
 import dataclasses
-from pipeline.rollout.generation.interface import transformers
+from pipeline.rollout.generation import transformers
 
 class Broken:
     def __init__(self, engine):
@@ -191,7 +191,7 @@ def check_what_is_left(daemon: Daemon) -> None:
     """The bad rows are in quarantine with their reason and their NaN, and the weights that were trained are finite."""
     files = sorted((daemon.state_dir / "quarantine").glob("*-not_finite-ticket-*"))
     assert files
-    case = read(files[0])
+    case = read_quarantine(files[0])
     assert case.reason == "not_finite" and "action_log_probs is nan in column 0" in case.detail
     log_probs = case.experience().action_log_probs
     assert log_probs is not None and bool(log_probs.isnan().any())

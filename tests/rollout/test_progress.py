@@ -8,7 +8,7 @@ import torch
 
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.rewards import FunctionReward
 from tests.rollout.test_worker import Bench
@@ -31,7 +31,7 @@ class Count:
 def test_generation_tells_of_every_token() -> None:
     told = Count()
 
-    LeanGenerator(tiny.llama(), told).generate(IDS, MASK, SAMPLING, batch_rows=1)
+    TransformersGenerator(tiny.llama(), told).generate(IDS, MASK, SAMPLING, batch_rows=1)
 
     assert told.calls == 2 * 6
 

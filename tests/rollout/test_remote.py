@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError, RewardError, WeightsError
 from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.weights.store import WeightsCopy, WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_models
-from pipeline.rollout.remote import Errand, NodeTelemetry, RolloutNode
+from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
 from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def node_of(tmp_path, monkeypatch):
 
     def node(settings, **errand):
         given = {"config": settings.model_dump_json(), "working_directory": str(tmp_path), "texts": True, **errand}
-        made.append(RolloutNode(Errand(**given)))
+        made.append(RolloutNode(WorkerSpec(**given)))
         return made[-1]
 
     yield node

@@ -70,7 +70,7 @@ def test_what_is_no_finite_number_is_an_error_that_names_function_row_and_value(
     def judge(ids: Tensor, mask: Tensor, **_: Any) -> Any:
         return value if ids[1] == 8 else 1.0
 
-    with pytest.raises(RewardError, match=rf"^tests\.test_rewards:.*<locals>\.{message}"):
+    with pytest.raises(RewardError, match=rf"^tests\.rollout\.test_rewards:.*<locals>\.{message}"):
         score(judge)
 
 

@@ -264,7 +264,7 @@ def answer_to(folder: Path, sent: bytes, *, end: bool = False) -> dict[str, Any]
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_lock, "_CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(control, "_CLIENT_TIMEOUT_S", 0.2)
 
 
 class TestControl:

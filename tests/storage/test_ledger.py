@@ -9,7 +9,7 @@ from pipeline.errors import LedgerError
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger, oldest_rows
 from pipeline.storage.records import ExtentState
-from pipeline.storage.tables import Run, add_prompts, between
+from pipeline.storage.tables import PromptRange, add_prompts, between
 
 LAYOUT = LedgerLayout(extents=6, rows_per_extent=4)
 
@@ -199,7 +199,7 @@ def test_prompts_that_come_again_are_trained_before_those_that_came_after_them()
     first, second = reserve(ledger), reserve(ledger)
     seal(ledger, second)
     seal(ledger, first)
-    ledger.drop([(first, [0, 1, 2, 3])], "spooled", redo=Run(0, 4))
+    ledger.drop([(first, [0, 1, 2, 3])], "spooled", redo=PromptRange(0, 4))
     again = reserve(ledger)
     seal(ledger, again)
 
@@ -213,7 +213,7 @@ def test_the_next_buffer_delivers_a_batch_again_in_the_order_in_which_it_was_lea
     first, second = reserve(ledger), reserve(ledger)
     seal(ledger, second)
     seal(ledger, first)
-    ledger.drop([(first, [0, 1, 2, 3])], "spooled", redo=Run(0, 4))
+    ledger.drop([(first, [0, 1, 2, 3])], "spooled", redo=PromptRange(0, 4))
     seal(ledger, reserve(ledger))
     lease = ledger.lease(oldest_rows(ledger, 8))
 
@@ -229,7 +229,7 @@ def test_prompts_that_come_again_are_issued_before_new_ones():
     record = reserve(ledger)
     seal(ledger, record)
 
-    ledger.drop([(record, [1, 2])], "rolled_back", redo=Run(1, 2))
+    ledger.drop([(record, [1, 2])], "rolled_back", redo=PromptRange(1, 2))
 
     tickets = [ledger.reserve(rows=2, prompts=2, offset=0, nbytes=1) for _ in range(2)]
     assert [ticket.position for ticket in tickets] == [1, 4]
@@ -263,11 +263,11 @@ def test_after_a_rollback_numbers_go_on_at_rank_0_and_old_leases_are_void():
 @pytest.mark.parametrize(
     ("runs", "more", "joined"),
     [
-        ([], Run(3, 2), [Run(3, 2)]),
-        ([Run(3, 2)], Run(5, 1), [Run(3, 3)]),
-        ([Run(3, 2)], Run(1, 1), [Run(1, 1), Run(3, 2)]),
-        ([Run(3, 2)], Run(2, 5), [Run(2, 5)]),
-        ([Run(0, 1), Run(10, 1)], Run(13, 1), [Run(0, 1), Run(10, 4)]),
+        ([], PromptRange(3, 2), [PromptRange(3, 2)]),
+        ([PromptRange(3, 2)], PromptRange(5, 1), [PromptRange(3, 3)]),
+        ([PromptRange(3, 2)], PromptRange(1, 1), [PromptRange(1, 1), PromptRange(3, 2)]),
+        ([PromptRange(3, 2)], PromptRange(2, 5), [PromptRange(2, 5)]),
+        ([PromptRange(0, 1), PromptRange(10, 1)], PromptRange(13, 1), [PromptRange(0, 1), PromptRange(10, 4)]),
     ],
 )
 def test_runs_of_prompts_are_joined_and_none_is_lost(runs, more, joined):
@@ -298,7 +298,7 @@ def every_operation(ledger):
     yield "lease, its number vacant"
     ledger.requeue(lease)
     yield "requeue"
-    ledger.drop([(record, [2])], "filtered", redo=Run(2, 4))
+    ledger.drop([(record, [2])], "filtered", redo=PromptRange(2, 4))
     yield "drop, its prompts to come again"
     ledger.publish(3, 9, 2)
     yield "publish"
@@ -376,7 +376,7 @@ def test_a_buffer_killed_at_any_store_leaves_the_state_before_or_after_its_trans
         memory = fresh()
         dying = open_ledger(memory)
         budget = [stores]
-        journal = dying.memory.journal
+        journal = dying.memory.redo_log
         journal.memory, journal.marks = DyingMemory(memory, budget), DyingMemory(memory[:32].cast("Q"), budget)
         try:
             for _ in every_operation(dying):
@@ -404,7 +404,7 @@ def test_a_state_that_is_none_is_damage():
 
 
 def test_what_lies_between_runs_of_prompts_is_what_none_of_them_holds():
-    runs = [Run(4, 2), Run(8, 4), Run(9, 1), Run(20, 5)]
+    runs = [PromptRange(4, 2), PromptRange(8, 4), PromptRange(9, 1), PromptRange(20, 5)]
     held = {4, 5, 8, 9, 10, 11, 20, 21, 22, 23, 24}
     for position in range(30):
         for stop in range(position, 30):

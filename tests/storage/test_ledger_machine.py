@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS
-from pipeline.storage.tables import Run
+from pipeline.storage.tables import PromptRange
 from tests.storage.test_ledger import LAYOUT, DyingMemory, Killed, fresh, indexed, walked
 
 WORLD_SIZE = 2
@@ -179,7 +179,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before, after = self.model.view(), copy.deepcopy(self.model)
         change_model(after)
         if stores is not None:
-            journal, budget = self.ledger.memory.journal, [stores]
+            journal, budget = self.ledger.memory.redo_log, [stores]
             journal.memory = DyingMemory(self.memory, budget)
             journal.marks = DyingMemory(self.memory[:32].cast("Q"), budget)
         try:
@@ -302,7 +302,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(pick=PICK, reason=st.sampled_from(DROP_REASONS), redo=st.booleans(), stores=STORES)
     def drop(self, pick, reason, redo, stores):
         ticket, row = self.ready()[pick % len(self.ready())]
-        run = Run(self.model.tickets[ticket][2] + row, 1) if redo else None
+        run = PromptRange(self.model.tickets[ticket][2] + row, 1) if redo else None
         self.transact(
             stores,
             lambda ledger: ledger.drop([(ledger.extents[ticket], [row])], reason, redo=run),

@@ -38,21 +38,21 @@ PACKAGE = Path(pipeline.__file__).parent
 DAY_S = 86400.0
 
 SHOWN_TO_PEOPLE = {
-    "buffer_metrics.py": 1,
-    "instance_status.py": 1,
-    "log.py": 2,
-    "log_lines.py": 3,
-    "metrics_reader.py": 1,
-    "page_data.py": 1,
-    "quarantine.py": 2,
-    "reload.py": 2,
-    "rollout_metrics.py": 1,
-    "rollout_samples.py": 1,
-    "samples_view.py": 2,
-    "supervisor.py": 1,
-    "trainer_metrics.py": 2,
+    "buffer/metrics.py": 1,
+    "supervisor/status.py": 1,
+    "telemetry/log.py": 2,
+    "telemetry/log_lines.py": 3,
+    "telemetry/reader.py": 1,
+    "supervisor/page.py": 1,
+    "buffer/quarantine.py": 2,
+    "supervisor/reload.py": 2,
+    "rollout/metrics.py": 1,
+    "rollout/sample_recorder.py": 1,
+    "cli/samples.py": 2,
+    "supervisor/supervisor.py": 1,
+    "trainer/metrics.py": 2,
     # How long ago another process began to make a folder: a file's time has no other clock.
-    "replay/link.py": 1,
+    "replay/client.py": 1,
 }
 """Calls of the wall clock: names of files, log lines and gauges that say when."""
 

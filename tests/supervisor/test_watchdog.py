@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.config.schema import Config, DaemonConfig
 from pipeline.supervisor.fleet import Slot
-from pipeline.supervisor.watchdog import Guard, is_stopped
+from pipeline.supervisor.watchdog import Watchdog, is_stopped
 from tests.supervisor.test_fleet import Idlers
 
 LIMIT_S = 100.0
@@ -35,7 +35,7 @@ class Watch:
         config = Config(
             daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state", startup_timeout_s=LIMIT_S)
         )
-        self.guard = Guard(
+        self.guard = Watchdog(
             config, self.fleet.slab, self.fleet, state=lambda: "starting", gave_up=lambda reason: pytest.fail(reason)
         )
         self._now_s = time.monotonic()
@@ -138,7 +138,7 @@ def test_the_second_late_start_in_a_row_is_the_last_and_one_in_between_begins_an
 
 def test_one_that_a_cluster_has_no_place_for_is_neither_late_nor_waited_for(tmp_path: Path) -> None:
     async def test(watch: Watch) -> None:
-        homeless, other = watch.fleet.ranks
+        pending, other = watch.fleet.ranks
 
         def all_ready() -> bool:
             # A worker that needs no process of its own for it.
@@ -155,16 +155,16 @@ def test_one_that_a_cluster_has_no_place_for_is_neither_late_nor_waited_for(tmp_
         await watch.fleet.until(lambda: other.state == "ready")
         assert not all_ready()
 
-        watch.fleet.say_ready(homeless, "homeless")
-        await watch.fleet.until(lambda: homeless.has_no_place)
+        watch.fleet.say_ready(pending, "pending")
+        await watch.fleet.until(lambda: pending.has_no_place)
         watch.pass_s(3 * LIMIT_S)
-        assert not homeless.is_late and all_ready()
+        assert not pending.is_late and all_ready()
 
-        watch.fleet.say_ready(homeless, "placed")
-        await watch.fleet.until(lambda: not homeless.has_no_place)
+        watch.fleet.say_ready(pending, "placed")
+        await watch.fleet.until(lambda: not pending.has_no_place)
         assert not all_ready()
         watch.pass_s(LIMIT_S)
-        assert homeless.is_late, "from there on it may be"
+        assert pending.is_late, "from there on it may be"
 
     alone(test, tmp_path)
 

@@ -28,7 +28,8 @@ with InstanceLock(Path(sys.argv[1])):
 SERVE = """
 import asyncio, os, sys
 from pathlib import Path
-from pipeline.runtime.lock import InstanceLock, InstanceRecord, serve_control
+from pipeline.runtime.control import serve_control
+from pipeline.runtime.lock import InstanceLock, InstanceRecord
 folder = Path(sys.argv[1])
 
 async def serve():

@@ -23,7 +23,10 @@ class Crew:
 
     def __init__(self):
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.replay_crew"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, "-P", "-m", "tests.support.replay_crew"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
         self._rest = b""
         self.said = {}

@@ -1,4 +1,4 @@
-"""Make the pictures of the page in docs/ again, from a real run: `.venv/bin/python -m tests.screenshots`."""
+"""Make the pictures of the page in docs/ again, from a real run: `.venv/bin/python -m tests.support.screenshots`."""
 
 from __future__ import annotations
 

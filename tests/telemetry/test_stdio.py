@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.telemetry import log_file
-from pipeline.telemetry.stdio import Outlet, never_blocking
+from pipeline.telemetry.stdio import NonBlockingStream, never_blocking
 from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, status_of, task, wait_until  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def fill(writer: int) -> None:
 def test_who_writes_goes_on_while_nobody_reads_and_what_is_left_out_is_counted(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outlet = Outlet(place.writer)
+    outlet = NonBlockingStream(place.writer)
 
     for number in range(5000):
         outlet.write(f"{number} {LONG}\n")
@@ -90,7 +90,7 @@ def test_who_writes_goes_on_while_nobody_reads_and_what_is_left_out_is_counted(
 
 @pytest.mark.timeout(90)
 def test_the_end_waits_for_who_reads_and_a_moment_for_who_does_not(place: Place) -> None:
-    outlet = Outlet(place.writer)
+    outlet = NonBlockingStream(place.writer)
     for _ in range(500):
         outlet.write(LONG)
     started_s = time.monotonic()
@@ -105,7 +105,7 @@ def test_the_end_waits_for_who_reads_and_a_moment_for_who_does_not(place: Place)
 def test_a_reader_that_is_gone_is_an_error_to_who_writes() -> None:
     gone, writer = os.pipe()
     os.close(gone)
-    outlet = Outlet(writer)
+    outlet = NonBlockingStream(writer)
 
     def fails() -> bool:
         try:
@@ -120,7 +120,7 @@ def test_a_reader_that_is_gone_is_an_error_to_who_writes() -> None:
 
 
 def test_no_signal_is_taken_from_the_thread_that_holds_it_back(place: Place) -> None:
-    outlet = Outlet(place.writer)
+    outlet = NonBlockingStream(place.writer)
 
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "outlet")
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()

@@ -8,7 +8,7 @@ from pipeline.buffer.buffer import Buffer
 from pipeline.errors import DeadlineError
 from pipeline.experience import codec
 from pipeline.runtime.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
-from pipeline.serial import Post
+from pipeline.serial import InProcessTransport
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
@@ -40,7 +40,7 @@ class House:
         Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
         self.arena = Arena(folder / "arena")
         self.weights_path = folder / "weights"
-        self.post = Post()
+        self.post = InProcessTransport()
         self.counts = Counts()
         self.rolled = {}
         self.start_buffer()

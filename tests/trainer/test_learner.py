@@ -253,7 +253,7 @@ def test_two_ranks_with_some_of_the_rows_each_take_the_step_of_one_rank(tmp_path
     expected = one.update([experience])
     for rank, rows in enumerate((slice(5), slice(5, 8))):
         torch.save(rows_of(experience, rows), tmp_path / f"experience-{rank}.pt")
-    code = "import sys, tests.test_learner as t; t.train_rank(int(sys.argv[1]), sys.argv[2])"
+    code = "import sys, tests.trainer.test_learner as t; t.train_rank(int(sys.argv[1]), sys.argv[2])"
 
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)]) for rank in (0, 1)]
     codes = [rank.wait(timeout=100) for rank in ranks]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import MistrustedError
+from pipeline.errors import WeightsMismatchError
 from pipeline.storage.weights_header import Probe, WeightsVersion
 
 # Both answers carry the rounding of their own kernels, which sum in another order on another device. Some 300 roundings
@@ -47,7 +47,7 @@ def check(published: WeightsVersion, mine: Probe, dtype: torch.dtype) -> None:
     """Compare a model's answer with the one that was published with its weights.
 
     Raises:
-        MistrustedError: If they lie further apart than rounding explains, or are to different questions.
+        WeightsMismatchError: If they lie further apart than rounding explains, or are to different questions.
     """
     its = published.probe
     if its is None:
@@ -56,7 +56,7 @@ def check(published: WeightsVersion, mine: Probe, dtype: torch.dtype) -> None:
     # Written so that a NaN on one side is refused, and one on both is no one's fault here.
     alike = abs(mine.log_prob - its.log_prob) <= limit or (math.isnan(mine.log_prob) and math.isnan(its.log_prob))
     if mine.tokens != its.tokens or not alike:
-        raise MistrustedError(
+        raise WeightsMismatchError(
             f"this model does not compute with the weights that it was given: version={published.version} "
             f"fingerprint={published.fingerprint:016x} log_prob={mine.log_prob:.6f} over {mine.tokens} tokens, "
             f"the trainer's {its.log_prob:.6f} over {its.tokens}, may differ by {limit:g}"

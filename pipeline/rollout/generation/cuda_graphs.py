@@ -52,7 +52,7 @@ class FixedLayer(RoomyLayer):
         return self.keys, self.values
 
 
-class FixedSteps:
+class CudaGraphDecoder:
     """Decoding steps of a batch of rows, until the room is full or rows leave.
 
     Attributes:

@@ -37,7 +37,7 @@ _SAMPLE_ELEMENTS = 2**24
 
 
 def fits_lean_loop(actor: object) -> bool:
-    """Tell whether `LeanGenerator` can stand in for the actor's own ``generate``.
+    """Tell whether `TransformersGenerator` can stand in for the actor's own ``generate``.
 
     Args:
         actor: Any object.
@@ -59,12 +59,14 @@ def fits_lean_loop(actor: object) -> bool:
 
 def new_engine(
     actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
-) -> LeanGenerator | ActorGenerator:
+) -> TransformersGenerator | ActorGenerator:
     """Make the engine for an actor; see `pipeline.rollout.generation.engines.EngineFactory`."""
-    return LeanGenerator(actor, on_progress) if fits_lean_loop(actor) else ActorGenerator(actor, None, on_progress)
+    return (
+        TransformersGenerator(actor, on_progress) if fits_lean_loop(actor) else ActorGenerator(actor, None, on_progress)
+    )
 
 
-class LeanGenerator:
+class TransformersGenerator:
     """An engine over a transformers causal language model, or a vision-language one of the Qwen2-VL kind.
 
     Args:
@@ -153,7 +155,7 @@ class LeanGenerator:
         state: _State,
     ) -> None:
         """Generate `repeats` responses of each prompt into the rows of `state`."""
-        from pipeline.rollout.generation.cuda_graphs import FixedSteps, fits_fixed_steps
+        from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder, fits_fixed_steps
         from pipeline.rollout.generation.kv_cache import roomy_cache
 
         first_real = int((attention_mask != 0).any(dim=0).nonzero()[0])
@@ -176,7 +178,7 @@ class LeanGenerator:
         wanted = logits.is_cuda if self._fixed_shapes is None else self._fixed_shapes
         fixed = wanted and fits_fixed_steps(self._model, cache)
         drop_share = _FIXED_DROP_SHARE if fixed else _DROP_SHARE
-        steps: FixedSteps | None = None
+        steps: CudaGraphDecoder | None = None
         for step in range(state.tokens.shape[1]):
             self._on_progress()
             tokens = state.sample(logits, rows, alive, step, sampling)
@@ -196,7 +198,7 @@ class LeanGenerator:
                 logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
                 continue
             if steps is None or steps.full:
-                steps = FixedSteps(self._forward, cache, mask, width + step, next_position + step)
+                steps = CudaGraphDecoder(self._forward, cache, mask, width + step, next_position + step)
             logits = steps.step(tokens)
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, **pixels: Tensor) -> Tensor:

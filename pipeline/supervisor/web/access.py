@@ -47,7 +47,7 @@ class Access:
             return cls(None, token)
         _secret("metrics.tls_key", config.tls_key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        _load_certificate(context, config)
+        load_certificate(context, config)
         return cls(context, token)
 
     def admits(self, scope: Scope) -> bool:
@@ -71,7 +71,12 @@ def _token_of(authorization: bytes) -> bytes:
         return b""
 
 
-def _load_certificate(context: ssl.SSLContext, config: MetricsConfig) -> None:
+def load_certificate(context: ssl.SSLContext, config: MetricsConfig) -> None:
+    """Load the server's certificate and key.
+
+    Raises:
+        ConfigError: If one cannot be read, or they do not belong together.
+    """
     assert config.tls_cert is not None
     try:
         # A password is asked for on the terminal otherwise.
@@ -90,8 +95,8 @@ def _secret(key: str, path: Path) -> bytes:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
 
 
-class _Guard:
-    """Lets through what `Access` admits; on the loopback address, what the page asks for under its own name only.
+class AccessCheck:
+    """ASGI middleware: passes requests that `Access` admits; on the loopback address, /api/ only under the server's own name.
 
     A page from elsewhere, whose owner points its name to 127.0.0.1, would otherwise be of the same origin.
     """
@@ -102,6 +107,7 @@ class _Guard:
         self._names_are_refused = names_are_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with 401 or 421, or pass it on."""
         if not self.access.admits(scope):
             refused = PlainTextResponse("a bearer token is needed\n", 401, headers={"WWW-Authenticate": "Bearer"})
             # A browser asks for a password then; any user's name will do. It takes one way a line.

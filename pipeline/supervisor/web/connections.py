@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _Making = asyncio.Task[tuple[asyncio.Transport, asyncio.Protocol]]
 
 
-class Door:
+class ConnectionLimiter:
     """Accepts a connection a turn of the loop; where too many are held, the oldest is cut first."""
 
     def __init__(

@@ -31,8 +31,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.config.schema import MetricsConfig
 from pipeline.errors import ConfigError
-from pipeline.supervisor.web.access import Access, _Guard, _load_certificate
-from pipeline.supervisor.web.connections import Door
+from pipeline.supervisor.web.access import Access, AccessCheck, load_certificate
+from pipeline.supervisor.web.connections import ConnectionLimiter
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -83,9 +83,9 @@ class HttpServer:
     def __init__(self, listener: socket.socket, access: Access) -> None:
         self._listener = listener
         self._access = access
-        self._guard: _Guard | None = None
+        self._guard: AccessCheck | None = None
         self._server: _Server | None = None
-        self._door: Door | None = None
+        self._door: ConnectionLimiter | None = None
         self._task: asyncio.Task[None] | None = None
         self.host: str
         self.port: int
@@ -132,7 +132,7 @@ class HttpServer:
         access = Access.of(config)
         if self._access.tls is not None and access.tls is not None:
             # The listener keeps its context: a new certificate goes into that one.
-            _load_certificate(self._access.tls, config)
+            load_certificate(self._access.tls, config)
         self._access = dataclasses.replace(access, tls=self._access.tls)
         if self._guard is not None:
             self._guard.access = self._access
@@ -147,7 +147,7 @@ class HttpServer:
             page: Gives what the page shows; without it there is none.
         """
         routes = [*_routes(metrics, health, ready), *([] if page is None else _page_routes(page))]
-        self._guard = _Guard(Starlette(routes=routes), self._access, names_are_refused=self.is_loopback)
+        self._guard = AccessCheck(Starlette(routes=routes), self._access, names_are_refused=self.is_loopback)
         config = uvicorn.Config(
             self._guard,
             http=_Connection,
@@ -167,7 +167,7 @@ class HttpServer:
         self._server = server = _Server(config)
         self._task = asyncio.create_task(server.serve(sockets=[]))
         self._task.add_done_callback(_report)
-        self._door = Door(
+        self._door = ConnectionLimiter(
             self._listener,
             lambda: _Connection(config, server.server_state, {}),
             tls=self._access.tls,

@@ -54,7 +54,7 @@ def test_a_refusal_is_one_warning_with_the_limit_and_nothing_to_give_back(caplog
 def test_a_process_that_ends_without_closing_gives_it_back():
     """In a process of its own, for it is the end of one that is looked at."""
     program = (
-        "from tests.test_pinned import Runtime\n"
+        "from tests.models.weights.test_pinned import Runtime\n"
         "from pipeline.models.weights.pinned import PinnedMemory\n"
         "class Telling(Runtime):\n"
         "    def cudaHostUnregister(self, address): print('given back', address)\n"

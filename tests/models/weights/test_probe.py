@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pipeline.errors import MistrustedError
+from pipeline.errors import WeightsMismatchError
 from pipeline.models.weights.probe import answer, check, tolerance_nats
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.runtime.messages import Sealed
@@ -76,7 +76,7 @@ def test_a_tensor_copied_to_where_the_model_does_not_look_is_found(tmp_path, dty
     version = fetched(tmp_path, stale)
 
     mine = answer(model, TOKENS, CPU)
-    with pytest.raises(MistrustedError) as raised:
+    with pytest.raises(WeightsMismatchError) as raised:
         check(version, mine, dtype)
     for told in ("version=16", f"{version.fingerprint:016x}", f"{mine.log_prob:.6f}", f"{version.probe.log_prob:.6f}"):
         assert told in str(raised.value)
@@ -90,7 +90,7 @@ def test_weights_rounded_on_their_way_are_found(tmp_path):
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
 
-    with pytest.raises(MistrustedError):
+    with pytest.raises(WeightsMismatchError):
         check(version, answer(model, TOKENS, CPU), torch.float32)
 
 
@@ -111,7 +111,7 @@ def test_float32_may_differ_by_a_thousandth_of_a_nat_a_token(mine, trusted):
     if trusted:
         check(version, mine, torch.float32)
     else:
-        with pytest.raises(MistrustedError):
+        with pytest.raises(WeightsMismatchError):
             check(version, mine, torch.float32)
 
 
@@ -119,12 +119,12 @@ def test_a_worker_that_is_not_to_be_trusted_seals_nothing_and_is_counted(tmp_pat
     bench = Bench(tmp_path)
 
     def refuse(version):
-        raise MistrustedError("no")
+        raise WeightsMismatchError("no")
 
     bench.worker._models = dataclasses.replace(bench.worker._models, check=refuse)
     bench.ticket()
 
-    with pytest.raises(MistrustedError):
+    with pytest.raises(WeightsMismatchError):
         bench.worker.step()
 
     assert bench.sent.of(Sealed) == []

@@ -15,7 +15,7 @@ from pipeline.prompts import PromptSource
 from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.transformers import LeanGenerator
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.loader import RolloutModels
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
@@ -54,7 +54,7 @@ def test_another_engine_makes_the_same_experience():
     actor = tiny.llama()
 
     its = maker(actor, WholeRows(actor)).make_experience(PROMPTS, MASK, max_length=14, seed=5)
-    lean = maker(actor, LeanGenerator(actor)).make_experience(PROMPTS, MASK, max_length=14, seed=5)
+    lean = maker(actor, TransformersGenerator(actor)).make_experience(PROMPTS, MASK, max_length=14, seed=5)
 
     assert torch.equal(its.sequences, lean.sequences)
     assert torch.equal(its.action_mask, lean.action_mask)
@@ -99,7 +99,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     assert (engine.updates, engine.paused, sealed.policy_version) == (1, False, 1)
     experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
     fresh = Roller(
-        maker(published, LeanGenerator(published)), source, Letters(), seed=7, max_length=12, template="none",
+        maker(published, TransformersGenerator(published)), source, Letters(), seed=7, max_length=12, template="none",
         generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
     ).roll(0, 2)  # fmt: skip
     assert fresh.experience is not None
@@ -125,7 +125,7 @@ def engine_named(name, actor):
 def test_a_name_leads_to_its_engine():
     actor = tiny.llama()
 
-    assert isinstance(engine_named("transformers", actor), LeanGenerator)
+    assert isinstance(engine_named("transformers", actor), TransformersGenerator)
     assert isinstance(engine_named("transformers", SimpleNamespace(generate=print)), ActorGenerator)
     assert isinstance(engine_named("tests.support.whole_rows:new_engine", actor), WholeRows)
 
@@ -137,10 +137,13 @@ def no_engine(actor, **_):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_engine", "cannot import pipeline.rollout.generation.interface.no_such_engine"),
+        ("no_such_engine", "cannot import pipeline.rollout.generation.no_such_engine"),
         ("tests.no_such_module:new_engine", "cannot import tests.no_such_module"),
-        ("tests.support.whole_rows:old_engine", "tests.whole_rows has no function old_engine"),
-        ("tests.test_engines:no_engine", "the object of tests.test_engines:no_engine has no method generate"),
+        ("tests.support.whole_rows:old_engine", "tests.support.whole_rows has no function old_engine"),
+        (
+            "tests.rollout.generation.test_engines:no_engine",
+            "the object of tests.rollout.generation.test_engines:no_engine has no method generate",
+        ),
     ],
 )
 def test_a_name_that_leads_to_none_is_refused(name, message):
@@ -152,7 +155,7 @@ def test_the_engines_here_compute_with_the_actors_own_tensors():
     """What `update_weights` has to do is nothing: the next call sees the new values."""
     actor, other = tiny.llama(), tiny.llama(seed=9)
     greedy = Sampling(max_length=10, pad_token_id=tiny.PAD, do_sample=False)
-    for engine in (LeanGenerator(actor), ActorGenerator(actor)):
+    for engine in (TransformersGenerator(actor), ActorGenerator(actor)):
         actor.load_state_dict(tiny.llama().state_dict())
         before = engine.generate(PROMPTS, MASK, greedy).sequences
         engine.pause()
@@ -163,7 +166,7 @@ def test_the_engines_here_compute_with_the_actors_own_tensors():
         after = engine.generate(PROMPTS, MASK, greedy).sequences
 
         assert not torch.equal(after, before)
-        assert torch.equal(after, LeanGenerator(other).generate(PROMPTS, MASK, greedy).sequences)
+        assert torch.equal(after, TransformersGenerator(other).generate(PROMPTS, MASK, greedy).sequences)
 
 
 @pytest.mark.integration

@@ -16,7 +16,7 @@ from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.kv_cache import RoomyLayer
 from pipeline.rollout.generation.stops import parse_stop_token_ids, response_lengths
-from pipeline.rollout.generation.transformers import LeanGenerator, fits_lean_loop, sample_tokens
+from pipeline.rollout.generation.transformers import TransformersGenerator, fits_lean_loop, sample_tokens
 from tests.support import tiny
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -47,7 +47,7 @@ def test_greedy_responses_equal_one_forward_a_token(build: type[LlamaForCausalLM
     """A left-padded GPT-2 without position ids from the mask goes wrong at the first token."""
     model = build()
 
-    responses = LeanGenerator(model).generate(PROMPTS, MASK, sampling(do_sample=False), group_size=2)
+    responses = TransformersGenerator(model).generate(PROMPTS, MASK, sampling(do_sample=False), group_size=2)
 
     for row in range(6):
         prompt = PROMPTS[row // 2][MASK[row // 2] == 1].tolist()
@@ -63,7 +63,7 @@ def test_reported_log_probs_are_the_actors(build: type[LlamaForCausalLM]) -> Non
 
     model = build()
 
-    responses = LeanGenerator(model).generate(PROMPTS, MASK, sampling(temperature=0.7), group_size=4)
+    responses = TransformersGenerator(model).generate(PROMPTS, MASK, sampling(temperature=0.7), group_size=4)
 
     valid = torch.arange(6) < responses.lengths.unsqueeze(1)
     mask = torch.cat([MASK.repeat_interleave(4, dim=0), valid.long()], dim=1)
@@ -74,7 +74,7 @@ def test_reported_log_probs_are_the_actors(build: type[LlamaForCausalLM]) -> Non
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 3, 4, 7, 12])
 def test_tokens_do_not_depend_on_the_mini_batch(batch_rows: int) -> None:
-    generator = LeanGenerator(tiny.llama())
+    generator = TransformersGenerator(tiny.llama())
     whole = generator.generate(PROMPTS, MASK, sampling(), group_size=4)
 
     parts = generator.generate(PROMPTS, MASK, sampling(), group_size=4, batch_rows=batch_rows)
@@ -84,7 +84,7 @@ def test_tokens_do_not_depend_on_the_mini_batch(batch_rows: int) -> None:
 
 
 def test_equal_calls_are_equal_bit_for_bit_and_leave_the_random_state_alone() -> None:
-    generator = LeanGenerator(tiny.llama())
+    generator = TransformersGenerator(tiny.llama())
     state = torch.get_rng_state()
     first = generator.generate(PROMPTS, MASK, sampling(), group_size=3)
     torch.manual_seed(12345)
@@ -102,7 +102,7 @@ def test_equal_calls_are_equal_bit_for_bit_and_leave_the_random_state_alone() ->
 
 
 def test_another_seed_samples_other_tokens_and_so_does_each_response_of_a_group() -> None:
-    generator = LeanGenerator(tiny.llama())
+    generator = TransformersGenerator(tiny.llama())
 
     one = generator.generate(PROMPTS, MASK, sampling(), group_size=4).sequences
     other = generator.generate(PROMPTS, MASK, sampling(seed=12), group_size=4).sequences
@@ -118,7 +118,7 @@ def test_first_tokens_follow_the_models_distribution() -> None:
     probs = torch.softmax(model(input_ids=PROMPTS[1:2]).logits[0, -1].double() / 1.3, dim=-1)
     draws = 20_000
 
-    responses = LeanGenerator(model).generate(
+    responses = TransformersGenerator(model).generate(
         PROMPTS[1:2], MASK[1:2], sampling(max_length=5, temperature=1.3), group_size=draws
     )
 
@@ -137,10 +137,10 @@ def test_finished_rows_leave_the_batch_and_change_nothing() -> None:
         return forward(**keywords)
 
     everything_ends = sampling(max_length=24, eos_token_ids=tuple(range(1, 12)))
-    expected = LeanGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8, batch_rows=1)
+    expected = TransformersGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8, batch_rows=1)
     model.forward = counted  # type: ignore[method-assign, assignment]
 
-    responses = LeanGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8)
+    responses = TransformersGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8)
 
     assert widths[0] == 3
     assert widths[1] <= 24
@@ -159,7 +159,7 @@ def test_each_prompt_is_encoded_once_for_its_group() -> None:
         return forward(**keywords)
 
     model.forward = recorded  # type: ignore[method-assign, assignment]
-    LeanGenerator(model).generate(PROMPTS, MASK, sampling(eos_token_ids=()), group_size=5)
+    TransformersGenerator(model).generate(PROMPTS, MASK, sampling(eos_token_ids=()), group_size=5)
 
     assert encoded == [(3, 4)] + [(15, 1)] * 5
 
@@ -177,10 +177,10 @@ def test_prompts_of_similar_length_share_a_mini_batch() -> None:
     mask = (torch.arange(8) >= 8 - lengths.unsqueeze(1)).long()
     prompts = torch.randint(3, 12, (4, 8), generator=torch.Generator().manual_seed(0)) * mask
     settings = sampling(max_length=12, eos_token_ids=())
-    expected = LeanGenerator(model).generate(prompts, mask, settings, group_size=2)
+    expected = TransformersGenerator(model).generate(prompts, mask, settings, group_size=2)
     model.forward = recorded  # type: ignore[method-assign, assignment]
 
-    responses = LeanGenerator(model).generate(prompts, mask, settings, group_size=2, batch_rows=4)
+    responses = TransformersGenerator(model).generate(prompts, mask, settings, group_size=2, batch_rows=4)
 
     assert [shape for shape in encoded if shape[1] > 1] == [(2, 2), (2, 8)]
     assert torch.equal(responses.sequences, expected.sequences)
@@ -226,9 +226,9 @@ def test_a_token_is_written_where_there_is_room_and_nothing_is_copied() -> None:
 def test_steps_of_fixed_shapes_give_the_tokens_of_the_others(model: Any, stops: tuple[int, ...]) -> None:
     """Over 90 tokens, so that the room for them grows; where most rows end, they leave at halves."""
     settings = sampling(max_length=94, eos_token_ids=stops)
-    expected = LeanGenerator(model).generate(PROMPTS, MASK, settings, group_size=8)
+    expected = TransformersGenerator(model).generate(PROMPTS, MASK, settings, group_size=8)
 
-    fixed = LeanGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, settings, group_size=8)
+    fixed = TransformersGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, settings, group_size=8)
 
     assert torch.equal(fixed.sequences, expected.sequences)
     assert torch.equal(fixed.lengths, expected.lengths)
@@ -250,7 +250,7 @@ def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_row
         return output
 
     model.forward = recorded  # type: ignore[method-assign, assignment]
-    LeanGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, sampling(max_length=204, eos_token_ids=()))
+    TransformersGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, sampling(max_length=204, eos_token_ids=()))
 
     rooms = [place[-1] for place in places[1:]]
     assert [rooms.count(room) for room in (68, 136, 204)] == [64, 68, 67]
@@ -259,17 +259,17 @@ def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_row
 
 def test_columns_that_are_padding_in_every_row_are_not_run() -> None:
     model = tiny.llama()
-    expected = LeanGenerator(model).generate(PROMPTS, MASK, sampling(), group_size=2)
+    expected = TransformersGenerator(model).generate(PROMPTS, MASK, sampling(), group_size=2)
     wide_prompts = torch.nn.functional.pad(PROMPTS, (7, 0))
     wide_mask = torch.nn.functional.pad(MASK, (7, 0))
 
-    responses = LeanGenerator(model).generate(wide_prompts, wide_mask, sampling(max_length=17), group_size=2)
+    responses = TransformersGenerator(model).generate(wide_prompts, wide_mask, sampling(max_length=17), group_size=2)
 
     assert torch.equal(responses.sequences[:, 7:], expected.sequences)
 
 
 def test_a_stop_sequence_ends_a_response_and_belongs_to_it() -> None:
-    generator = LeanGenerator(tiny.llama())
+    generator = TransformersGenerator(tiny.llama())
     free = generator.generate(PROMPTS, MASK, sampling(eos_token_ids=()))
     stop = tuple(free.sequences[1, 6:8].tolist())
 
@@ -282,7 +282,7 @@ def test_a_stop_sequence_ends_a_response_and_belongs_to_it() -> None:
 
 
 def test_responses_cut_off_at_the_limit_keep_all_tokens() -> None:
-    responses = LeanGenerator(tiny.llama()).generate(PROMPTS, MASK, sampling(eos_token_ids=()))
+    responses = TransformersGenerator(tiny.llama()).generate(PROMPTS, MASK, sampling(eos_token_ids=()))
 
     assert responses.lengths.tolist() == [6, 6, 6]
     assert responses.sequences.shape == (3, 10)
@@ -290,7 +290,7 @@ def test_responses_cut_off_at_the_limit_keep_all_tokens() -> None:
 
 def test_the_actors_current_weights_are_used() -> None:
     model = tiny.llama()
-    generator = LeanGenerator(model)
+    generator = TransformersGenerator(model)
     before = generator.generate(PROMPTS, MASK, sampling(do_sample=False))
 
     model.load_state_dict(tiny.llama(seed=5).state_dict())
@@ -300,7 +300,7 @@ def test_the_actors_current_weights_are_used() -> None:
 
 
 def test_no_inference_tensor_escapes() -> None:
-    responses = LeanGenerator(tiny.llama()).generate(PROMPTS, MASK, sampling())
+    responses = TransformersGenerator(tiny.llama()).generate(PROMPTS, MASK, sampling())
 
     assert responses.log_probs is not None
     for tensor in (responses.sequences, responses.lengths, responses.log_probs):
@@ -420,11 +420,11 @@ def test_transformers_generate_behind_the_seam_is_seeded_and_leaves_the_random_s
 def test_the_lean_loop_agrees_with_transformers_own_generate(stops: Any) -> None:
     model = tiny.llama()
     if stops:
-        free = LeanGenerator(model).generate(PROMPTS, MASK, sampling(do_sample=False, eos_token_ids=()))
+        free = TransformersGenerator(model).generate(PROMPTS, MASK, sampling(do_sample=False, eos_token_ids=()))
         stops = (tuple(free.sequences[1, 5:7].tolist()), (77, 78))
     greedy = sampling(do_sample=False, stop_sequences=stops, max_length=20)
 
-    lean = LeanGenerator(model).generate(PROMPTS, MASK, greedy)
+    lean = TransformersGenerator(model).generate(PROMPTS, MASK, greedy)
     own = ActorGenerator(model).generate(PROMPTS, MASK, greedy)
 
     assert torch.equal(lean.sequences, own.sequences)
@@ -465,7 +465,7 @@ def test_only_an_actor_with_the_librarys_generate_runs_in_the_lean_loop() -> Non
 
 
 def test_every_engine_keeps_the_protocol() -> None:
-    engines: list[ResponseGenerator] = [LeanGenerator(tiny.llama()), ActorGenerator(Scripted([8]))]
+    engines: list[ResponseGenerator] = [TransformersGenerator(tiny.llama()), ActorGenerator(Scripted([8]))]
 
     for engine in engines:
         responses = engine.generate(PROMPTS, MASK, sampling(), group_size=2, batch_rows=3)
