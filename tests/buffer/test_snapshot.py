@@ -50,20 +50,20 @@ def serving(start, *, interval_s=NEVER_S):
     start.serve()
     start.later, start.counted = Later(), []
     start.config = start.config.model_copy(update={"buffer": BufferConfig(journal_interval_s=interval_s)})
-    start.redo_log = BufferSnapshot(start.config, start.arena, start.counted.append, executor=start.later)
+    start.snapshot = BufferSnapshot(start.config, start.arena, start.counted.append, executor=start.later)
     start.say(Published(0, 10, 0), Published(1, 11, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 5))
     start.tickets = start.heard(Ticket)
     for ticket in start.tickets[:4]:
         start.seal(ticket)
     start.say(Hello("trainer-0", 1), Credit("trainer-0", 1, 1))
-    return start.redo_log
+    return start.snapshot
 
 
 def write(start, now_s=0.0):
     """Begin a write and end it."""
-    start.redo_log.step(start.buffer, now_s)
+    start.snapshot.step(start.buffer, now_s)
     start.later.run()
-    start.redo_log.step(start.buffer, now_s)
+    start.snapshot.step(start.buffer, now_s)
 
 
 def rewards(start, parts):
@@ -138,7 +138,7 @@ def test_a_journal_older_than_the_checkpoint_is_removed_with_a_line(starts, capl
 
     assert second.view()[:4] == (set(), 4, 0, [])
     assert "journal removed, its rows may be in the checkpoint: rows=16 version=1 checkpoint=2" in caplog.text
-    assert not first.redo_log.path.exists()
+    assert not first.snapshot.path.exists()
 
 
 def test_a_journal_of_weights_that_were_rolled_back_does_not_count_for_others_of_their_number(starts):  # noqa: F811
@@ -176,7 +176,7 @@ def test_without_a_checkpoint_rows_of_version_0_are_kept_and_others_rolled_back(
     first.serve()
     first.later = Later()
     config = first.config.model_copy(update={"buffer": BufferConfig(journal_interval_s=1.0)})
-    first.redo_log = BufferSnapshot(config, first.arena, lambda whole: None, executor=first.later)
+    first.snapshot = BufferSnapshot(config, first.arena, lambda whole: None, executor=first.later)
     first.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 2))
     old, new = first.heard(Ticket)
     first.seal(old, 0, 10)
@@ -233,7 +233,7 @@ def test_a_disk_that_does_not_take_it_is_one_line_and_the_run_goes_on(starts, ca
 
     assert first.counted == [False, False, False, True]
     assert caplog.text.count("journal not written") == 1
-    assert first.redo_log.path.exists()
+    assert first.snapshot.path.exists()
     assert not first.buffer._allocator.holds
 
 
@@ -381,7 +381,7 @@ class Machine:
         version = max(self.path)
         self.start.serve()
         self.later, self.begun = Later(), None
-        self.redo_log = BufferSnapshot(self.start.config, self.start.arena, lambda whole: None, executor=self.later)
+        self.snapshot = BufferSnapshot(self.start.config, self.start.arena, lambda whole: None, executor=self.later)
         self.start.say(
             Published(version, self.path[version][0], 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 1)
         )
@@ -426,13 +426,13 @@ class Machine:
     def journal_begins(self):
         if self.begun is None:
             self.now_s = getattr(self, "now_s", 0.0) + 10.0
-            self.redo_log.step(self.start.buffer, self.now_s)
+            self.snapshot.step(self.start.buffer, self.now_s)
             self.begun = (self.rows(), dict(self.path))
 
     def journal_ends(self):
         if self.begun is not None:
             self.later.run()
-            self.redo_log.close(self.start.buffer)
+            self.snapshot.close(self.start.buffer)
             self.kept, self.begun = self.begun, None
 
     def roll_back(self):
@@ -485,15 +485,15 @@ def test_a_journal_is_progress_only_while_its_end_is_waited_for(starts, monkeypa
     first = starts("first")
     serving(first)
     told = []
-    first.redo_log = BufferSnapshot(
+    first.snapshot = BufferSnapshot(
         first.config, first.arena, first.counted.append, executor=first.later, on_progress=lambda: told.append("piece")
     )
     write(first)
     assert (first.counted, told) == ([True], []), "beside the loop, whose own silence is to be seen"
-    first.redo_log.step(first.buffer, 2 * NEVER_S)
+    first.snapshot.step(first.buffer, 2 * NEVER_S)
     monkeypatch.setattr(concurrent.futures, "wait", lambda futures: first.later.run())
     first.later.shutdown = lambda: None
 
-    first.redo_log.close(first.buffer)
+    first.snapshot.close(first.buffer)
 
     assert (first.counted, len(told)) == ([True, True], 4), "four extents"
