@@ -92,7 +92,7 @@ def test_every_file_that_the_page_names_exists() -> None:
 
 
 def test_where_a_change_is_said_to_go_its_names_are_there() -> None:
-    lines = re.findall(r"^\| [a-z ]+ \| (.+) \|$", section("Folders"), re.MULTILINE)
+    lines = re.findall(r"^\| [a-z ]+ \| (.+) \|$", section("Where a change goes"), re.MULTILINE)
     named = [
         (file, name)
         for line in lines
