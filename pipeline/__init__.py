@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from pipeline.models.log_probs import action_log_probs, action_values
     from pipeline.models.packing import packed_action_log_probs, packed_action_values
     from pipeline.replay.buffer import DetachedReplayBuffer
+    from pipeline.rollout.generation.engines import EngineFactory
     from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
     from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
     from pipeline.trainer.connection import Batch, Connection, connect
-    from pipeline.trainer.losses import PolicyLoss, masked_mean, policy_loss, value_loss
+    from pipeline.trainer.losses import PolicyLoss, masked_mean, policy_loss, value_loss, whiten
 
 _MODULES = {
     "errors": ("RlhfdError",),
@@ -47,10 +48,11 @@ _MODULES = {
     "models.log_probs": ("action_log_probs", "action_values"),
     "models.packing": ("packed_action_log_probs", "packed_action_values"),
     "replay.buffer": ("DetachedReplayBuffer",),
+    "rollout.generation.engines": ("EngineFactory",),
     "rollout.generation.interface": ("ResponseGenerator", "Responses", "Sampling"),
     "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
     "trainer.connection": ("Batch", "Connection", "connect"),
-    "trainer.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss"),
+    "trainer.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss", "whiten"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -60,6 +62,7 @@ __all__ = [
     "BufferItemVL",
     "Connection",
     "DetachedReplayBuffer",
+    "EngineFactory",
     "Experience",
     "ExperienceMaker",
     "ExperienceVL",
@@ -88,6 +91,7 @@ __all__ = [
     "remove_padding_in_sequences",
     "split_experience_batch",
     "value_loss",
+    "whiten",
     "zero_pad_sequences",
 ]
 

@@ -46,7 +46,7 @@ def listed(package: Path) -> list[str]:
     return re.findall(r"^(\w+) {2,}\S", docstring, re.MULTILINE)
 
 
-def test_packages_without_torch_load_none() -> None:
+def test_what_runs_without_torch_does_not_load_it() -> None:
     program = """
 import importlib, json, sys
 for name in sys.argv[1:]:
