@@ -11,9 +11,8 @@ from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.prompts import PromptSource
-from pipeline.rollout.loader import RolloutModels
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import Roller, refuse_broken_reward, seed_of
+from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward, seed_of
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Drain, Failed, Faulty, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.storage.arena import Arena
@@ -78,13 +77,12 @@ class Bench:
         self.model = {"actor.w": torch.zeros(2)}
         self.publisher = WeightsPublisher(folder / "weights", self.model)
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
-        roller = Roller(
-            self.maker, self.source, Letters(), seed=7, max_length=MAX_LENGTH, template="none", generate_kwargs={},
-            device=torch.device("cpu"), vocabulary=VOCABULARY,
+        self.roller = LocalRoller(
+            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7, max_length=MAX_LENGTH,
+            template="none", generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY,
         )  # fmt: skip
-        self.roller = roller
         self.worker = RolloutWorker(
-            RolloutModels(roller, None, self.model), self.arena, folder / "weights", self.sent,
+            self.roller, self.arena, folder / "weights", self.sent,
             RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function"),
             index=0, clock=lambda: self.now_s,
         )  # fmt: skip
@@ -274,9 +272,9 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
     path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in ([user], [system], [user])))
     maker = Maker()
     with contextlib.closing(PromptSource(path, 0)) as source:
-        roller = Roller(
-            maker, source, Chatty(), seed=7, max_length=MAX_LENGTH, template="auto", generate_kwargs={},
-            device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
+        roller = LocalRoller(
+            maker, source, Chatty(), ModelWeights({}), seed=7, max_length=MAX_LENGTH, template="auto",
+            generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
         )  # fmt: skip
         rolled = roller.roll(0, 3)
 
