@@ -117,7 +117,7 @@ def test_the_makers_log_probs_are_bounded_whatever_its_mini_batches(
     )
     prompts, mask = torch.tensor([[5, 9, 3], [0, 7, 2]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
 
-    # The lean loop itself has the logits of one position of each of the 8 rows.
+    # The sampling loop itself has the logits of one position of each of the 8 rows.
     with at_most_logits_of(18, monkeypatch):
         experience = maker.make_experience(prompts, mask, max_length=43, eos_token_id=[])
 

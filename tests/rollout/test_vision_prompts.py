@@ -1,4 +1,4 @@
-"""Prompts with images: what the model gets of them, and what happens to those that cannot be read."""
+"""Prompts with images: the model's inputs, and images that cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout worker's decisions, with a maker that is quick and a buffer that is this test."""
+"""A rollout worker's decisions, with a fast maker; the test plays the buffer."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ class Letters:
 
 
 class Maker:
-    """Makes experience up from the seed it is given; remembers what it was asked."""
+    """Makes synthetic experience from the seed; records its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -119,7 +119,7 @@ def short_positions(bench, count):
 
 
 def test_a_worker_says_as_which_attempt_it_has_each_ticket(bench):
-    """A buffer that was killed amid handing one out again can tell what the worker has heard of."""
+    """A buffer that was killed while it issued a ticket again learns the attempt that the worker has."""
     for number, attempt in ((0, 3), (1, 1)):
         bench.worker.handle(Ticket(bench.incarnation, number, number * 2, 2, attempt, 0, 1 << 15, 0, 100.0))
     bench.worker.step()
@@ -197,7 +197,7 @@ def test_a_ticket_of_nothing_but_such_prompts_fails_for_good(tmp_path):
 
 
 class Chatty(Letters):
-    """Letters with a chat template that refuses a system's message, and quotes it."""
+    """Letters with a chat template that refuses a system message, and quotes it."""
 
     chat_template = "{{ messages }}"
 
@@ -343,7 +343,7 @@ def test_a_restarted_buffer_hears_again_what_was_not_settled(bench):
 
 
 def test_a_dead_buffers_ticket_that_was_not_read_yet_is_void(bench):
-    """The next buffer was not told of it, and gives its room to somebody else."""
+    """The next buffer does not know the ticket, and gives its room to another worker."""
     bench.ticket(0)
     bench.sent.clear()
     bench.worker.handle(Welcome(2))

@@ -1,4 +1,4 @@
-"""The seam for engines: another one runs the maker, a worker and a daemon, and nothing outside its own file changes."""
+"""The interface of an engine: a second engine runs the maker, a worker and a daemon, with no change outside its file."""
 
 import json
 import shutil
@@ -151,7 +151,7 @@ def test_a_name_that_leads_to_none_is_refused(name, message):
 
 
 def test_the_engines_here_compute_with_the_actors_own_tensors():
-    """What `update_weights` has to do is nothing: the next call sees the new values."""
+    """`update_weights` does nothing: the next call reads the new values."""
     actor, other = tiny.llama(), tiny.llama(seed=9)
     greedy = Sampling(max_length=10, pad_token_id=tiny.PAD, do_sample=False)
     for engine in (TransformersGenerator(actor), ActorGenerator(actor)):
