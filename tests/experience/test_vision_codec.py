@@ -215,10 +215,10 @@ def test_pixels_of_two_dtypes_are_refused_with_both():
         (vl([1], grids=torch.tensor([[1, -2, -2]])), FieldError, "image_grid_thws is [[1, -2, -2]]"),
         (vl([1], grids=torch.tensor([[1.0, 2, 2]])), FieldError, "image_grid_thws is [[1.0, 2.0, 2.0]]"),
         (vl([1], grids=torch.tensor([1, 2, 2])), ShapeError, "image_grid_thws of shape (3,) is not (images, 3)"),
-        (vl([1], grids=[[1, 2, 2]]), FieldError, "image_grid_thws: only tensors travel, got list"),
-        (vl([1], pixels=[1, 2, 3, 4]), FieldError, "pixel_values: only tensors travel, got list"),
+        (vl([1], grids=[[1, 2, 2]]), FieldError, "image_grid_thws: only tensors are stored, got list"),
+        (vl([1], pixels=[1, 2, 3, 4]), FieldError, "pixel_values: only tensors are stored, got list"),
         (vl([1], pixels=torch.ones(4)), ShapeError, "pixel_values: (4,), expected (patches, D)"),
-        (vl([1], pixels=torch.ones(4, 3, dtype=torch.complex64)), FieldError, "complex64 does not travel"),
+        (vl([1], pixels=torch.ones(4, 3, dtype=torch.complex64)), FieldError, "complex64 cannot be stored"),
         (vl([1, 1], info={"image_num": torch.tensor([3.0, -1.0])}), FieldError, "row 1: info['image_num'] is -1.0"),
         (vl([1, 1], info={"image_num": torch.tensor([1.5, 0.5])}), FieldError, "row 0: info['image_num'] is 1.5"),
         (vl([1], info={"image_num": torch.tensor([float("nan")])}), FieldError, "row 0: info['image_num'] is nan"),
@@ -227,7 +227,7 @@ def test_pixels_of_two_dtypes_are_refused_with_both():
         (vl([1, 1], info={"image_num": torch.tensor([1.0, 2.0])}), FieldError, "counts 3 grids, the batch has 2"),
         (vl([1, 0], raw=[[7], None]), FieldError, "raw_images: row 0 has a int"),
         (vl([0, 1], raw=[None, [object()]]), FieldError, "raw_images: row 1 has a object"),
-        (vl([1], raw=[["a\udcff"]]), FieldError, "row 0 has a path that is no text"),
+        (vl([1], raw=[["a\udcff"]]), FieldError, "row 0 has a path that is not valid text"),
         (vl([1], raw=[[png("CMYK")]]), FieldError, "row 0 has a Image of mode CMYK, which PNG would change"),
     ],
 )  # fmt: skip
@@ -305,7 +305,7 @@ def test_a_flipped_bit_of_a_pixel_is_found_by_the_checksum():
 
 
 def test_a_row_that_the_extent_does_not_have_is_damage():
-    with pytest.raises(DecodeError, match="row 2 is wanted of an extent of 2 rows"):
+    with pytest.raises(DecodeError, match="row 2 is requested from an extent of 2 rows"):
         codec.gather([(stored(vl([1, 1])), [0, 2])])
 
 
