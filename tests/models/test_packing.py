@@ -188,7 +188,7 @@ def test_a_model_whose_rows_would_see_each_other_is_refused() -> None:
     _, packed = both_forms(experience_of("ppo"))
 
     for _ in range(2):
-        with pytest.raises(FieldError, match="BloomModel lets a packed row see the row before it"):
+        with pytest.raises(FieldError, match="BloomModel lets a packed row attend to the row before it"):
             packed_action_log_probs(model, packed)
 
 

@@ -150,7 +150,7 @@ def test_without_room_for_the_training_state_the_weights_are_published_alone(tmp
 
     assert trainer.newest().version == 1
     assert not trainer.restore_training(trainer.newest(), training(0))
-    assert caplog.text.count("no training state in shared memory, a killed trainer goes on from a checkpoint") == 1
+    assert caplog.text.count("no training state in shared memory, a killed trainer resumes from a checkpoint") == 1
     trainer.close()
 
 
