@@ -36,8 +36,8 @@ def through(*experiences):
     return codec.gather([(reader, range(reader.header.rows)) for reader in readers])
 
 
-def by_the_book(parts):
-    """What batching gives for the same rows, by way of items."""
+def batched(parts):
+    """The batch that batching makes of the same rows, through items."""
     items = [item for experience, rows in parts for item in map(split_experience_batch(experience).__getitem__, rows)]
     return make_experience_batch(remove_padding_in_sequences(items))
 
@@ -107,7 +107,7 @@ def test_any_rows_of_any_appends_come_out_as_batching_would_put_them(drawn, dtyp
     for arranged in (list, sorted, set, lambda rows: rows[::-1]):
         chosen = [list(arranged([place % rows for place in places])) for rows, _, places in drawn]
         batch = codec.gather(list(zip(readers, chosen, strict=True)))
-        assert_same(batch, by_the_book(zip(appends, chosen, strict=True)))
+        assert_same(batch, batched(zip(appends, chosen, strict=True)))
 
 
 def test_images_stay_with_their_rows():
@@ -203,7 +203,7 @@ def test_pixels_of_two_dtypes_are_refused_with_both():
         through(vl([1]), vl([1], pixels=torch.ones(4, 3).half()))
 
 
-# What is refused before it is written.
+# Experience that is refused before it is written.
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_a_leased_batch_of_a_vision_language_run_is_what_was_sealed(tmp_path):
 
     batch = house.batch(house.connect()).experience
 
-    expected = by_the_book([(house.rolled[0], range(4)), (house.rolled[1], range(4))])
+    expected = batched([(house.rolled[0], range(4)), (house.rolled[1], range(4))])
     assert batch.info.pop("policy_version").tolist() == [0] * 8
     assert_same(batch, expected)
     house.close()

@@ -1,4 +1,4 @@
-"""Weights and the training state before them: at whatever store a trainer dies, both are whole and belong together."""
+"""Weights and training state: killed at any store, a trainer leaves both complete and of the same version."""
 
 import logging
 import tempfile
@@ -60,7 +60,7 @@ class DyingMapping(store._Mapping):
 
 
 class VersionsMachine(RuleBasedStateMachine):
-    """Publishes and rollbacks by trainers that die at any store, against what was newest before and after."""
+    """Publishes and rollbacks by trainers that die at any store, compared with the newest version before and after."""
 
     def __init__(self):
         super().__init__()
