@@ -1,14 +1,15 @@
 """The embedded task: a small language model that learns to sort digits, so that a first run needs nothing from outside.
 
 A prompt is 3 to 8 digits and ``>``; the right response is those digits in ascending order, ended by eos: ``7302>`` is
-answered ``0237``. `prepare` makes, in one directory::
+answered ``0237``. `pipeline.trainer.setup.prepare` makes, in one directory::
 
-    recipe.json       what the rest was made with; written last
+    recipe.json       arguments of `prepare` and sizes of the other files; written last
     prompts.jsonl     prompts with their answers
     model/            a Llama of 0.86 M parameters and its character tokenizer, warmed up by 68 supervised steps
 
 After the warm-up the model solves about four prompts in ten when it samples, which leaves reinforcement learning
-something to reward and something to gain. Only `prepare` imports torch and transformers.
+something to reward and something to gain. This module has the paths, the check and the reward function; it imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def is_prepared(directory: str | os.PathLike[str], *, model_seed: int = 0, warmu
         return False
     # Sizes, because a power cut may leave files that are there and empty.
     made: dict[str, int] = recipe.pop("file_bytes")
-    return recipe == _recipe(model_seed, warmup_steps) and made.items() <= _file_bytes(directory).items()
+    return recipe == recipe_of(model_seed, warmup_steps) and made.items() <= file_bytes_of(directory).items()
 
 
 def exact_answer(
@@ -111,7 +112,8 @@ def exact_answer(
     return float(tokenizer.decode(response[:-1]) == gt_answer)
 
 
-def _recipe(model_seed: int, warmup_steps: int) -> dict[str, int]:
+def recipe_of(model_seed: int, warmup_steps: int) -> dict[str, int]:
+    """Return the arguments that determine the files, as recorded in ``recipe.json``."""
     return {
         "version": _RECIPE_VERSION,
         "model_seed": model_seed,
@@ -120,6 +122,7 @@ def _recipe(model_seed: int, warmup_steps: int) -> dict[str, int]:
     }
 
 
-def _file_bytes(directory: Path) -> dict[str, int]:
+def file_bytes_of(directory: Path) -> dict[str, int]:
+    """Return the size in bytes of each file in `directory` by relative path, without ``recipe.json``."""
     made = [path for path in directory.rglob("*") if path.is_file() and path.name != "recipe.json"]
     return {str(path.relative_to(directory)): path.stat().st_size for path in made}
