@@ -16,6 +16,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
+from pipeline.storage.records import DROP_REASONS
+
 Kind = Literal["counter", "gauge", "histogram"]
 SampleKey = tuple[str, tuple[str, ...]]
 
@@ -37,7 +39,6 @@ ACTIVITIES: Final = (
     "generate", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", START, OTHER,
 )  # fmt: skip
-DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 PARTITION: Final = "0"
 UNITS: Final = ("seconds", "bytes", "versions", "nats", "ratio", "tokens")
 

@@ -44,7 +44,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.errors import ConfigError, DeadlineError, FieldError, LedgerError
+from pipeline.errors import DeadlineError, FieldError, LedgerError
+from pipeline.storage.files import no_room, replacing
 from pipeline.telemetry.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, START, Conservation, Progress, SlotName
 from pipeline.telemetry.writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
 
@@ -205,28 +206,17 @@ class MetricsSlab:
         content = array.array("d", [math.nan]) * (layout.nbytes // WORD_BYTES)
         for start, length in [*((at, _CONTROL_WORDS) for at in layout.control_at), (layout.group_at, LINE_WORDS)]:
             content[start : start + length] = array.array("d", bytes(length * WORD_BYTES))
-        temporary = path.with_suffix(".new")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, layout.nbytes)
-            os.pwrite(descriptor, content, 0)
-            os.pwrite(descriptor, layout.header, 0)
-            # Renamed when whole: whoever finds `path` finds a slab.
-            os.rename(temporary, path)
-            return cls(layout, mmap.mmap(descriptor, layout.nbytes))
+            with replacing(path) as descriptor:
+                os.posix_fallocate(descriptor, 0, layout.nbytes)
+                os.pwrite(descriptor, content, 0)
+                os.pwrite(descriptor, layout.header, 0)
+                mapped = mmap.mmap(descriptor, layout.nbytes)
+            return cls(layout, mapped)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC:
                 raise
-            system = os.statvfs(path.parent)
-            free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
-            raise ConfigError(
-                f"a metrics slab of {layout.nbytes:,} B does not fit: "
-                f"{free_bytes:,} B free of {total_bytes:,} B on {path.parent}"
-            ) from error
-        finally:
-            os.close(descriptor)
+            raise no_room(path.parent, layout.nbytes, "a metrics slab") from error
 
     @classmethod
     def attach(cls, path: Path) -> MetricsSlab:

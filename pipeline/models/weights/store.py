@@ -35,7 +35,7 @@ import torch
 from pipeline.errors import WeightsError
 from pipeline.models.weights.pinned import PinnedMemory
 from pipeline.models.weights.slot_copy import Slot
-from pipeline.storage.files import allocate, refuse_larger_than_free
+from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
 from pipeline.storage.weights_header import (
     HEADER,
     MAGIC,
@@ -371,23 +371,11 @@ def _places(tensors: Mapping[str, torch.Tensor]) -> list[TensorPlace]:
 
 def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
     manifest = msgspec.msgpack.encode(places)
-    data_offset = PAGE_BYTES + _page_up(len(manifest))
-    slot_bytes = _page_up(places[-1].offset + places[-1].nbytes) if places else PAGE_BYTES
+    data_offset = PAGE_BYTES + round_up(len(manifest), PAGE_BYTES)
+    slot_bytes = round_up(places[-1].offset + places[-1].nbytes, PAGE_BYTES) if places else PAGE_BYTES
     total_bytes = data_offset + slots * slot_bytes
     refuse_larger_than_free(path.parent, total_bytes, f"weights in {slots} slots")
-    temporary = path.with_suffix(".new")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
+    with replacing(path) as descriptor:
         allocate(descriptor, total_bytes, f"weights in {slots} slots")
         os.pwrite(descriptor, HEADER.pack(MAGIC, slots, slot_bytes, data_offset, len(manifest)), 0)
         os.pwrite(descriptor, manifest, PAGE_BYTES)
-        os.rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _page_up(nbytes: int) -> int:
-    return (nbytes + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
