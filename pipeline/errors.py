@@ -98,10 +98,6 @@ class DecodeError(RlhfdError):
     """A message or extent that does not decode: drop it and count it."""
 
 
-class ChecksumError(DecodeError):
-    """An extent whose bytes are not those that were sealed: quarantine it."""
-
-
 class WeightsError(RlhfdError):
     """Weights that are torn, of another model or of another fingerprint: never load them."""
 

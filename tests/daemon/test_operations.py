@@ -105,7 +105,7 @@ def test_a_broken_file_changes_nothing_and_says_so(daemon: Daemon) -> None:
         f"{daemon.folder}/run.toml:5:9: rollout.top_p: must be at most 1, got 2",
     ]
     assert (answer.returncode, answer.stdout, answer.stderr.splitlines()) == (78, "", errors)
-    assert all(f"what was in force stays: {error}" in daemon.errors for error in errors)
+    assert all(f"the previous one stays in force: {error}" in daemon.errors for error in errors)
     assert scraped(daemon, "rlhfd_config_last_reload_successful") == 0
     assert (daemon.shm_dir / "config.json").read_bytes() == config
     assert daemon.pids() == pids and daemon.status()["state"] == "ready"
