@@ -1,4 +1,4 @@
-"""The consequence of each child's exit while the run goes on: a restart, the shutdown, or the end with an exit code."""
+"""The consequence of each child's exit outside of the shutdown: a restart, the shutdown, or the end with an exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExitHandler:
             to_buffer: Sender of the deaths of workers and ranks to the buffer.
             world_size: Number of trainer ranks.
             drain: Called with the reason once training is complete.
-            abort: Called with exit code and reason if the run cannot go on.
+            abort: Called with exit code and reason if the run cannot continue.
         """
         self._fleet = fleet
         self._to_buffer = to_buffer

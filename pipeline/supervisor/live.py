@@ -123,7 +123,7 @@ class LiveView:
             write()
         except (OSError, ValueError) as error:
             self._is_gone = True
-            # What the stream still holds would fail again at exit, and change the exit code.
+            # Data still buffered in the stream would fail again at exit, and change the exit code.
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
             log.warning("output is gone, the run goes on: error=%s", error)

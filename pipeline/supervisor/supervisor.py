@@ -351,7 +351,7 @@ class Supervisor:
         self._shutdown.begin(complete=complete)
 
     def _abort(self, code: ExitCode, reason: str) -> None:
-        """End a run that cannot go on; trained weights and undelivered rows still go to disk."""
+        """End a run that cannot continue; trained weights and undelivered rows still go to disk."""
         if self._shutdown.exit_code is ExitCode.OK:
             self._shutdown.exit_code = code
             log.error("%s", reason)

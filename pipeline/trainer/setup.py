@@ -20,11 +20,11 @@ from pipeline.runtime.role import Report, RoleContext
 from pipeline.sort_digits import (
     PROMPT_COUNT,
     WARMUP_STEPS,
-    _file_bytes,
-    _recipe,
+    file_bytes_of,
     is_prepared,
     model_directory,
     prompts_path,
+    recipe_of,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def prepare(
         partial.mkdir()
         _write_prompts(prompts_path(partial))
         _make_model(model_directory(partial), model_seed, warmup_steps, progress or (lambda done, total: None))
-        recipe = {**_recipe(model_seed, warmup_steps), "file_bytes": _file_bytes(partial)}
+        recipe = {**recipe_of(model_seed, warmup_steps), "file_bytes": file_bytes_of(partial)}
         (partial / "recipe.json").write_text(json.dumps(recipe))
         if directory.exists():
             shutil.rmtree(directory)

@@ -243,7 +243,7 @@ def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
     )
     assert f"pid {daemon.pid}" in parts["instance"]
     assert "configuration not reloaded" in parts["last warnings and errors"]
-    assert "could not be told" not in told
+    assert "not available" not in told
     assert "HF_TOKEN=(hidden)" in parts["environment"]
     for secret in ("hf_secretsecret", "first\n", (daemon.folder / "token").read_text()):
         assert secret not in told

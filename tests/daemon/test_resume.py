@@ -26,8 +26,8 @@ IN_STEP = (
     "daemon.restart_limit=50",
     'rollout.reward_functions=["score:of_first_token"]',
 )
-# Loaded by Python in every process before all else, and forked roles inherit the forkserver's modules; only a trainer dies of
-# it, counted over all its lives.
+# Loaded by Python in every process before all else; roles inherit it from the forkserver. Only a trainer dies of it,
+# counted over all its lives.
 DIES_WHILE_PUBLISHING = """
 import os, signal, sys
 if any("forkserver_process" in word for word in sys.orig_argv):
