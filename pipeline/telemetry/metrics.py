@@ -315,7 +315,7 @@ class Progress:
         since_s: Monotonic time at which that began.
         working_on: The ticket or lease it is at, -1 for none.
         deadline_s: When that ticket is due; 0 for never.
-        meets: Whether it waits for the other ranks in a collective: its silence is theirs.
+        in_collective: Whether it waits for the other ranks in a collective: its silence is theirs.
     """
 
     beat_s: float
@@ -323,7 +323,7 @@ class Progress:
     since_s: float
     working_on: int
     deadline_s: float
-    meets: bool
+    in_collective: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The slab: the metrics of every process of an instance in one shared-memory file, one writer a slot, no lock.
 
     offset 0     header: magic, layout, size, then the slots' names as JSON; padded to a page
-    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, meets f64 (`Progress`)
+    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, in_collective f64 (`Progress`)
                  activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; see below
                  live         float64 words: counters, histograms and gauges of the process that runs now
                  base 0, 1    the same words, for the processes of this slot that died
@@ -53,7 +53,7 @@ PAGE_BYTES = 4096
 _MAGIC = b"rlhfd-metrics\x00\x00\x02"
 _HEADER = struct.Struct("<16s8sQQ")
 _CONTROL_WORDS = 2 * LINE_WORDS
-_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _MEETS = range(7)
+_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _IN_COLLECTIVE = range(7)
 _TURN = LINE_WORDS
 _HALF_WORDS = 3
 _GROUP_HALF_WORDS = -(-CONSERVATION_WORDS // LINE_WORDS) * LINE_WORDS
@@ -151,7 +151,7 @@ class SlotWriter(MetricWriter):
 
     def meet(self, others: bool) -> None:
         """Show whether the process waits in a collective for the other ranks."""
-        self._slab.floats[self._control_at + _MEETS] = float(others)
+        self._slab.floats[self._control_at + _IN_COLLECTIVE] = float(others)
         self.beat()
 
     def enter(self, activity: str, since_ns: int, spent_ns: int) -> None:
@@ -324,9 +324,9 @@ class MetricsSlab:
         index = self._index(role, worker)
         control = self.layout.control_at[index]
         activity, since_ns, _ = self._activity(control)
-        beat_s, working_on, deadline_s, meets = self.floats[control + _BEAT : control + _MEETS + 1]
+        beat_s, working_on, deadline_s, in_collective = self.floats[control + _BEAT : control + _IN_COLLECTIVE + 1]
         name = ACTIVITIES[activity - 1] if activity else ""
-        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(meets))
+        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(in_collective))
 
     def read(self, index: int) -> Sequence[float]:
         """Return what the slot with this index amounts to, dead processes included; a fold meanwhile does not show."""

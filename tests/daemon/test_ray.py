@@ -143,7 +143,7 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
                 lambda: next((name for name, pid in before.items() if not is_alive(pid)), ""), "an actor is gone"
             )
 
-            daemon.wait_logged(f"WARNING supervisor pipeline.supervisor.supervisor: {lost} ended (exit code 1)")
+            daemon.wait_logged(f"WARNING supervisor pipeline.supervisor.exits: {lost} ended (exit code 1)")
             step = daemon.status()["step"]
             # The other machine's one core is taken: one worker is left, and the log says what the other waits for.
             daemon.wait_logged(f"WARNING {lost} pipeline.rollout.ray: waits for room in the cluster: gpus=0 cpus=1")
