@@ -20,7 +20,7 @@ from pipeline.config.changes import is_live
 _INTRODUCTION: Final = """\
 # Configuration
 
-<!-- Made by `python -m pipeline.config.reference`; tests/config/test_reference.py keeps it true. -->
+<!-- Made by `python -m pipeline.config.reference`; checked by tests/config/test_reference.py. -->
 
 A TOML file: `--config FILE`, or else the file that RLHFD_CONFIG names; without a file, the embedded run. A key that is
 set in several places has the value of the first of these:

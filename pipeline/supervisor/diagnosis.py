@@ -128,7 +128,7 @@ def suspects(run: RunView) -> list[ProcessView]:
         for process in run.processes
         if process.standing.is_ready
         and (process.standing.is_stopped or run.now_s - process.standing.progress.beat_s > _SUSPICIOUS_S)
-        and (process.standing.is_stopped or not process.standing.progress.meets)
+        and (process.standing.is_stopped or not process.standing.progress.in_collective)
     ]
     return sorted(found, key=lambda process: process.standing.progress.beat_s)
 

@@ -108,7 +108,7 @@ def hung(
         if (silent_since_s := _silent_since(process)) is not None
         and now_s - max(silent_since_s, watched_since_s) > _silence_s(process, limits)
     ]
-    waiting = [process for process in silent if process.progress.meets and not process.is_stopped]
+    waiting = [process for process in silent if process.progress.in_collective and not process.is_stopped]
     culprits = [process for process in silent if process not in waiting]
     ranks = [process for process in processes if process.role == "trainer"]
     if waiting and len(waiting) == len(ranks):

@@ -87,7 +87,7 @@ class InstanceStatus:
         self._writer.beat()
         self._sample_processes()
         self._sample_memory()
-        self._reader.told.update(gpu_series(self._gpus.gpus()))
+        self._reader.external.update(gpu_series(self._gpus.gpus()))
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._guard.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
@@ -120,7 +120,7 @@ class InstanceStatus:
 
     def books(self) -> Conservation | None:
         """Return where every row is; None before the buffer has said so."""
-        return self._reading.books
+        return self._reading.conservation
 
     @property
     def phase(self) -> str:
@@ -163,7 +163,7 @@ class InstanceStatus:
 
     def snapshot(self) -> Snapshot:
         """Return what the terminal shows."""
-        books = self._reading.books
+        books = self._reading.conservation
         rollout = list(self._fleet.of("rollout"))
         return Snapshot(
             state=self.shown_state,
@@ -187,7 +187,7 @@ class InstanceStatus:
     def status(self) -> dict[str, Any]:
         """Return what `rlhfd status` shows."""
         # Of one reading: rows that were read later than the steps would not add up with them.
-        shot, books = self.snapshot(), self._reading.books
+        shot, books = self.snapshot(), self._reading.conservation
         return {
             "state": self.shown_state,
             "run_id": self._workspace.run.run_id,

@@ -81,15 +81,15 @@ class TrainerMetrics:
 
     def phase(self, name: str) -> None:
         """Show that a step goes on; in "reduce" it waits for the other ranks."""
-        self._writer.meet(name == "reduce")
+        self._writer.set_in_collective(name == "reduce")
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
         """Wait for the other ranks to come to a step, which is to wait for their data."""
-        self._writer.meet(True)
+        self._writer.set_in_collective(True)
         with self.clock.during("wait_data"):
             yield
-        self._writer.meet(False)
+        self._writer.set_in_collective(False)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
