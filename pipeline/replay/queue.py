@@ -31,7 +31,7 @@ from pipeline.runtime.messages import (
     Welcome,
 )
 from pipeline.storage.allocator import Extent, ExtentAllocator
-from pipeline.storage.ledger import Ledger, oldest_rows
+from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import ExtentRecord, ExtentState, ready_rows
 
 log = logging.getLogger(__name__)
@@ -342,7 +342,7 @@ class ReplayQueue:
         elif self.ledger.ready >= self._batch_rows:
             # Recorded before the lease: the next server knows the holder of every lease.
             self._remember(want.client, self.ledger.totals.leases)
-            chosen = oldest_rows(self.ledger, self._batch_rows)
+            chosen = self.ledger.index.oldest_rows(self._batch_rows)
             lease = self.ledger.lease(chosen)
         else:
             return False
@@ -368,7 +368,7 @@ class ReplayQueue:
     def _form_leases(self) -> None:
         """Lease all ready rows as vacant leases, the last one smaller if need be."""
         while self.ledger.ready:
-            lease = self.ledger.lease(oldest_rows(self.ledger, min(self._batch_rows, self.ledger.ready)))
+            lease = self.ledger.lease(self.ledger.index.oldest_rows(min(self._batch_rows, self.ledger.ready)))
             bisect.insort(self._vacant, lease)
 
     def _vacate(self, lease: int, client: str) -> None:

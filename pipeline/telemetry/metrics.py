@@ -16,6 +16,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
+from pipeline.storage.records import DROP_REASONS
+
 Kind = Literal["counter", "gauge", "histogram"]
 SampleKey = tuple[str, tuple[str, ...]]
 
@@ -37,7 +39,6 @@ ACTIVITIES: Final = (
     "generate", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", START, OTHER,
 )  # fmt: skip
-DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 PARTITION: Final = "0"
 UNITS: Final = ("seconds", "bytes", "versions", "nats", "ratio", "tokens")
 
@@ -314,7 +315,7 @@ class Progress:
         since_s: Monotonic time at which that began.
         working_on: The ticket or lease it is at, -1 for none.
         deadline_s: When that ticket is due; 0 for never.
-        meets: Whether it waits for the other ranks in a collective: its silence is theirs.
+        in_collective: Whether it waits for the other ranks in a collective: its silence is theirs.
     """
 
     beat_s: float
@@ -322,7 +323,7 @@ class Progress:
     since_s: float
     working_on: int
     deadline_s: float
-    meets: bool
+    in_collective: bool
 
 
 @dataclasses.dataclass(frozen=True)

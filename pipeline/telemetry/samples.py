@@ -77,11 +77,6 @@ class Sample(msgspec.Struct, frozen=True):
     group_size: int
     responses: list[SampledResponse]
 
-    @property
-    def best_reward(self) -> float:
-        """The largest reward of the group."""
-        return max((response.reward for response in self.responses), default=float("-inf"))
-
 
 _decoder = msgspec.msgpack.Decoder(Sample)
 

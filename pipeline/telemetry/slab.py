@@ -1,7 +1,7 @@
 """The slab: the metrics of every process of an instance in one shared-memory file, one writer a slot, no lock.
 
     offset 0     header: magic, layout, size, then the slots' names as JSON; padded to a page
-    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, meets f64 (`Progress`)
+    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, in_collective f64 (`Progress`)
                  activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; see below
                  live         float64 words: counters, histograms and gauges of the process that runs now
                  base 0, 1    the same words, for the processes of this slot that died
@@ -44,7 +44,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.errors import ConfigError, DeadlineError, FieldError, LedgerError
+from pipeline.errors import DeadlineError, FieldError, LedgerError
+from pipeline.storage.files import no_room, replacing
 from pipeline.telemetry.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, START, Conservation, Progress, SlotName
 from pipeline.telemetry.writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
 
@@ -52,7 +53,7 @@ PAGE_BYTES = 4096
 _MAGIC = b"rlhfd-metrics\x00\x00\x02"
 _HEADER = struct.Struct("<16s8sQQ")
 _CONTROL_WORDS = 2 * LINE_WORDS
-_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _MEETS = range(7)
+_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _IN_COLLECTIVE = range(7)
 _TURN = LINE_WORDS
 _HALF_WORDS = 3
 _GROUP_HALF_WORDS = -(-CONSERVATION_WORDS // LINE_WORDS) * LINE_WORDS
@@ -150,7 +151,7 @@ class SlotWriter(MetricWriter):
 
     def meet(self, others: bool) -> None:
         """Show whether the process waits in a collective for the other ranks."""
-        self._slab.floats[self._control_at + _MEETS] = float(others)
+        self._slab.floats[self._control_at + _IN_COLLECTIVE] = float(others)
         self.beat()
 
     def enter(self, activity: str, since_ns: int, spent_ns: int) -> None:
@@ -205,28 +206,17 @@ class MetricsSlab:
         content = array.array("d", [math.nan]) * (layout.nbytes // WORD_BYTES)
         for start, length in [*((at, _CONTROL_WORDS) for at in layout.control_at), (layout.group_at, LINE_WORDS)]:
             content[start : start + length] = array.array("d", bytes(length * WORD_BYTES))
-        temporary = path.with_suffix(".new")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, layout.nbytes)
-            os.pwrite(descriptor, content, 0)
-            os.pwrite(descriptor, layout.header, 0)
-            # Renamed when whole: whoever finds `path` finds a slab.
-            os.rename(temporary, path)
-            return cls(layout, mmap.mmap(descriptor, layout.nbytes))
+            with replacing(path) as descriptor:
+                os.posix_fallocate(descriptor, 0, layout.nbytes)
+                os.pwrite(descriptor, content, 0)
+                os.pwrite(descriptor, layout.header, 0)
+                mapped = mmap.mmap(descriptor, layout.nbytes)
+            return cls(layout, mapped)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC:
                 raise
-            system = os.statvfs(path.parent)
-            free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
-            raise ConfigError(
-                f"a metrics slab of {layout.nbytes:,} B does not fit: "
-                f"{free_bytes:,} B free of {total_bytes:,} B on {path.parent}"
-            ) from error
-        finally:
-            os.close(descriptor)
+            raise no_room(path.parent, layout.nbytes, "a metrics slab") from error
 
     @classmethod
     def attach(cls, path: Path) -> MetricsSlab:
@@ -334,9 +324,9 @@ class MetricsSlab:
         index = self._index(role, worker)
         control = self.layout.control_at[index]
         activity, since_ns, _ = self._activity(control)
-        beat_s, working_on, deadline_s, meets = self.floats[control + _BEAT : control + _MEETS + 1]
+        beat_s, working_on, deadline_s, in_collective = self.floats[control + _BEAT : control + _IN_COLLECTIVE + 1]
         name = ACTIVITIES[activity - 1] if activity else ""
-        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(meets))
+        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(in_collective))
 
     def read(self, index: int) -> Sequence[float]:
         """Return what the slot with this index amounts to, dead processes included; a fold meanwhile does not show."""

@@ -62,7 +62,7 @@ TARGETS = (
     Target("trainer", "publish"),
     Target("trainer", "wait_data"),
     Target("trainer"),
-    Target("template"),
+    Target("forkserver"),
     Target("supervisor"),
     Target("everything"),
     Target("rollout", "drain"),
@@ -226,8 +226,8 @@ class Campaign:
             os.kill(self.daemon.pid, signal.SIGKILL)
             wait_until(lambda: not any(map(is_alive, family)), 5.0, "the children die with their supervisor")
             return ""
-        if target.role == "template":
-            for pid in filter(_is_template, self.daemon.family()):
+        if target.role == "forkserver":
+            for pid in filter(_is_forkserver, self.daemon.family()):
                 os.kill(pid, signal.SIGKILL)
             return ""
         with self._slab() as slab:
@@ -340,7 +340,7 @@ def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
     return slab.is_live(role, worker) and slab.pid(role, worker) > 0 and is_alive(slab.pid(role, worker))
 
 
-def _is_template(pid: int) -> bool:
+def _is_forkserver(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return b"rlhfd: template" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"rlhfd: forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

@@ -26,11 +26,11 @@ IN_STEP = (
     "daemon.restart_limit=50",
     'rollout.reward_functions=["score:of_first_token"]',
 )
-# Loaded by Python in every process before all else, and what the template has, the roles have; only a trainer dies of
-# it, counted over all its lives.
+# Loaded by Python in every process before all else; roles inherit it from the forkserver. Only a trainer dies of it,
+# counted over all its lives.
 DIES_WHILE_PUBLISHING = """
 import os, signal, sys
-if any("template_process" in word for word in sys.orig_argv):
+if any("forkserver_process" in word for word in sys.orig_argv):
     import pipeline.models.weights.slot_copy as slot_copy
     told = slot_copy.combined
     def fingerprint(digests):
@@ -46,7 +46,7 @@ if any("template_process" in word for word in sys.orig_argv):
 # A worker that copies weights to where its model does not look.
 COPIES_ELSEWHERE = """
 import sys
-if any("template_process" in word for word in sys.orig_argv):
+if any("forkserver_process" in word for word in sys.orig_argv):
     import pipeline.models.weights.store as weights
     fetch = weights.WeightsReader.fetch
     def fetch_elsewhere(reader, into, **options):

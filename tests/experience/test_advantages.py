@@ -30,7 +30,7 @@ def mask_of(lengths: list[int], columns: int) -> Tensor:
 
 
 def slow_gae(values: list[float], rewards: list[float], gamma: float, lam: float) -> list[float]:
-    """GAE as the sum it is defined by (arXiv:1506.02438 eq. 16): sum over l of (gamma lam)^l delta_{t+l}."""
+    """GAE by its definition (arXiv:1506.02438 eq. 16): the sum over l of (gamma lam)^l delta_{t+l}."""
     n = len(values)
     deltas = [rewards[t] + (gamma * values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
     return [sum((gamma * lam) ** step * deltas[t + step] for step in range(n - t)) for t in range(n)]
@@ -42,7 +42,7 @@ numbers = st.floats(-3, 3, width=32)
 @settings(deadline=None, max_examples=200)
 @given(data=st.data(), gamma=st.floats(0.5, 1.0), lam=st.floats(0.0, 1.0))
 def test_gae_equals_its_definition(data: st.DataObject, gamma: float, lam: float) -> None:
-    """Over the actions of the mask alone: holes in it, and what lies outside, count as no time."""
+    """Over the actions of the mask alone: columns outside the mask, holes included, are no time steps."""
     rows = data.draw(st.integers(1, 4))
     values, rewards = (
         data.draw(st.lists(st.lists(numbers, min_size=6, max_size=6), min_size=rows, max_size=rows)) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Batches taken apart, stripped, padded and packed; tests/experience/test_batching_properties.py has the cases by thousands."""
+"""Batches split, stripped, padded and packed; tests/experience/test_batching_properties.py has generated cases."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 def made_up(kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int) -> list[Row]:
     rng = random.Random(seed)
-    # A single number and one number an action look alike in a row of one action, and nobody can tell them apart.
+    # In a row of one action, one number a row and one number an action are indistinguishable.
     least = 2 if kind.scores == "single" else 0
     return [slow_rows.made_up_row(kind, p, max(a, least), left, right, rng) for p, a, left, right in sizes]
 
