@@ -81,15 +81,15 @@ class TrainerMetrics:
 
     def phase(self, name: str) -> None:
         """Set the heartbeat of a step in progress; in "reduce" the rank waits in a collective."""
-        self._writer.meet(name == "reduce")
+        self._writer.set_in_collective(name == "reduce")
 
     @contextlib.contextmanager
     def in_collective(self) -> Iterator[None]:
         """Count the block's seconds as a wait for data: the other ranks wait for theirs before they enter a step."""
-        self._writer.meet(True)
+        self._writer.set_in_collective(True)
         with self.clock.during("wait_data"):
             yield
-        self._writer.meet(False)
+        self._writer.set_in_collective(False)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

@@ -31,6 +31,14 @@ PLACED = re.compile(
 )
 
 
+@pytest.fixture(autouse=True)
+def default_folder(tmp_path, monkeypatch):
+    """Ray's default folder as every daemon sees it: missing before the test and after it."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "no-ray"))
+    yield
+    assert not tmp_path.joinpath("no-ray").exists()
+
+
 @pytest.fixture(scope="module")
 def cluster():
     with RayCluster((2,)) as cluster:

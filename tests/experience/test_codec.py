@@ -44,7 +44,7 @@ def first_action(experience, row):
     return int(experience.action_mask[row].int().argmax())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(1, 7), st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4),
     st.integers(0, 2**31),

@@ -84,7 +84,7 @@ def png(mode="RGB", size=(3, 2)):
 # Any rows of any appends, in any order.
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.lists(
         st.tuples(st.integers(1, 5), st.integers(0, 999), st.lists(st.integers(0, 4), min_size=1, max_size=6)),
@@ -420,7 +420,7 @@ def test_lengths_without_sequences_are_damage():
         codec.ExtentReader(relaid(reader, header))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=8))
 def test_changed_bytes_are_damage_or_other_values(flips):
     memory = memoryview(bytearray(CLEAN))

@@ -134,7 +134,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
 
 TestVersionsMachine = VersionsMachine.TestCase
-TestVersionsMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestVersionsMachine.settings = settings(max_examples=80, stateful_step_count=25)
 
 
 def test_without_room_for_the_training_state_the_weights_are_published_alone(tmp_path, monkeypatch, caplog):
