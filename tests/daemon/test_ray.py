@@ -1,4 +1,4 @@
-"""A daemon whose workers' models compute on a real Ray cluster: the same numbers, the same care for what dies."""
+"""A daemon whose workers' models compute on a real Ray cluster: the same numbers, the same handling of deaths."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ from tests.support.ray_cluster import RayCluster
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.05")
 PLACED = re.compile(
-    r"(rollout-\d) pipeline\.launchers\.ray: rolls out in the cluster: machine=\S+ actor_pid=(\d+) gpus=0"
+    r"(rollout-\d) pipeline\.rollout\.ray: rolls out in the cluster: machine=\S+ actor_pid=(\d+) gpus=0"
 )
 
 
@@ -127,7 +127,7 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
         daemon.wait()
         for pid in actors(daemon).values():
             wait_until(lambda pid=pid: not is_alive(pid), 30.0, "an actor ends with its daemon")
-        wait_until(lambda: not holders(cluster), 30.0, "who holds the weights ends with the daemon")
+        wait_until(lambda: not holders(cluster), 30.0, "the holders of the weights end with the daemon")
         shutil.rmtree(daemon.shm_dir)
 
 
