@@ -24,6 +24,7 @@ from pipeline.config.load import CONFIG_VARIABLE, LoadedConfig
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError
 from pipeline.runtime import lock
+from pipeline.storage.files import replacing
 from pipeline.supervisor.preflight import problems_of_files
 
 UNIT_DIR = Path("/etc/systemd/system")
@@ -294,10 +295,12 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         # At once and whole: systemd may read it at any time.
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(text)
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
+        with (
+            replacing(path, temporary=path.with_name(f".{path.name}.new")) as descriptor,
+            open(descriptor, "w", closefd=False) as file,
+        ):
+            file.write(text)
+            os.fchmod(descriptor, 0o644)
 
 
 def _refuse_elsewhere() -> None:

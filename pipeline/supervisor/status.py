@@ -87,7 +87,7 @@ class InstanceStatus:
         self._writer.beat()
         self._sample_processes()
         self._sample_memory()
-        self._reader.told.update(gpu_series(self._gpus.gpus()))
+        self._reader.external.update(gpu_series(self._gpus.gpus()))
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
@@ -120,7 +120,7 @@ class InstanceStatus:
 
     def conservation(self) -> Conservation | None:
         """Return the counts of rows by state; None before the buffer has published them."""
-        return self._reading.books
+        return self._reading.conservation
 
     @property
     def phase(self) -> str:
@@ -163,7 +163,7 @@ class InstanceStatus:
 
     def snapshot(self) -> Snapshot:
         """Return the reading for the terminal."""
-        counts = self._reading.books
+        counts = self._reading.conservation
         rollout = list(self._fleet.of("rollout"))
         return Snapshot(
             state=self.shown_state,
@@ -187,7 +187,7 @@ class InstanceStatus:
     def status(self) -> dict[str, Any]:
         """Return the answer of `rlhfd status`."""
         # All from one reading: rows that were read later than the steps would not add up with them.
-        shot, counts = self.snapshot(), self._reading.books
+        shot, counts = self.snapshot(), self._reading.conservation
         return {
             "state": self.shown_state,
             "run_id": self._workspace.run.run_id,

@@ -94,7 +94,7 @@ def test_a_trainer_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_
             daemon.wait_step(step)
             daemon.signal(signal.SIGKILL, "trainer-0")
         assert ended(daemon) == expected
-        assert len(re.findall(r"^\S+ INFO trainer-0 \S+ went on where", daemon.errors, re.MULTILINE)) == 2
+        assert len(re.findall(r"^\S+ INFO trainer-0 \S+ resumed from shared memory", daemon.errors, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize("undisturbed", ["grpo"], indirect=True)

@@ -5,11 +5,9 @@ import sys
 
 import pytest
 
-from pipeline.storage import records
 from pipeline.telemetry.metrics import (
     CONSERVATION,
     CONSERVATION_WORDS,
-    DROP_REASONS,
     EACH,
     EVERY_ROLE,
     INFO,
@@ -93,10 +91,6 @@ def test_conservation_block_holds_every_series_it_owns() -> None:
     }
 
     assert BLOCK.samples().keys() == owned
-
-
-def test_reasons_for_a_drop_are_the_ledgers() -> None:
-    assert DROP_REASONS == records.DROP_REASONS
 
 
 def test_catalogue_and_slab_import_neither_torch_nor_numpy() -> None:
