@@ -1,4 +1,4 @@
-"""The public names say what they take, give and raise, and the examples in their docstrings run."""
+"""The public names document arguments, results and errors, and the examples in their docstrings run."""
 
 from __future__ import annotations
 
