@@ -19,7 +19,7 @@ import itertools
 from typing import Literal, Protocol
 
 from pipeline.runtime.messages import Faulty, Sealed
-from pipeline.storage.ledger import Ledger, oldest_rows
+from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen, ExtentRecord, held_rows, ready_rows
 from pipeline.storage.tables import PromptRange, between
 
@@ -117,7 +117,7 @@ def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
     """Return the rows of the next batch, oldest version and prompts first, or None while it must wait."""
     if ledger.ready < limits.sample_batch_size:
         return None
-    chosen = oldest_rows(ledger, limits.sample_batch_size)
+    chosen = ledger.index.oldest_rows(limits.sample_batch_size)
     left_behind = dict(ledger.index.ready_rows)
     for record, rows in chosen:
         left_behind[record.policy_version] -= len(rows)

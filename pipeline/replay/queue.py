@@ -31,7 +31,7 @@ from pipeline.runtime.messages import (
     Welcome,
 )
 from pipeline.storage.allocator import Extent, ExtentAllocator
-from pipeline.storage.ledger import Ledger, oldest_rows
+from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import ExtentRecord, ExtentState, ready_rows
 
 log = logging.getLogger(__name__)
@@ -342,7 +342,7 @@ class ReplayQueue:
         elif self.ledger.ready >= self._batch_rows:
             # Remembered first: no batch ever has a holder that the next server does not know.
             self._remember(want.client, self.ledger.totals.leases)
-            chosen = oldest_rows(self.ledger, self._batch_rows)
+            chosen = self.ledger.index.oldest_rows(self._batch_rows)
             lease = self.ledger.lease(chosen)
         else:
             return False
@@ -367,7 +367,7 @@ class ReplayQueue:
 
     def _cut_all(self) -> None:
         while self.ledger.ready:
-            lease = self.ledger.lease(oldest_rows(self.ledger, min(self._batch_rows, self.ledger.ready)))
+            lease = self.ledger.lease(self.ledger.index.oldest_rows(min(self._batch_rows, self.ledger.ready)))
             bisect.insort(self._cut, lease)
 
     def _cut_again(self, lease: int, client: str) -> None:

@@ -41,7 +41,7 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The watchdog asks every child for its stacks.
     faulthandler.register(signal.SIGUSR1, chain=False)
-    setproctitle.setproctitle(f"{name}: template")
+    setproctitle.setproctitle(f"{name}: forkserver")
     _load(model)
     if reason := _unfit():
         os.write(reports, json.dumps({"state": "unusable", "error": reason}).encode() + b"\n")

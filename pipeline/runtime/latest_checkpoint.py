@@ -9,14 +9,13 @@ publishes its first weights.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ConfigError
-from pipeline.storage.files import UNREADABLE, flush_folder
+from pipeline.storage.files import UNREADABLE, replacing
 
 
 class Latest(msgspec.Struct, frozen=True):
@@ -66,13 +65,11 @@ def read_latest(root: Path) -> Latest | None:
 def write_latest(root: Path, latest: Latest) -> None:
     """Note which checkpoint is the last; it lies on the disk when this returns."""
     # One name: what a kill leaves half written is written anew.
-    temporary = root / ".latest.new"
-    with temporary.open("wb") as file:
+    with (
+        replacing(root / "latest.json", temporary=root / ".latest.new", mode=0o666, flush=True) as descriptor,
+        open(descriptor, "wb", closefd=False) as file,
+    ):
         file.write(msgspec.json.format(msgspec.json.encode(latest)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(root / "latest.json")
-    flush_folder(root)
 
 
 def forget_latest(root: Path) -> None:

@@ -23,7 +23,7 @@ from types import TracebackType
 import msgspec
 
 from pipeline.errors import ConfigError, NotRunningError, UnreachableError
-from pipeline.storage.files import UNREADABLE
+from pipeline.storage.files import UNREADABLE, replacing
 
 _LOCK = "lock"
 _RECORD = "instance.json"
@@ -124,12 +124,11 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     def write(self, runtime_dir: Path) -> None:
         """Put the record into the runtime directory, at once and whole; the caller holds its lock."""
         # One name: what a kill leaves half written goes with the next one.
-        temporary = runtime_dir / _UNFINISHED_RECORD
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with (
+            replacing(runtime_dir / _RECORD, temporary=runtime_dir / _UNFINISHED_RECORD) as descriptor,
+            open(descriptor, "wb", closefd=False) as file,
+        ):
             file.write(msgspec.json.encode(self) + b"\n")
-        os.replace(temporary, runtime_dir / _RECORD)
 
     @classmethod
     def read(cls, runtime_dir: Path) -> InstanceRecord:

@@ -3,12 +3,12 @@
 allocator       allocator of extents
 arena           the arena's file and its mapping
 extent_file     extents on disk, whole or absent
-files           files allocated, written and flushed
+files           files allocated, written whole, renamed and flushed
 index           sums over records
 layout          offsets of the ledger's parts
 ledger          every ticket, extent and row, one transaction a change
-records         bytes of the ledger's records
-redo_log        several writes that all happen or none
+records         the ledger's records, and their bytes
+redo_log        several writes, applied all or none
 tables          vacant leases, prompts to issue again, versions
 weights_header  the newest weights
 """

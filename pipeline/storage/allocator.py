@@ -6,7 +6,8 @@ import bisect
 from typing import NamedTuple
 
 from pipeline.errors import ArenaFullError, LedgerError
-from pipeline.storage.arena import ALIGNMENT_BYTES, _round_up
+from pipeline.storage.arena import ALIGNMENT_BYTES
+from pipeline.storage.files import round_up
 
 
 class Extent(NamedTuple):
@@ -17,12 +18,12 @@ class Extent(NamedTuple):
 
 
 class ExtentAllocator:
-    """First-fit allocation of extents; lives in the buffer alone, rebuilt from the ledger after a restart.
+    """First-fit allocation of extents; used by the buffer alone, rebuilt from the ledger after a restart.
 
     Invariant: the free ranges are sorted, disjoint and never adjacent, and ``free_bytes`` is their sum.
 
     Attributes:
-        holds: Whether what is released stays taken for now, for somebody reads it (`hold`).
+        holds: Whether released extents stay taken until `let_go`, because a copy reads them (`hold`).
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -39,29 +40,29 @@ class ExtentAllocator:
         Raises:
             ArenaFullError: If there is none now.
         """
-        wanted = _round_up(max(nbytes, 1), ALIGNMENT_BYTES)
+        needed = _aligned(nbytes)
         for index, size in enumerate(self._sizes):
-            if size >= wanted:
-                return self._take(index, self._offsets[index], wanted)
+            if size >= needed:
+                return self._take(index, self._offsets[index], needed)
         raise ArenaFullError(
-            f"extent of {wanted:,} B does not fit: {self.free_bytes:,} B free of {self.capacity_bytes:,} B"
+            f"extent of {needed:,} B does not fit: {self.free_bytes:,} B free of {self.capacity_bytes:,} B"
         )
 
     def take(self, extent: Extent) -> None:
         """Mark a known extent as taken, when a restarted buffer rebuilds its table.
 
         Raises:
-            LedgerError: If it is not free, so two extents would overlap.
+            LedgerError: If it is not free: two extents would overlap.
         """
-        wanted = _round_up(max(extent.nbytes, 1), ALIGNMENT_BYTES)
+        needed = _aligned(extent.nbytes)
         index = bisect.bisect_right(self._offsets, extent.offset) - 1
-        if index < 0 or extent.offset + wanted > self._offsets[index] + self._sizes[index]:
-            raise LedgerError(f"extent {extent.offset:,}+{wanted:,} B overlaps another")
-        self._take(index, extent.offset, wanted)
+        if index < 0 or extent.offset + needed > self._offsets[index] + self._sizes[index]:
+            raise LedgerError(f"extent {extent.offset:,}+{needed:,} B overlaps another")
+        self._take(index, extent.offset, needed)
 
     def shrink(self, extent: Extent, nbytes: int) -> Extent:
-        """Give the tail of an extent back once its true size is known."""
-        kept, held = _round_up(max(nbytes, 1), ALIGNMENT_BYTES), _round_up(max(extent.nbytes, 1), ALIGNMENT_BYTES)
+        """Free the tail of an extent once its true size is known."""
+        kept, held = _aligned(nbytes), _aligned(extent.nbytes)
         if kept > held:
             raise LedgerError(f"extent of {held:,} B cannot hold {nbytes:,} B")
         if kept < held:
@@ -69,18 +70,18 @@ class ExtentAllocator:
         return Extent(extent.offset, nbytes)
 
     def release(self, extent: Extent) -> None:
-        """Give an extent back, merging it with its free neighbours."""
+        """Free an extent and merge it with its free neighbours; between `hold` and `let_go` this is deferred."""
         if self.holds:
             self._released.append(extent)
         else:
-            self._give(extent.offset, _round_up(max(extent.nbytes, 1), ALIGNMENT_BYTES))
+            self._give(extent.offset, _aligned(extent.nbytes))
 
     def hold(self) -> None:
-        """Let no extent that is taken now be reserved anew before `let_go`."""
+        """Keep every extent that is taken now from being reserved again before `let_go`."""
         self.holds = True
 
     def let_go(self) -> None:
-        """Give back what was released since `hold`."""
+        """Free the extents that were released since `hold`."""
         self.holds = False
         for extent in self._released:
             self.release(extent)
@@ -105,3 +106,7 @@ class ExtentAllocator:
             return
         self._offsets.insert(index, offset)
         self._sizes.insert(index, nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return round_up(max(nbytes, 1), ALIGNMENT_BYTES)

@@ -1,11 +1,11 @@
-"""The arena: one shared-memory file with the ledger and every experience between its rollout and its training step.
+"""The arena: one shared-memory file with the ledger and all experience from its rollout to its training step.
 
     offset 0            header, one page: magic, layout, sizes, run
-    4,096               ledger: journal, totals, one record an extent (see `pipeline.storage.ledger`)
+    4,096               ledger: redo log, totals, one record an extent (see `pipeline.storage.ledger`)
     payload_offset      extents, each aligned to 64 bytes; an extent's offset counts from here
 
-The file is allocated whole with posix_fallocate. A sparse file on a full tmpfs is a SIGBUS at the first write, which no
-handler mends; an allocation that fails is an error that names the sizes.
+The file is allocated whole with posix_fallocate. A sparse file on a full tmpfs causes a SIGBUS at the first write, and
+no handler repairs that; a failed allocation is an error with both sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 from pathlib import Path
 
 from pipeline.errors import LedgerError
-from pipeline.storage.files import allocate, refuse_larger_than_free
+from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
 
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
@@ -30,14 +30,14 @@ _MADV_POPULATE_WRITE = 23
 class Arena:
     """A mapping of the arena's file; owns the mapping, not the file.
 
-    The buffer maps the ledger alone (`payload=False`): its memory stays small whatever the arena's size.
+    The buffer maps the ledger alone (`payload=False`): its memory stays small at any arena size.
     """
 
     def __init__(self, path: Path, *, payload: bool = True) -> None:
         """Map an existing arena.
 
         Raises:
-            LedgerError: If the file is no arena, or shorter than its header says.
+            LedgerError: If the file is no arena, or shorter than the sizes in its header.
         """
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -64,40 +64,27 @@ class Arena:
         """Allocate a new arena file of mode 0600.
 
         Args:
-            path: Where; its folder exists and is ours alone.
-            payload_bytes: Room for extents.
-            ledger_bytes: Room for the ledger.
-            layout: Number of the ledger's layout; an attach with another one is refused by the ledger.
+            path: Path of the file; its folder exists and is accessible to this user alone.
+            payload_bytes: Size of the payload, the room for extents.
+            ledger_bytes: Size of the ledger.
+            layout: Number of the ledger's layout (`LedgerLayout.identity`); an arena of another layout is not taken over.
 
         Raises:
-            ConfigError: If the file system has less room than that.
+            ConfigError: If the file system has less free space.
         """
-        payload_offset = _round_up(PAGE_BYTES + ledger_bytes, PAGE_BYTES)
-        total_bytes = payload_offset + _round_up(payload_bytes, PAGE_BYTES)
-        refuse_larger_than_free(path.parent, total_bytes, "buffer.arena_bytes: an arena")
-        temporary = path.with_suffix(".new")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            allocate(descriptor, total_bytes, "buffer.arena_bytes: an arena")
-            os.pwrite(
-                descriptor,
-                _HEADER.pack(_MAGIC, ledger_bytes, payload_offset, _round_up(payload_bytes, PAGE_BYTES), layout),
-                0,
-            )
-            # Renamed when whole: whoever finds `path` finds an arena, however its creator died.
-            os.rename(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+        payload_offset = round_up(PAGE_BYTES + ledger_bytes, PAGE_BYTES)
+        payload_bytes = round_up(payload_bytes, PAGE_BYTES)
+        refuse_larger_than_free(path.parent, payload_offset + payload_bytes, "buffer.arena_bytes: an arena")
+        with replacing(path) as descriptor:
+            allocate(descriptor, payload_offset + payload_bytes, "buffer.arena_bytes: an arena")
+            os.pwrite(descriptor, _HEADER.pack(_MAGIC, ledger_bytes, payload_offset, payload_bytes, layout), 0)
 
     def populate(self) -> None:
-        """Fault in every page of this process's mapping, so that no copy pays for it (12 against 1.1 GB/s)."""
+        """Fault in every page of this process's mapping: later copies have no page faults (12 against 1.1 GB/s)."""
         try:
             self._map.madvise(_MADV_POPULATE_WRITE)
         except OSError as error:
-            # Kernels before 5.14 do not know it; the first pass over the arena is slower there, nothing else.
+            # Kernels before 5.14 do not support it; there the first pass over the arena is slower, nothing else.
             if error.errno != errno.EINVAL:
                 raise
 
@@ -112,20 +99,16 @@ class Arena:
         return self.payload[offset : offset + nbytes]
 
     def address(self) -> int:
-        """Return the address of the first payload byte in this process, as cudaHostRegister needs it."""
+        """Return the address of the first payload byte in this process, an argument of cudaHostRegister."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + int(self.payload_offset)
 
     def close(self) -> None:
-        """Unmap. Views handed out before (tensors too) keep the mapping alive until they go."""
+        """Unmap. Views of it that exist (tensors too) keep the mapping alive until they are freed."""
         self.ledger.release()
         self.payload.release()
         self._whole.release()
         try:
             self._map.close()
         except BufferError:
-            # A tensor over an extent still lives; the mapping goes with it.
+            # A tensor over an extent is in use; its end unmaps.
             pass
-
-
-def _round_up(nbytes: int, multiple: int) -> int:
-    return (nbytes + multiple - 1) // multiple * multiple

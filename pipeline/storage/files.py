@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -12,22 +14,27 @@ import msgspec
 from pipeline.errors import ConfigError
 
 
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return `nbytes` rounded up to a multiple of `multiple`."""
+    return (nbytes + multiple - 1) // multiple * multiple
+
+
 def refuse_larger_than_free(folder: Path, nbytes: int, what: str) -> None:
-    """Raise ConfigError when `folder`'s file system cannot hold `nbytes` more."""
+    """Raise ConfigError if the file system of `folder` has less than `nbytes` free; `what` names the file."""
     system = os.statvfs(folder)
     if nbytes > system.f_bavail * system.f_frsize:
         raise no_room(folder, nbytes, what)
 
 
 def no_room(folder: Path, nbytes: int, what: str) -> ConfigError:
-    """Return the error that names what did not fit, and what `folder`'s file system has."""
+    """Return the error for a file that does not fit; the message has its size and the file system's free bytes."""
     system = os.statvfs(folder)
     free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
     return ConfigError(f"{what} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}")
 
 
 def allocate(descriptor: int, nbytes: int, what: str) -> None:
-    """Allocate every page of a shared file, or raise ConfigError naming both sizes."""
+    """Allocate every page of a shared file, or raise ConfigError with both sizes."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
@@ -36,18 +43,47 @@ def allocate(descriptor: int, nbytes: int, what: str) -> None:
         raise no_room(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent, nbytes, what) from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def replacing(path: Path, *, temporary: Path | None = None, mode: int = 0o600, flush: bool = False) -> Iterator[int]:
+    """Write a file under a temporary name and rename it to `path` at the end of the ``with`` block.
+
+    A reader of `path` finds the old file or the whole new one, at whatever moment the writer is killed. If the block
+    raises, the temporary file is removed and `path` is unchanged.
+
+    Args:
+        path: The file to make or to replace.
+        temporary: Name until the rename, in the same folder; by default `path` with the suffix ``.new``. A file of that
+            name, left by a killed writer, is removed first.
+        mode: Permissions of the new file, less the umask.
+        flush: Whether file and name are flushed to disk, the file before the rename.
+
+    Yields:
+        A descriptor open for reading and writing; closed at the end of the block.
+
+    Raises:
+        OSError: If the file cannot be made, flushed or renamed.
+    """
+    temporary = path.with_suffix(".new") if temporary is None else temporary
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        try:
+            yield descriptor
+            if flush:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+        if flush:
+            flush_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def flush_folder(folder: Path) -> None:
-    """Return once the names in a folder lie on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Flush the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -55,4 +91,4 @@ def flush_folder(folder: Path) -> None:
 
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises at bytes that hold nothing of the wanted type; ill-formed text and deep nesting among it."""
+"""All exceptions of msgspec for bytes that do not hold the expected type, ill-formed text and deep nesting included."""

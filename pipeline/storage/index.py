@@ -1,7 +1,7 @@
-"""What the ledger's records add up to, kept up to date as they change: no question costs a walk over all that is held.
+"""Sums over the ledger's records, updated with each change: no query walks over all records.
 
-A record is open while it is reserved or holds a ready row. Two heaps may name records that are not open any more; such
-are thrown away when they come up.
+A record is open while it is reserved or holds a ready row. Two heaps may name records that are no longer open; these
+are discarded when they reach the top.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from pipeline.storage.records import ExtentRecord, ExtentState
+from pipeline.storage.records import Chosen, ExtentRecord, ExtentState, ready_rows
 
 
 class LedgerIndex:
@@ -19,17 +19,17 @@ class LedgerIndex:
 
     Attributes:
         reserved: Records of tickets not yet settled, by ticket, the oldest first.
-        owned: How many of them each worker holds, by its index; -1 for those that none does.
-        reserved_rows: Rows they may become, by the policy version they were handed out at.
+        owned: Number of reserved records of each worker, by its index; -1: without a worker.
+        reserved_rows: Reserved rows, by the policy version at which their tickets were handed out.
         ready_rows: Ready rows by the policy version that wrote them; versions without any are left out.
-        ready_bytes: Bytes of sealed extents that hold a ready row; `sealed_bytes` of all that are sealed.
+        ready_bytes: Bytes of sealed extents that hold a ready row; `sealed_bytes`: of all sealed extents.
     """
 
     def __init__(self, extents: Mapping[int, ExtentRecord]) -> None:
-        """Begin with no record at all.
+        """Begin without records.
 
         Args:
-            extents: The ledger's records by ticket, as they are when this is asked.
+            extents: The ledger's own mapping of records by ticket, current at each query.
         """
         self.reserved: dict[int, ExtentRecord] = {}
         self.owned: dict[int, int] = {}
@@ -42,34 +42,34 @@ class LedgerIndex:
         self._seals: list[tuple[float, int]] = []
 
     def reserve(self, record: ExtentRecord) -> None:
-        """Take in a record that has become reserved."""
+        """Add a record that has become reserved."""
         self.reserved[record.ticket] = record
         self.count(record, 1)
         heapq.heappush(self._positions, (record.position, record.ticket))
 
     def count(self, record: ExtentRecord, sign: Literal[1, -1]) -> None:
-        """Count a reserved record in or out; who changes its owner, version or rows does both around it."""
+        """Add or subtract a reserved record; a change of owner, version or rows is between a -1 and a 1."""
         _add(self.owned, record.owner, sign)
         _add(self.reserved_rows, record.policy_version, sign * record.rows)
 
     def settle(self, record: ExtentRecord) -> None:
-        """Forget a record that ceases to be reserved."""
+        """Remove a record that is no longer reserved."""
         del self.reserved[record.ticket]
         self.count(record, -1)
 
     def seal(self, record: ExtentRecord) -> None:
-        """Take in a record that has become sealed; its ready rows are told of by `change`."""
+        """Add a record that has become sealed; its ready rows are added by `change`."""
         self.sealed_bytes += record.nbytes
 
     def free(self, record: ExtentRecord, was: ExtentState) -> None:
-        """Forget a record that has become free, without a ready row."""
+        """Remove a record that has become free; it has no ready row."""
         if was is ExtentState.RESERVED:
             self.settle(record)
         else:
             self.sealed_bytes -= record.nbytes
 
     def change(self, record: ExtentRecord, ready: int) -> None:
-        """Set how many rows of a sealed record are ready."""
+        """Set the number of ready rows of a sealed record."""
         before, record.ready = record.ready, ready
         version = record.policy_version
         _add(self.ready_rows, version, ready - before)
@@ -86,19 +86,29 @@ class LedgerIndex:
     def ready(self) -> Iterator[ExtentRecord]:
         """Yield the records with ready rows, oldest version first, then in order of prompts; none may change meanwhile.
 
-        Not by ticket: prompts that are issued again have a new one, and belong before those that came after them.
+        The order is not by ticket: prompts that are issued again have a new ticket, and precede the prompts after them.
         """
         return (self._extents[ticket] for _, _, ticket in self._ready)
 
+    def oldest_rows(self, count: int) -> Chosen:
+        """Return the `count` ready rows of the oldest versions, in order of prompts; at least `count` are ready."""
+        chosen: Chosen = []
+        records = self.ready()
+        while count:
+            record = next(records)
+            chosen.append((record, ready_rows(record)[:count]))
+            count -= len(chosen[-1][1])
+        return chosen
+
     def lowest_position(self) -> int | None:
-        """Return the first prompt position of all open records."""
+        """Return the first prompt position of all open records; None if there are none."""
         heap = self._positions
         while heap and not self._is_open(self._extents.get(heap[0][1])):
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
     def oldest_seal_s(self) -> float | None:
-        """Return when the record with ready rows that has waited longest was sealed."""
+        """Return the time of the earliest seal among the records with ready rows; None if there are none."""
         heap = self._seals
         while heap and ((record := self._extents.get(heap[0][1])) is None or not record.ready):
             heapq.heappop(heap)
@@ -109,7 +119,7 @@ class LedgerIndex:
 
 
 def _add(sums: dict[int, int], key: int, amount: int) -> None:
-    """Add to a sum; one of nothing is left out."""
+    """Add to a sum; a sum of 0 is removed."""
     if total := sums.get(key, 0) + amount:
         sums[key] = total
     else:

@@ -1,8 +1,9 @@
-"""The ledger's bytes: where each of its parts lies in shared memory, what is read there, what a transaction writes."""
+"""The ledger's bytes: the offset of each part in shared memory, its reads, and the writes of a transaction."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import xxhash
 
@@ -35,115 +36,109 @@ _KNOWN_STATES = bytes(ExtentState)
 
 @dataclasses.dataclass(frozen=True)
 class LedgerLayout:
-    """How many extents and items a ledger has records for, and the offset of each part; fixed when its arena is made.
+    """Number of a ledger's extents and items, and the offset of each part; fixed when its arena is made.
 
-    The parts, in this order: journal, totals, vacant leases, prompts to issue again, versions, extents, items.
+    The parts, in this order: redo log, totals, vacant leases, prompts to issue again, versions, extents, items. Each
+    offset is computed once: a transaction reads them for each record.
     """
 
     extents: int
     rows_per_extent: int
 
-    @property
+    @functools.cached_property
     def redo_log_bytes(self) -> int:
-        """Room for a transaction that touches every row of a large batch one by one."""
+        """Room for a transaction that changes every row of a large batch one by one."""
         return REDO_LOG_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
 
-    @property
+    @functools.cached_property
     def totals_offset(self) -> int:
         """Offset of the totals in bytes."""
         return self.redo_log_bytes
 
-    @property
+    @functools.cached_property
     def vacant_offset(self) -> int:
         """Offset of the vacant lease numbers in bytes."""
         return self.totals_offset + TOTALS_BYTES
 
-    @property
+    @functools.cached_property
     def redo_offset(self) -> int:
         """Offset of the prompts to issue again in bytes."""
         return self.vacant_offset + VACANT_BYTES
 
-    @property
+    @functools.cached_property
     def versions_offset(self) -> int:
         """Offset of the published versions in bytes."""
         return self.redo_offset + redo_bytes(self.extents)
 
-    @property
+    @functools.cached_property
     def extents_offset(self) -> int:
         """Offset of the extents' records in bytes."""
         return self.versions_offset + VERSIONS_BYTES
 
-    @property
+    @functools.cached_property
     def items_offset(self) -> int:
         """Offset of the items' records in bytes."""
         return self.extents_offset + self.extents * EXTENT_BYTES
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Size of the whole ledger."""
         return self.items_offset + self.extents * self.rows_per_extent * ITEM_BYTES
 
-    @property
+    @functools.cached_property
     def identity(self) -> int:
         """A number that two ledgers share only if both have this layout."""
         return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
 
 
 class LedgerMemory:
-    """The parts in their places; what is `put` is written by the next `commit`, all of it or nothing.
+    """Reads and writes of the parts; the next `commit` applies all writes that were `put`, or none.
 
     Attributes:
-        journal: Of the transaction under way.
+        redo_log: The transaction under way.
     """
 
     def __init__(self, memory: memoryview, layout: LedgerLayout) -> None:
-        """Map a ledger, finishing the transaction that a killed writer left behind.
+        """Map a ledger and finish the transaction that a killed writer left behind.
 
         Args:
             memory: `layout.nbytes` of shared memory, zeroed or written before.
-            layout: The layout it was made with.
+            layout: The layout of the memory.
 
         Raises:
-            LedgerError: If the memory is too small, or the transaction that was left behind is torn.
+            LedgerError: If the memory is too small, or the unfinished transaction is torn.
         """
         if len(memory) < layout.nbytes:
             raise LedgerError(f"a ledger of {layout.nbytes:,} B does not fit into {len(memory):,} B")
         self.redo_log = RedoLog(memory, layout.redo_log_bytes)
         self._memory = memory
-        self._rows_per_extent = layout.rows_per_extent
-        # Read once: a transaction looks at them for each record.
-        self._totals_offset = layout.totals_offset
-        self._vacant_offset = layout.vacant_offset
-        self._redo_offset = layout.redo_offset
-        self._versions_offset = layout.versions_offset
-        self._extents_offset = layout.extents_offset
-        self._items_offset = layout.items_offset
+        self._layout = layout
 
-    # What it holds.
+    # Reads.
 
     def totals(self) -> Totals:
-        """Return the counters; fresh ones where nothing was ever written."""
-        return Totals() if self.redo_log.is_fresh else Totals.unpack(self._memory[self._totals_offset :])
+        """Return the counters; fresh ones if nothing was ever written."""
+        return Totals() if self.redo_log.is_fresh else Totals.unpack(self._memory[self._layout.totals_offset :])
 
     def vacant(self) -> list[int]:
         """Return the vacant lease numbers, lowest first."""
-        return unpack_vacant(self._memory[self._vacant_offset :])
+        return unpack_vacant(self._memory[self._layout.vacant_offset :])
 
     def redo(self) -> list[PromptRange]:
         """Return the prompts to be issued again, lowest position first."""
-        return unpack_redo(self._memory[self._redo_offset :])
+        return unpack_redo(self._memory[self._layout.redo_offset :])
 
     def versions(self) -> PublishedVersions:
-        """Return what was published of late."""
-        return PublishedVersions(self._memory[self._versions_offset :])
+        """Return the newest published versions."""
+        return PublishedVersions(self._memory[self._layout.versions_offset :])
 
     def extents(self) -> tuple[list[ExtentRecord], list[int]]:
         """Return the records in use, oldest ticket first and without their items, and the free slots, last one first.
 
         Raises:
-            LedgerError: If one is in no state there is.
+            LedgerError: If a state is unknown.
         """
-        table = self._memory[self._extents_offset : self._items_offset]
+        table = self._memory[self._layout.extents_offset : self._layout.items_offset]
         states = bytes(table[::EXTENT_BYTES])
         if states.strip(_KNOWN_STATES):
             raise LedgerError(f"an extent is in state {max(states)}, which is none")
@@ -155,41 +150,41 @@ class LedgerMemory:
 
     def items(self, record: ExtentRecord) -> bytes:
         """Return the bytes of a record's items."""
-        start = self._items_offset + record.slot * self._rows_per_extent * ITEM_BYTES
+        start = self._layout.items_offset + record.slot * self._layout.rows_per_extent * ITEM_BYTES
         return bytes(self._memory[start : start + record.rows * ITEM_BYTES])
 
-    # What becomes of it.
+    # Writes.
 
     def put_vacant(self, vacant: list[int]) -> None:
         """Write the vacant lease numbers."""
-        self.redo_log.put(self._vacant_offset, pack_vacant(vacant))
+        self.redo_log.put(self._layout.vacant_offset, pack_vacant(vacant))
 
     def put_redo(self, redo: list[PromptRange]) -> None:
         """Write the prompts to be issued again."""
-        self.redo_log.put(self._redo_offset, pack_redo(redo))
+        self.redo_log.put(self._layout.redo_offset, pack_redo(redo))
 
     def put_version(self, versions: PublishedVersions, place: int) -> None:
         """Write one place of the versions."""
-        self.redo_log.put(self._versions_offset + place * VERSION_BYTES, versions.pack(place))
+        self.redo_log.put(self._layout.versions_offset + place * VERSION_BYTES, versions.pack(place))
 
     def put_extent(self, record: ExtentRecord) -> None:
         """Write a record, without its items."""
-        self.redo_log.put(self._extents_offset + record.slot * EXTENT_BYTES, record.pack())
+        self.redo_log.put(self._layout.extents_offset + record.slot * EXTENT_BYTES, record.pack())
 
     def put_items(self, record: ExtentRecord, first: int, data: bytes) -> None:
-        """Write the items of a record from one on."""
-        place = record.slot * self._rows_per_extent + first
-        self.redo_log.put(self._items_offset + place * ITEM_BYTES, data)
+        """Write items of a record, beginning with number `first`."""
+        place = record.slot * self._layout.rows_per_extent + first
+        self.redo_log.put(self._layout.items_offset + place * ITEM_BYTES, data)
 
     def commit(self, totals: Totals) -> None:
-        """Make all writes since the last commit, and that of the counters.
+        """Apply all writes since the last commit, and the write of the counters.
 
         Raises:
-            LedgerError: If the journal has no room for them.
+            LedgerError: If the redo log has no room for them.
         """
-        self.redo_log.put(self._totals_offset, totals.pack())
+        self.redo_log.put(self._layout.totals_offset, totals.pack())
         self.redo_log.commit()
 
     def close(self) -> None:
-        """Let go of the memory; what it holds stays."""
+        """Release the memory; its content stays."""
         self.redo_log.close()

@@ -1,34 +1,35 @@
-"""The ledger: what became of every ticket, extent and item, in shared memory, written by the buffer alone.
+"""The ledger: the state of every ticket, extent and item, in shared memory, written by the buffer alone.
 
-    journal   the transaction under way (see `pipeline.storage.redo_log`)
+    redo log  the transaction under way (see `pipeline.storage.redo_log`)
     totals    counters that outlive every process (`Totals`)
     tables    vacant leases, prompts to be issued again, published versions (see `pipeline.storage.tables`)
     extents   one record each: state, owner, ticket, prompts, policy version, place, checksum
     items     `rows_per_extent` records an extent: state, deliveries, lease
 
-    extent      who moves it                      to
+    extent      moved by                              to
     FREE        `reserve`, when a ticket is issued    RESERVED
     RESERVED    `seal`, when its worker is done       SEALED
-    RESERVED    `abandon`, when nothing comes of it   FREE
+    RESERVED    `abandon`, when it gives no rows      FREE
     SEALED      its last item leaves                  FREE
 
-    item        who moves it                      to
+    item        moved by                              to
     READY       `lease`                               LEASED
     LEASED      `acknowledge` (trained)               GONE
     LEASED      `requeue` (handed back, damaged)      READY
     READY       `drop` (reason)                       GONE
 
-Lease numbers are dense: which rank gets a batch and which version trains it follow from the number alone. So a number
-whose rows left it is vacant, and the next batch takes the lowest vacant one before a new one. Numbers below
-`trained_through` are done with: a lease that is still out there is void (its weights were rolled back).
+Lease numbers are dense: the number alone determines the rank that gets a batch and the version that trains on it. So a
+number without its rows is vacant, and the next batch takes the lowest vacant number before a new one. Numbers below
+`trained_through` are finished: a lease below it that is still out is void (its weights were rolled back).
 
-Every change is one transaction of the journal, so the totals and the states agree after any kill:
+Every change is one transaction of the redo log, so the totals and the states agree after any kill:
 ``sealed = trained + sum(dropped) + ready + leased``.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator
 
 from pipeline.errors import LedgerError
@@ -42,7 +43,6 @@ from pipeline.storage.records import (
     ExtentState,
     Item,
     ItemState,
-    ready_rows,
 )
 from pipeline.storage.tables import MOST_LEASES, PromptRange, add_prompts
 
@@ -54,20 +54,20 @@ class Ledger:
 
     Attributes:
         extents: Every record that is not FREE, by ticket, oldest ticket first.
-        index: What they add up to, and which of them are reserved or ready.
+        index: Sums over the records, and the records that are reserved or ready.
         ready: Rows in state READY; `leased` and `reserved` likewise.
-        vacant: Lease numbers that lost their rows, lowest first.
+        vacant: Lease numbers without rows, lowest first.
         redo: Prompts to be issued again, before those from `totals.position` on.
-        versions: What was published of late.
-        memory: Where all of it is written down.
+        versions: The newest published versions.
+        memory: The shared memory with the parts above.
     """
 
     def __init__(self, memory: memoryview, layout: LedgerLayout) -> None:
-        """Open a ledger, finishing the transaction that a killed buffer left behind.
+        """Open a ledger and finish the transaction that a killed buffer left behind.
 
         Args:
             memory: `layout.nbytes` of shared memory, zeroed or written by an earlier buffer.
-            layout: The layout it was made with.
+            layout: The layout of the memory.
 
         Raises:
             LedgerError: If the memory is too small or its records contradict one another.
@@ -88,10 +88,10 @@ class Ledger:
     # Transactions.
 
     def reserve(self, *, rows: int, prompts: int, offset: int, nbytes: int, owner: int = -1) -> ExtentRecord:
-        """Make the next ticket: its prompts, and the room for what comes of them.
+        """Make the next ticket: its prompts, and the room for their rows.
 
-        Prompts to be issued again come first; a ticket takes none beyond one run of them. With an `owner` it is handed
-        out at once, as by `assign`.
+        Prompts to be issued again come first; a ticket takes prompts of one `PromptRange` only. With an `owner` it is
+        handed out at once, as by `assign`.
 
         Raises:
             LedgerError: If every record is in use.
@@ -115,9 +115,9 @@ class Ledger:
         return record
 
     def assign(self, record: ExtentRecord, owner: int) -> None:
-        """Hand a ticket to a worker, or take it from a dead one (owner -1).
+        """Hand a ticket to a worker, or take it from a dead worker (owner -1).
 
-        Every hand-out counts as an attempt and names the version that is newest then.
+        Every hand-out counts as an attempt and sets the policy version to the newest.
         """
         self._expect(record, ExtentState.RESERVED)
         self.index.count(record, -1)
@@ -130,7 +130,7 @@ class Ledger:
         self._commit()
 
     def excuse(self, record: ExtentRecord) -> None:
-        """Take a ticket from its worker, the attempt not counted: what came of it is void for no fault of its own."""
+        """Take a ticket from its worker; the attempt does not count, because the ticket's prompts did not cause it."""
         self._expect(record, ExtentState.RESERVED)
         self.index.count(record, -1)
         record.attempt, record.owner = max(0, record.attempt - 1), -1
@@ -140,7 +140,7 @@ class Ledger:
 
     def seal(self, record: ExtentRecord, *, rows: int, nbytes: int, checksum: int, policy_version: int,
              fingerprint: int, now_s: float) -> None:  # fmt: skip
-        """Commit a ticket's experiences; `rows` of them are ready from here on."""
+        """Commit a ticket's experience; its `rows` rows are ready from then on."""
         self._expect(record, ExtentState.RESERVED)
         if not 0 < rows <= record.rows or nbytes > record.nbytes:
             raise LedgerError(
@@ -164,7 +164,7 @@ class Ledger:
         self._commit()
 
     def abandon(self, record: ExtentRecord) -> None:
-        """End a ticket nothing came of."""
+        """End a ticket that gave no rows."""
         self._expect(record, ExtentState.RESERVED)
         self.reserved -= record.rows
         self._free(record)
@@ -178,14 +178,8 @@ class Ledger:
             self.memory.put_vacant(self.vacant)
         else:
             self.totals.leases += 1
-
-        def take(item: Item) -> None:
-            if item.state is not ItemState.READY:
-                raise LedgerError(f"lease {lease}: a row is {item.state.name}, only a READY row is leased")
-            item.state, item.lease, item.deliveries = ItemState.LEASED, lease, min(255, item.deliveries + 1)
-
         for record, rows in chosen:
-            self._change_items(record, rows, take)
+            self._change_items(record, rows, functools.partial(Item.lease_under, lease=lease))
             self.index.change(record, record.ready - len(rows))
             self.ready -= len(rows)
             self.leased += len(rows)
@@ -195,28 +189,20 @@ class Ledger:
 
     def redeliver(self, lease: int) -> Chosen:
         """Count one more delivery of a batch whose holder died; it stays leased under its number."""
-
-        def count(item: Item) -> None:
-            item.deliveries = min(255, item.deliveries + 1)
-
         chosen = self._leases[lease]
         for record, rows in chosen:
-            self._change_items(record, rows, count)
+            self._change_items(record, rows, Item.count_delivery)
         self._commit()
         return chosen
 
     def blame(self, lease: int) -> None:
         """Count one more trainer that died at a batch."""
-
-        def count(item: Item) -> None:
-            item.deaths = min(255, item.deaths + 1)
-
         for record, rows in self._leases[lease]:
-            self._change_items(record, rows, count)
+            self._change_items(record, rows, Item.count_death)
         self._commit()
 
     def acknowledge(self, lease: int) -> list[ExtentRecord]:
-        """Count a batch as trained; return the extents that are free now."""
+        """Count a batch as trained; return the extents that became free."""
         freed = []
         for record, rows in self._leases.pop(lease):
             self.totals.trained += len(rows)
@@ -226,7 +212,7 @@ class Ledger:
         return freed
 
     def requeue(self, lease: int) -> int:
-        """Make a batch's rows ready again and its number vacant; return how many rows.
+        """Make a batch's rows ready again and its number vacant; return the number of rows.
 
         Raises:
             LedgerError: If more numbers would be vacant than the table holds.
@@ -238,7 +224,7 @@ class Ledger:
             self.memory.put_vacant(self.vacant)
         count = 0
         for record, rows in self._leases.pop(lease):
-            self._change_items(record, rows, _make_ready)
+            self._change_items(record, rows, Item.make_ready)
             self.index.change(record, record.ready + len(rows))
             count += len(rows)
         self.leased -= count
@@ -247,12 +233,12 @@ class Ledger:
         return count
 
     def drop(self, chosen: Chosen, reason: str, *, redo: PromptRange | None = None) -> list[ExtentRecord]:
-        """Take ready rows out untrained, counted under `reason`; return the extents that are free now.
+        """Drop ready rows untrained, counted under `reason`; return the extents that became free.
 
         Args:
             chosen: The rows.
             reason: One of `DROP_REASONS`.
-            redo: Prompts that are to be issued again for it.
+            redo: Prompts to be issued again in place of the rows.
         """
         if redo is not None:
             self.redo = add_prompts(self.redo, redo, most=self.layout.extents)
@@ -268,10 +254,10 @@ class Ledger:
 
     def restore(self, *, ticket: int, position: int, prompts: int, rows: int, chosen: list[int], policy_version: int,
                 fingerprint: int, offset: int, nbytes: int, checksum: int, now_s: float) -> None:  # fmt: skip
-        """Take in an extent that an earlier ledger had sealed; `chosen` of its rows are ready, the others gone.
+        """Restore an extent that an earlier ledger had sealed; its rows in `chosen` are READY, the others GONE.
 
         Raises:
-            LedgerError: If its ticket is here already, or there is no record for it.
+            LedgerError: If its ticket is in the ledger already, or no record is free.
         """
         if ticket in self.extents or not self._free_slots or rows > self.layout.rows_per_extent:
             raise LedgerError(f"ticket {ticket} of {rows} rows cannot be restored")
@@ -292,46 +278,46 @@ class Ledger:
         self._commit()
 
     def resume(self, *, position: int, redo: list[PromptRange], versions: list[tuple[int, int]], spool: int) -> None:
-        """Go on where an earlier ledger of the same run ended, whose extents are restored."""
-        # In place: the index looks records up in it.
+        """Continue from the end of an earlier ledger of the same run, whose extents are restored."""
+        # In place: the index holds this mapping.
         in_order = sorted(self.extents.items())
         self.extents.clear()
         self.extents.update(in_order)
         self.totals.position = max(self.totals.position, position)
         self.totals.spool = spool
-        for run in redo:
-            self.redo = add_prompts(self.redo, run, most=self.layout.extents)
+        for prompts in redo:
+            self.redo = add_prompts(self.redo, prompts, most=self.layout.extents)
         for version, fingerprint in versions:
             self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
         self.memory.put_redo(self.redo)
         self._commit()
 
     def publish(self, version: int, fingerprint: int, trained_through: int) -> None:
-        """Note the newest policy version and which leases it includes."""
+        """Record the newest policy version; it includes the leases below `trained_through`."""
         self.totals.policy_version = version
         self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
         self._renumber(trained_through)
         self._commit()
 
     def rebase(self, trained_through: int) -> None:
-        """Note that the newest version's successor is trained on leases from this one on."""
+        """Record the first lease that the newest version's successor is trained on."""
         self._renumber(trained_through)
         self._commit()
 
     def roll_back(self, version: int, fingerprint: int, *, world_size: int, redo: list[PromptRange]) -> None:
-        """Note that an older version is the newest again; all leases that are out are void from here on.
+        """Make an older version the newest again; all leases that are out are void from then on.
 
-        Numbers go on at rank 0's turn, so a trainer that starts anew gets its batches in step with the others.
+        Numbers continue at rank 0's turn, so a restarted trainer gets its batches in step with the other ranks.
 
         Args:
             version: The older version.
-            fingerprint: Its weights'.
+            fingerprint: The fingerprint of its weights.
             world_size: Trainer ranks.
-            redo: Prompts that are to be issued again, for they were trained on by what is undone.
+            redo: Prompts to be issued again, because the training on them is undone.
         """
         totals = self.totals
-        for run in redo:
-            self.redo = add_prompts(self.redo, run, most=self.layout.extents)
+        for prompts in redo:
+            self.redo = add_prompts(self.redo, prompts, most=self.layout.extents)
         self.memory.put_redo(self.redo)
         for place in self.versions.roll_back(version):
             self.memory.put_version(self.versions, place)
@@ -358,29 +344,29 @@ class Ledger:
         return (record for record in self.extents.values() if record.state is ExtentState.SEALED)
 
     def leases(self) -> dict[int, Chosen]:
-        """Return the rows under each lease that is out, in batch order."""
+        """Return the rows of each lease that is out, in batch order."""
         return self._leases
 
     def next_lease(self) -> int:
-        """Return the number that the next batch takes."""
+        """Return the lease number of the next batch."""
         return self.vacant[0] if self.vacant else self.totals.leases
 
     def has_free_slot(self) -> bool:
-        """Return whether one more ticket can be written down."""
+        """Return whether a record is free for one more ticket."""
         return bool(self._free_slots)
 
     def close(self) -> None:
-        """Let go of the memory; what it holds stays for the next buffer."""
+        """Release the memory; its content stays for the next buffer."""
         self.memory.close()
 
-    # What every transaction needs.
+    # Parts of the transactions.
 
     def _expect(self, record: ExtentRecord, state: ExtentState) -> None:
         if record.state is not state:
             raise LedgerError(f"ticket {record.ticket} is {record.state.name}, expected {state.name}")
 
     def _remove(self, record: ExtentRecord, rows: list[int]) -> list[ExtentRecord]:
-        self._change_items(record, rows, _make_gone)
+        self._change_items(record, rows, Item.make_gone)
         record.held -= len(rows)
         if record.held:
             return []
@@ -429,7 +415,7 @@ class Ledger:
             else:
                 self._read_items(record)
         for parts in self._leases.values():
-            # As in the batch that was leased: see `LedgerIndex.ready`.
+            # The order of the leased batch: see `LedgerIndex.ready`.
             parts.sort(key=lambda part: (part[0].policy_version, part[0].position, part[0].ticket))
 
     def _read_items(self, record: ExtentRecord) -> None:
@@ -451,22 +437,3 @@ class Ledger:
                 if not parts or parts[-1][0] is not record:
                     parts.append((record, []))
                 parts[-1][1].append(row)
-
-
-def _make_ready(item: Item) -> None:
-    item.state = ItemState.READY
-
-
-def _make_gone(item: Item) -> None:
-    item.state = ItemState.GONE
-
-
-def oldest_rows(ledger: Ledger, count: int) -> Chosen:
-    """Return the `count` ready rows of the oldest versions, in order of prompts; `count` are there."""
-    chosen: Chosen = []
-    records = ledger.index.ready()
-    while count:
-        record = next(records)
-        chosen.append((record, ready_rows(record)[:count]))
-        count -= len(chosen[-1][1])
-    return chosen

@@ -1,4 +1,4 @@
-"""The records of the ledger - totals, extents, items - and their bytes in shared memory."""
+"""The ledger's records (totals, extents, items), their changes of state, and their bytes in shared memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import dataclasses
 import enum
 import struct
 from collections.abc import Callable
+from typing import Final
 
 from pipeline.errors import LedgerError
 
-DROP_REASONS = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
+DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
+"""Reasons for which rows leave the ledger untrained: the order of `Totals.dropped`, the labels of the metric."""
 LAYOUT_VERSION = 4
 _TOTALS = struct.Struct("<14q")
 _EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
@@ -36,7 +38,7 @@ class ItemState(enum.IntEnum):
 
 
 _STATES = tuple(map(int, ItemState))
-# Looked up rather than made: an enum's own call costs more than all else of a record.
+# Indexed instead of called: the call of an enum costs more than the rest of a record's decoding.
 _EXTENT_STATES, _ITEM_STATES = tuple(ExtentState), tuple(ItemState)
 
 
@@ -47,13 +49,13 @@ class Totals:
     Attributes:
         sealed: Items committed, ever.
         trained: Items acknowledged after an optimizer step, ever.
-        dropped: Items taken out untrained, by reason.
-        tickets: Tickets issued so far, which is the next ticket's number.
-        position: First prompt position no ticket was issued for.
-        leases: Lease numbers given out so far; the next batch takes a vacant one, or else this one.
+        dropped: Items dropped untrained, by each of `DROP_REASONS`.
+        tickets: Tickets issued so far; the number of the next ticket.
+        position: First prompt position that no ticket was issued for.
+        leases: Lease numbers assigned so far; the next batch takes a vacant number, or else this one.
         policy_version: Newest version published, -1 before the first.
         trained_through: First lease that the newest version does not include.
-        spool: Number of the spool that this arena has taken in, 0 for none.
+        spool: Number of the spool that was restored into this arena, 0 for none.
     """
 
     sealed: int = 0
@@ -75,7 +77,7 @@ class Totals:
 
     @classmethod
     def unpack(cls, data: memoryview) -> Totals:
-        """Return the totals that `data` holds."""
+        """Return the totals in `data`."""
         values = _TOTALS.unpack_from(data)
         split = 2 + len(DROP_REASONS)
         return cls(values[0], values[1], list(values[2:split]), *values[split:])
@@ -83,17 +85,23 @@ class Totals:
 
 @dataclasses.dataclass(slots=True)
 class ExtentRecord:
-    """One extent, and the ticket it was reserved for.
+    """One extent, and the ticket for which it was reserved.
 
     Attributes:
         slot: Place of the record in the table.
-        attempt: How often its ticket was handed out.
-        owner: Index of the worker that rolls it out, -1 while none does.
-        rows: Rows reserved; the rows that came once it is sealed.
-        order: The ticket's number; batches take items in this order.
-        policy_version: Newest version when the ticket was issued; the version that wrote the rows once it is sealed.
+        attempt: Number of hand-outs of its ticket.
+        owner: Index of the worker that rolls it out, -1 for none.
+        rows: Rows reserved; rows sealed, once it is sealed.
+        prompts: Prompts of the ticket.
+        ticket: The ticket's number.
+        position: First prompt position of the ticket.
+        policy_version: Newest version at the ticket's last hand-out; once sealed, the version that wrote the rows.
+        fingerprint: Fingerprint of that version's weights, once it is sealed.
+        offset: Offset of the extent in the arena's payload.
+        nbytes: Bytes reserved; bytes written, once it is sealed.
+        checksum: Checksum of the bytes, once it is sealed.
         sealed_s: Monotonic time of the seal.
-        ready: Rows in state READY, as `ledger_index` keeps count.
+        ready: Rows in state READY, set by `LedgerIndex.change`.
         held: Rows that are not GONE.
         items: State, deliveries and lease of each row.
     """
@@ -118,7 +126,7 @@ class ExtentRecord:
 
     @property
     def items(self) -> list[Item]:
-        """Each row; what a killed buffer left is decoded when it is asked for, few rows at a time ever are."""
+        """Each row; rows left by a killed buffer are decoded at their first use, few at a time."""
         if isinstance(self._items, bytes):
             self._items = Item.unpack_all(self._items)
         return self._items
@@ -128,9 +136,9 @@ class ExtentRecord:
         self._items = items
 
     def change(self, rows: list[int], change: Callable[[Item], None]) -> tuple[int, bytes]:
-        """Change rows; return the first of them, and the bytes from it to the last one as they are now."""
+        """Change rows; return the number of the first, and the new bytes from the first to the last."""
         if (item := self._alike(rows)) is not None:
-            # As most are all their time: one change says it of every row.
+            # The usual case: the rows of a record are equal all their time, and one change serves for every row.
             change(item)
             self._items = item.pack() * len(rows)
             return 0, self._items
@@ -140,14 +148,14 @@ class ExtentRecord:
         return rows[0], b"".join([item.pack() for item in items[rows[0] : rows[-1] + 1]])
 
     def most_deliveries(self, rows: list[int]) -> int:
-        """Return how often the one of these rows was delivered that was delivered most."""
+        """Return the maximum number of deliveries among these rows."""
         if (item := self._alike(rows)) is not None:
             return item.deliveries
         items = self.items
         return max([items[row].deliveries for row in rows])
 
     def _alike(self, rows: list[int]) -> Item | None:
-        """Return what each row is, if `rows` are all of them and known to be the same; else None."""
+        """Return the common value of the rows if `rows` are all of them and known to be equal; else None."""
         data = self._items
         if isinstance(data, bytes) and len(data) == len(rows) * ITEM_BYTES and data == data[:ITEM_BYTES] * len(rows):
             return Item.unpack_all(data[:ITEM_BYTES])[0]
@@ -162,7 +170,7 @@ class ExtentRecord:
 
     @classmethod
     def unpack(cls, slot: int, table: memoryview) -> ExtentRecord:
-        """Return the record that a table of records holds in a slot, without its items."""
+        """Return the record in a slot of a table of records, without its items."""
         (state, attempt, owner, rows, prompts, _, ticket, position, _, version, fingerprint, offset, nbytes,
          checksum, sealed_s) = _EXTENT.unpack_from(table, slot * EXTENT_BYTES)  # fmt: skip
         return cls(
@@ -180,13 +188,40 @@ class Item:
     lease: int = 0
     deaths: int = 0
 
+    def lease_under(self, lease: int) -> None:
+        """Lease it under a number.
+
+        Raises:
+            LedgerError: If it is not READY.
+        """
+        if self.state is not ItemState.READY:
+            raise LedgerError(f"lease {lease}: a row is {self.state.name}, only a READY row is leased")
+        self.state, self.lease = ItemState.LEASED, lease
+        self.count_delivery()
+
+    def make_ready(self) -> None:
+        """Take it out of its lease, for another batch."""
+        self.state = ItemState.READY
+
+    def make_gone(self) -> None:
+        """End it, trained or dropped."""
+        self.state = ItemState.GONE
+
+    def count_delivery(self) -> None:
+        """Count one more delivery to a trainer; the count ends at 255."""
+        self.deliveries = min(255, self.deliveries + 1)
+
+    def count_death(self) -> None:
+        """Count one more trainer that died at a batch with it; the count ends at 255."""
+        self.deaths = min(255, self.deaths + 1)
+
     def pack(self) -> bytes:
         """Return the item's bytes in the ledger."""
         return _ITEM.pack(self.state, self.deliveries, self.deaths, self.lease)
 
     @classmethod
     def unpack_all(cls, data: bytes) -> list[Item]:
-        """Return the items that `data` holds one after another."""
+        """Return the items in `data`, in order."""
         return [
             cls(_ITEM_STATES[state], deliveries, lease, deaths)
             for state, deliveries, deaths, lease in _ITEM.iter_unpack(data)
@@ -194,10 +229,10 @@ class Item:
 
     @staticmethod
     def count_all(data: bytes) -> tuple[int, int]:
-        """Return how many of the items that `data` holds are READY, and how many LEASED.
+        """Return the number of READY and of LEASED items in `data`.
 
         Raises:
-            LedgerError: If one is in no state there is.
+            LedgerError: If a state is unknown.
         """
         states = data[::ITEM_BYTES]
         gone, ready, leased = map(states.count, _STATES)
@@ -213,7 +248,7 @@ Chosen = list[tuple[ExtentRecord, list[int]]]
 
 
 def ready_rows(record: ExtentRecord) -> list[int]:
-    """Return the rows of a sealed extent that wait for a batch."""
+    """Return the READY rows of a sealed extent."""
     if record.ready == record.rows:
         return list(range(record.rows))
     ready = ItemState.READY
@@ -221,6 +256,6 @@ def ready_rows(record: ExtentRecord) -> list[int]:
 
 
 def held_rows(record: ExtentRecord) -> list[int]:
-    """Return the rows of a sealed extent that wait for a batch or are in one."""
+    """Return the rows of a sealed extent that are READY or LEASED."""
     gone = ItemState.GONE
     return [row for row, item in enumerate(record.items) if item.state is not gone]

@@ -1,4 +1,4 @@
-"""The ledger's small tables: vacant leases, prompts to be issued again, and the versions that were published."""
+"""The ledger's small tables: vacant leases, prompts to be issued again, published versions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# More batches than any trainer holds at once; what ranks ask for is cut to it.
+# More batches than any trainer holds at once; the ranks' credits are limited to it.
 MOST_LEASES = 4096
-# Above every `buffer.max_staleness`: rows of older versions are gone by then.
+# Above every `buffer.max_staleness`: no row of an older version is left.
 VERSIONS_KEPT = 2048
 
 _COUNT = struct.Struct("<Q")
@@ -23,14 +23,14 @@ VERSIONS_BYTES = VERSIONS_KEPT * VERSION_BYTES
 
 
 class PromptRange(NamedTuple):
-    """A run of prompts: those at ``position ... position + prompts - 1`` of the endless sequence."""
+    """The prompts at ``position ... position + prompts - 1`` of the endless sequence."""
 
     position: int
     prompts: int
 
 
 def redo_bytes(extents: int) -> int:
-    """Return the room of the prompts to be issued again in a ledger of so many extents."""
+    """Return the size of the table of prompts to be issued again, in a ledger of `extents` extents."""
     return _COUNT.size + extents * _REDO.size
 
 
@@ -53,22 +53,22 @@ def pack_redo(redo: list[PromptRange]) -> bytes:
 def unpack_redo(data: memoryview) -> list[PromptRange]:
     """Return the prompts to be issued again, lowest position first."""
     (count,) = _COUNT.unpack_from(data)
-    return [PromptRange(*run) for run in _REDO.iter_unpack(data[_COUNT.size : _COUNT.size + count * _REDO.size])]
+    return [PromptRange(*entry) for entry in _REDO.iter_unpack(data[_COUNT.size : _COUNT.size + count * _REDO.size])]
 
 
-def add_prompts(runs: list[PromptRange], more: PromptRange, *, most: int) -> list[PromptRange]:
-    """Return `runs` and `more`, sorted, those that touch joined.
+def add_prompts(ranges: list[PromptRange], more: PromptRange, *, most: int) -> list[PromptRange]:
+    """Return `ranges` and `more`, sorted, adjacent and overlapping ranges joined.
 
-    Beyond `most` runs the two with the least between them are joined: some prompts come once more, none is lost.
+    Beyond `most` ranges the two with the smallest gap are joined: some prompts are issued once more, none is lost.
     """
-    runs = list(runs)
-    bisect.insort(runs, more)
-    joined = [runs[0]]
-    for run in runs[1:]:
-        if run.position <= joined[-1].position + joined[-1].prompts:
-            joined[-1] = _cover(joined[-1], run)
+    ranges = list(ranges)
+    bisect.insort(ranges, more)
+    joined = [ranges[0]]
+    for prompts in ranges[1:]:
+        if prompts.position <= joined[-1].position + joined[-1].prompts:
+            joined[-1] = _cover(joined[-1], prompts)
         else:
-            joined.append(run)
+            joined.append(prompts)
     while len(joined) > most:
         gaps = [after.position - before.position - before.prompts for before, after in itertools.pairwise(joined)]
         at = gaps.index(min(gaps))
@@ -76,13 +76,13 @@ def add_prompts(runs: list[PromptRange], more: PromptRange, *, most: int) -> lis
     return joined
 
 
-def between(runs: Iterable[PromptRange], position: int, stop: int) -> list[PromptRange]:
-    """Return what lies from `position` on and before `stop`, and in none of these runs."""
+def between(ranges: Iterable[PromptRange], position: int, stop: int) -> list[PromptRange]:
+    """Return the prompts from `position` on and before `stop` that are in none of `ranges`."""
     left = []
-    for run in sorted([*runs, PromptRange(stop, 0)]):
-        if run.position > position:
-            left.append(PromptRange(position, min(run.position, stop) - position))
-        position = max(position, run.position + run.prompts)
+    for prompts in sorted([*ranges, PromptRange(stop, 0)]):
+        if prompts.position > position:
+            left.append(PromptRange(position, min(prompts.position, stop) - position))
+        position = max(position, prompts.position + prompts.prompts)
         if position >= stop:
             break
     return left
@@ -96,16 +96,16 @@ def _cover(first: PromptRange, second: PromptRange) -> PromptRange:
 class _Published(NamedTuple):
     version: int
     fingerprint: int
-    # 0: counts; 1: rolled back; 2: counts, in place of other weights under this version that were rolled back.
+    # 0: valid; 1: rolled back; 2: valid, in place of other weights of this version that were rolled back.
     mark: int
 
 
 class PublishedVersions:
-    """The newest versions and their fingerprints; version v has place ``v mod VERSIONS_KEPT``."""
+    """The newest versions and their fingerprints; version v is at place ``v mod VERSIONS_KEPT``."""
 
     def __init__(self, data: memoryview) -> None:
-        """Read the table; zeroed memory holds none."""
-        # A version is stored plus 1, so that zeros are no version.
+        """Read the table; zeroed memory is an empty table."""
+        # Stored is the version plus 1, so that zeros are no version.
         self._places = {
             place: _Published(stored - 1, fingerprint, mark)
             for place, (stored, fingerprint, mark) in enumerate(_VERSION.iter_unpack(data[:VERSIONS_BYTES]))
@@ -118,11 +118,11 @@ class PublishedVersions:
     __hash__ = None  # type: ignore[assignment]
 
     def note(self, version: int, fingerprint: int) -> int:
-        """Note a published version; return its place."""
+        """Add a published version; return its place."""
         place = version % VERSIONS_KEPT
         before = self._places.get(place)
-        anew = before is not None and before.version == version and before.fingerprint != fingerprint
-        self._places[place] = _Published(version, fingerprint, 2 if anew else 0)
+        again = before is not None and before.version == version and before.fingerprint != fingerprint
+        self._places[place] = _Published(version, fingerprint, 2 if again else 0)
         return place
 
     def roll_back(self, version: int) -> list[int]:
@@ -133,24 +133,24 @@ class PublishedVersions:
         return places
 
     def knows(self, version: int, fingerprint: int) -> bool:
-        """Return whether exactly these weights were published under this version and still count."""
+        """Return whether exactly these weights were published under this version and are not rolled back."""
         found = self._places.get(version % VERSIONS_KEPT)
         return found is not None and found[:2] == (version, fingerprint) and found.mark != 1
 
     def rolled_back(self, version: int, fingerprint: int) -> bool:
-        """Return whether these are, or may be, weights under this version that were rolled back."""
+        """Return whether these are, or may be, weights of this version that were rolled back."""
         found = self._places.get(version % VERSIONS_KEPT)
         if found is None or found.version != version:
             return False
         return found.mark == 1 or (found.mark == 2 and found.fingerprint != fingerprint)
 
     def is_marked(self, version: int) -> bool:
-        """Return whether some weights under this version were rolled back."""
+        """Return whether any weights of this version were rolled back."""
         found = self._places.get(version % VERSIONS_KEPT)
         return found is not None and found.version == version and found.mark != 0
 
     def entries(self) -> list[tuple[int, int]]:
-        """Return versions that count and their fingerprints, oldest first."""
+        """Return the versions that are not rolled back with their fingerprints, oldest first."""
         return sorted(found[:2] for found in self._places.values() if found.mark != 1)
 
     def pack(self, place: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The head of a file of weights: which versions its slots hold, and which of them is the newest. Read without torch.
+"""The header of a weights file: the versions in its slots, and the newest of them. Read without torch.
 
     page 0      magic, slots, slot bytes, data offset, manifest bytes; `newest` (slot + 1, 0 before the first publish)
     512         one header of 64 B a slot: sequence, version, fingerprint, trained_through, history, rollback,
@@ -25,7 +25,7 @@ _FLOAT_BITS, _BITS = struct.Struct("<d"), struct.Struct("<Q")
 
 
 class Probe(NamedTuple):
-    """Summed log-prob, in nats, that these weights give to the tokens of the run's first prompt."""
+    """Summed log-prob, in nats, of the tokens of the run's first prompt under these weights."""
 
     log_prob: float
     tokens: int
@@ -42,10 +42,10 @@ class WeightsVersion(NamedTuple):
         version: Its number.
         fingerprint: xxh3-64 of its bytes.
         trained_through: The first lease that it does not include.
-        rollback: Whether it takes the place of a later one.
+        rollback: Whether it replaces a later version.
         history: Rollbacks up to this version.
-        probe: What a model with these weights answers; None where it was not asked.
-        position: Of a rollback, the first prompt that may be missing from these weights; -1 where that is not known.
+        probe: The probe's result with these weights; None without a probe.
+        position: Of a rollback, the first prompt that may be missing from these weights; -1 if unknown.
     """
 
     version: int
@@ -58,20 +58,20 @@ class WeightsVersion(NamedTuple):
 
     @property
     def age(self) -> Age:
-        """What tells it from every other version of a run."""
+        """Number and history; unique within a run."""
         return self.version, self.history
 
 
 def slot_mark(slot: int) -> int:
-    """Return where a slot's header begins, in words of 8 bytes."""
+    """Return the start of a slot's header, in words of 8 bytes."""
     return (_SLOT_HEADERS + slot * _SLOT_HEADER_BYTES) // 8
 
 
 def pack_version(published: WeightsVersion) -> tuple[int, ...]:
-    """Return the words behind a slot's sequence."""
+    """Return the words that follow a slot's sequence."""
     probe = published.probe
     (bits,) = _BITS.unpack(_FLOAT_BITS.pack(probe.log_prob if probe else 0.0))
-    # 0: no rollback, 1: one of unknown position, above: 2 more than the position.
+    # 0: no rollback; 1: a rollback with unknown position; above: the position plus 2.
     undone = published.position + 2 if published.rollback else 0
     version, fingerprint, through = published.version, published.fingerprint, published.trained_through
     return version, fingerprint, through, published.history, undone, bits, probe.tokens if probe else 0
@@ -82,7 +82,7 @@ def unpack_version(marks: memoryview[int], slot: int) -> WeightsVersion:
 
     Args:
         marks: The page's words.
-        slot: Which one; whether it is whole says its sequence.
+        slot: Number of the slot; its sequence tells whether it is whole.
     """
     mark = slot_mark(slot)
     _, version, fingerprint, through, history, rollback, bits, tokens = marks[mark : mark + 8]
@@ -92,17 +92,17 @@ def unpack_version(marks: memoryview[int], slot: int) -> WeightsVersion:
 
 
 def newest_version(path: Path) -> WeightsVersion | None:
-    """Return what a file says is the newest version; None before the first publish, or while that cannot be told.
+    """Return the newest version of a weights file; None before the first publish, or during a write of the header.
 
     Args:
-        path: Of the file; it need not be there.
+        path: Path of the file; it need not exist.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        # Twice: a page that is written to while it is read is not the same again.
+        # Two reads: they differ if the page is written in between.
         page, again = os.pread(descriptor, PAGE_BYTES, 0), os.pread(descriptor, PAGE_BYTES, 0)
     finally:
         os.close(descriptor)

@@ -8,13 +8,13 @@ next level, which spans twice the time. A day is some 1,000 points, a month some
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from pipeline.storage.files import replacing
 from pipeline.telemetry.reader import HistogramReading, Reading
 
 SPAN_S: Final = 2.0
@@ -147,13 +147,8 @@ class History:
             OSError: If it cannot be written.
         """
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".new")
-        try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(msgspec.msgpack.encode(_Kept(self._identity, self._levels)))
-            temporary.rename(self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(self._path) as descriptor, open(descriptor, "wb", closefd=False) as file:
+            file.write(msgspec.msgpack.encode(_Kept(self._identity, self._levels)))
 
     def _load(self) -> list[list[Point]]:
         with contextlib.suppress(OSError, msgspec.MsgspecError):

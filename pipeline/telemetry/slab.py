@@ -1,7 +1,7 @@
 """The slab: the metrics of every process of an instance in one shared-memory file, one writer a slot, no lock.
 
     offset 0     header: magic, layout, size, then the slots' names as JSON; padded to a page
-    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, meets f64 (`Progress`)
+    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, in_collective f64 (`Progress`)
                  activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; see below
                  live         float64 words: counters, histograms and gauges of the process that runs now
                  base 0, 1    the same words, for the processes of this slot that died
@@ -45,7 +45,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import DeadlineError, FieldError, LedgerError
-from pipeline.storage.files import no_room
+from pipeline.storage.files import no_room, replacing
 from pipeline.telemetry.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, START, Conservation, Progress, SlotName
 from pipeline.telemetry.writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
 
@@ -206,23 +206,17 @@ class MetricsSlab:
         content = array.array("d", [math.nan]) * (layout.nbytes // WORD_BYTES)
         for start, length in [*((at, _CONTROL_WORDS) for at in layout.control_at), (layout.group_at, LINE_WORDS)]:
             content[start : start + length] = array.array("d", bytes(length * WORD_BYTES))
-        temporary = path.with_suffix(".new")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, layout.nbytes)
-            os.pwrite(descriptor, content, 0)
-            os.pwrite(descriptor, layout.header, 0)
-            # Renamed when complete: `path` is always a whole slab.
-            os.rename(temporary, path)
-            return cls(layout, mmap.mmap(descriptor, layout.nbytes))
+            with replacing(path) as descriptor:
+                os.posix_fallocate(descriptor, 0, layout.nbytes)
+                os.pwrite(descriptor, content, 0)
+                os.pwrite(descriptor, layout.header, 0)
+                mapped = mmap.mmap(descriptor, layout.nbytes)
+            return cls(layout, mapped)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC:
                 raise
             raise no_room(path.parent, layout.nbytes, "a metrics slab") from error
-        finally:
-            os.close(descriptor)
 
     @classmethod
     def attach(cls, path: Path) -> MetricsSlab:

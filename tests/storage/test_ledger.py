@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import LedgerError
 from pipeline.storage.layout import LedgerLayout
-from pipeline.storage.ledger import Ledger, oldest_rows
+from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import ExtentState
 from pipeline.storage.tables import PromptRange, add_prompts, between
 
@@ -204,7 +204,7 @@ def test_prompts_that_come_again_are_trained_before_those_that_came_after_them()
     seal(ledger, again)
 
     assert again.ticket > second.ticket and again.position < second.position
-    assert [record.position for record, _ in oldest_rows(ledger, 8)] == [0, 4]
+    assert [record.position for record, _ in ledger.index.oldest_rows(8)] == [0, 4]
 
 
 def test_the_next_buffer_delivers_a_batch_again_in_the_order_in_which_it_was_leased():
@@ -215,7 +215,7 @@ def test_the_next_buffer_delivers_a_batch_again_in_the_order_in_which_it_was_lea
     seal(ledger, first)
     ledger.drop([(first, [0, 1, 2, 3])], "spooled", redo=PromptRange(0, 4))
     seal(ledger, reserve(ledger))
-    lease = ledger.lease(oldest_rows(ledger, 8))
+    lease = ledger.lease(ledger.index.oldest_rows(8))
 
     again = open_ledger(memory)
 
