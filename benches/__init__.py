@@ -1,5 +1,5 @@
-"""What rlhfd's claims of speed rest on: `bin/bench` measures, `benches/RESULTS.md` holds what came out.
+"""The measurements behind rlhfd's claims of speed: `bin/bench` measures, `benches/RESULTS.md` holds the results.
 
 A module here is a benchmark with ``run(*, quick: bool) -> Sequence[Section]`` if `benches.__main__.BENCHES` names it.
-`measure` interleaves what is compared, `report` writes the results.
+`measure` interleaves the compared ways, `report` writes the results.
 """

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from benches.report import RESULTS, ROOT, Section, merge, update_readme
 
-# In the order of the sections. Those that a checkout has no module for are left out.
+# In the order of the sections. Names without a module in the checkout are left out.
 BENCHES = (
     "transport", "latency", "cpu", "gather", "flat", "ledger", "journal", "rollout", "rollout-124m", "weights",
     "pinned", "maker-memory",
 )  # fmt: skip
-# Takes longer than all others together: measured where it is named.
+# Takes longer than all others together: measured only if it is named.
 _BY_NAME_ONLY = ("rollout-124m",)
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began_s = time.monotonic()
         try:
             sections: Sequence[Section] = importlib.import_module(module_of(name)).run(quick=options.quick)
-        except Exception:  # noqa: BLE001 - one that fails must not cost the figures of the others
+        except Exception:  # noqa: BLE001 - a failure must not cost the figures of the other benchmarks
             traceback.print_exc()
             failed.append(name)
             continue

@@ -1,4 +1,4 @@
-"""Runs ways of `benches.ways` against each other: a process each, that stays while others have their turn."""
+"""Runs ways of `benches.ways` against each other: one process each, which stays up during the turns of the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benches.report import ROOT
 
 WARM_APPENDS = 32
 _ANSWER_S = 60.0
-# Some begin clusters of their own, all at the same time.
+# Some ways start clusters of their own, all at the same time.
 _START_S = 240.0
 
 
 class Contestant(NamedTuple):
-    """A way by its module, how tables call it, and where it runs (None: where rlhfd does)."""
+    """A way: its module, its title in tables, and its environment (None: that of rlhfd)."""
 
     module: str
     title: str
@@ -50,16 +50,16 @@ PEERS = (
 
 
 class FailedError(Exception):
-    """A way gave no answer; the last thing that it said."""
+    """A way gave no answer; the message has its last output."""
 
 
 class Runner:
-    """A way in its process, which begins at once."""
+    """A way in its process, which starts at construction."""
 
     def __init__(self, contestant: Contestant, producers: int) -> None:
         environment = contestant.environment
         python = sys.executable if environment is None else python_of(environment)
-        # A thread each: with more the processes of one way would fight for the cores.
+        # One thread each: with more, the processes of one way would compete for the cores.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
@@ -69,10 +69,10 @@ class Runner:
         )  # fmt: skip
 
     def begin(self) -> None:
-        """Wait until it can be measured.
+        """Wait until the way is ready to be measured.
 
         Raises:
-            FailedError: If it never can.
+            FailedError: If it does not become ready.
         """
         try:
             self._answer(_START_S)
@@ -81,7 +81,7 @@ class Runner:
             raise
 
     def measure(self, shape: str, appends: int, *, pause_s: float = 0.0) -> dict[str, Any]:
-        """Let the producers send so many appends in all, and return what `benches.ways` measured."""
+        """Make the producers send `appends` appends in all, and return the measurements of `benches.ways`."""
         assert self._process.stdin
         order = {"shape": shape, "appends": appends, "pause_s": pause_s}
         try:
@@ -92,7 +92,7 @@ class Runner:
         return self._answer()
 
     def close(self) -> None:
-        """End it, and what it started."""
+        """End the process and its children."""
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -106,7 +106,7 @@ class Runner:
 
     def _answer(self, timeout_s: float = _ANSWER_S) -> dict[str, Any]:
         assert self._process.stdout
-        # An answer is one line, written at once: what can be read can be read to its end.
+        # An answer is one line, written at once: if a part can be read, the whole line can.
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
             self._process.kill()
             raise FailedError(f"no answer within {timeout_s:.0f} s")
@@ -121,7 +121,7 @@ class Runner:
 def running(
     contestants: Sequence[Contestant], producers: int
 ) -> Iterator[tuple[dict[Contestant, Runner], dict[str, str]]]:
-    """Start ways; yield those that run, and why others do not."""
+    """Start ways; yield the running ones, and the reasons why the others do not run."""
     runners: dict[Contestant, Runner] = {}
     failed: dict[str, str] = {}
     try:
@@ -143,7 +143,7 @@ def running(
 
 
 def calibrate(runners: Mapping[Contestant, Runner], shape: str, seconds: float) -> dict[Contestant, int]:
-    """Return how many appends keep each way busy for so long; those that fail at this shape are left out."""
+    """Return the number of appends that keep each way busy for `seconds`; ways that fail at this shape are left out."""
     counts = {}
     for contestant, runner in runners.items():
         try:

@@ -1,4 +1,4 @@
-"""What transport costs beside its time: bytes of the arena an item, and the buffer's share of a core."""
+"""Costs of transport beside its time: bytes of the arena per item, and the buffer's share of a core."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def run(*, quick: bool) -> Sequence[Section]:
         Section(
             "cpu", "Bytes and CPU", _TEXT,
             [
-                Table(("what", "in the arena", "padded to the shape", "share"), [_bytes(name) for name in shapes]),
-                Table(("what", "of a core"), _shares(quick)),
+                Table(("shape", "in the arena", "padded to the shape", "share"), [_bytes(name) for name in shapes]),
+                Table(("process", "of a core"), _shares(quick)),
             ],
         )
     ]  # fmt: skip
@@ -62,7 +62,7 @@ def _shares(quick: bool) -> list[tuple[str, ...]]:
     ]
 
 
-_TEXT = """Bytes of an extent a row, header and alignment included, against a batch of the shape's full width with its
-masks. The buffer's CPU is that of its process while a worker appends 8 rows every 8 ms, in proportion to the
-rate that was reached.
+_TEXT = """Bytes of an extent per row, header and alignment included, against a batch of the shape's full width with its
+masks. The buffer's CPU is that of its process while a worker appends 8 rows every 8 ms, scaled to the rate that was
+reached.
 """

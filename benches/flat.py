@@ -1,7 +1,7 @@
-"""What an item costs the buffer, by how many producers there are and how much it holds: a flat line is asked for.
+"""The buffer's cost per item, by number of producers and of items held; the goal is a flat line.
 
-The buffer's own loop without its sockets: a worker says `Sealed`, the buffer settles it, leases a batch, issues a
-ticket and shows its books; the trainer acknowledges. As many items stay held all the while.
+The buffer's own loop without its sockets: a worker sends `Sealed`, the buffer settles it, leases a batch, issues a
+ticket and publishes its totals; the trainer acknowledges. The number of held items stays the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NBYTES = 1 << 12
 
 
 class Loop:
-    """A buffer that holds so many items, its workers and its trainer."""
+    """A buffer that holds `held` items, its workers and its trainer."""
 
     def __init__(self, folder: Path, workers: int, held: int) -> None:
         extents = held // _ROWS
@@ -44,10 +44,10 @@ class Loop:
         self._metrics = BufferMetrics(slab.writer("buffer"))
         limits = Limits(_ROWS, _ROWS << 12, 1, _ROWS, 1024, extents + 2 * workers, 1, _NBYTES // _ROWS)
         allocator = ExtentAllocator((extents + 4 * workers + 64) * (2 * _NBYTES + 1024))
-        self._said: list[tuple[str, Message]] = []
+        self._sent: list[tuple[str, Message]] = []
         self._shown_s = 0.0
         self._buffer = Buffer(
-            ledger, allocator, limits, lambda peer, message: self._said.append((peer, message)), self._metrics,
+            ledger, allocator, limits, lambda peer, message: self._sent.append((peer, message)), self._metrics,
             workers=workers,
         )  # fmt: skip
         for index in range(workers):
@@ -58,18 +58,18 @@ class Loop:
         self._buffer.handle(Credit(trainer_name(0), 99, 2), 0.0)
 
     def turn(self) -> int:
-        """Hear whoever was spoken to, a message at a time; return how many items came in."""
-        said, self._said = self._said, []
+        """Answer the buffer's messages one at a time; return the number of items that were sealed."""
+        sent, self._sent = self._sent, []
         items = 0
-        for peer, message in said:
+        for peer, message in sent:
             if isinstance(message, Ticket):
-                self._say(Sealed(peer, message.ticket, _ROWS, _NBYTES, 1, 0, 0))
+                self._handle(Sealed(peer, message.ticket, _ROWS, _NBYTES, 1, 0, 0))
                 items += _ROWS
             elif isinstance(message, Lease):
-                self._say(Ack(peer, message.lease))
+                self._handle(Ack(peer, message.lease))
         return items
 
-    def _say(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         self._buffer.handle(message, 0.0)
         self._buffer.step(0.0)
         if (now_s := time.monotonic()) - self._shown_s >= SHOW_S:
@@ -78,7 +78,7 @@ class Loop:
 
 
 def run(*, quick: bool) -> Sequence[Section]:
-    """Measure one way to be large at a time."""
+    """Measure growth in one dimension at a time."""
     items = 2_000 if quick else 16_000
     sizes = [(1, 100), (64, 100), (1, 10_000)] if quick else [
         *((workers, 1_000) for workers in (1, 4, 16, 64)), *((1, held) for held in (100, 10_000, 100_000)),
@@ -93,10 +93,10 @@ def run(*, quick: bool) -> Sequence[Section]:
         for (workers, held), sample in samples.items()
     ]
     text = (
-        f"CPU time of all that the buffer does for an item but its sockets, appends of {_ROWS} rows: one transaction"
-        " each for a ticket handed out, seal, lease and acknowledgement; the books are shown as often as a run does."
+        f"CPU time of the buffer per item without its sockets, appends of {_ROWS} rows: one transaction each for an"
+        " issued ticket, seal, lease and acknowledgement; the totals are published as often as in a run."
     )
-    table = Table(("what", "CPU, us", "times the first"), rows)
+    table = Table(("load", "CPU, us", "times the first"), rows)
     return [Section("flat", "The buffer's cost by producers and by items held", text, [table])]
 
 

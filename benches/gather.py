@@ -15,7 +15,7 @@ from benches.workload import APPEND_ROWS, SHAPES, appends
 from pipeline.experience import codec
 
 _POOL = 8
-# Larger than any cache, so that what is gathered comes from memory, as in a run.
+# Larger than any cache, so that rows are gathered from memory, as in a run.
 _COLD_BYTES = 256 << 20
 
 
@@ -23,9 +23,9 @@ def run(*, quick: bool) -> Sequence[Section]:
     """Measure each shape."""
     tables = [_table(name, quick) for name in (("small",) if quick else ("small", "medium", "large", "vl"))]
     text = (
-        "CPU time. An append of 8 rows is encoded, checksum and all; two are checked and gathered into a left-padded"
-        " batch of 16, from extents that no cache holds. One thread. The share is that of a plain copy of true bytes,"
-        " from memory that no cache holds either."
+        "CPU time. An append of 8 rows is encoded, checksum included; two are checked and gathered into a left-padded"
+        " batch of 16, from extents that are in no cache. One thread. The share is relative to a plain copy of true"
+        " bytes, from memory that is in no cache either."
     )
     return [Section("gather", "Encoding and gathering", text, tables)]
 
@@ -85,4 +85,4 @@ def _table(name: str, quick: bool) -> Table:
         )
         for way, speed in speeds.items()
     ]
-    return Table(("what", "GB/s", "of a plain copy", "us for 16 rows"), lines, name)
+    return Table(("step", "GB/s", "of a plain copy", "us for 16 rows"), lines, name)

@@ -1,8 +1,9 @@
-"""The least that ZeroMQ costs a process in the buffer's place: the same messages come and go, and nothing is done.
+"""The minimum cost of ZeroMQ for a process in the buffer's place: the same messages received and sent, without work.
 
     python -m benches.hub FOLDER     serves sockets in FOLDER until it is killed
 
-An append is one message to the hub and two back; every second one is followed by one to the trainer, who acknowledges.
+An append is one message to the hub and two back; every second append is followed by one to the trainer, which
+acknowledges.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SEALED, _SETTLED, _TICKET, _LEASE, _ACK = 64, 24, 64, 320, 24
 
 
 def share(rate_per_s: float, seconds: float) -> float:
-    """Return the hub's share of a core while so many appends a second come."""
+    """Return the hub's share of a core at `rate_per_s` appends per second."""
     with tempfile.TemporaryDirectory(prefix="rlhfd-hub-") as folder:
         hub = subprocess.Popen([sys.executable, "-m", "benches.hub", folder])
         context, ended = zmq.Context(), threading.Event()
@@ -42,7 +43,7 @@ def share(rate_per_s: float, seconds: float) -> float:
             hub.wait()
             ended.set()
             trainer.join()
-            # A thread's sockets are its own to close.
+            # A thread closes its own sockets.
             context.destroy(linger=0)
 
 

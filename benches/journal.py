@@ -1,7 +1,7 @@
-"""How long the buffer's loop pauses while its journal is written.
+"""The pauses of the buffer's loop while its snapshot is written.
 
-The buffer holds so many bytes in extents of one size; its loop only looks after the journal, as fast as it can, so the
-longest time between two turns is what a ticket would have waited, the machine's own pauses included.
+The buffer holds a number of bytes in extents of one size; its loop does nothing but the snapshot, as fast as it can, so
+the longest time between two turns is the delay of a ticket, the machine's own pauses included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Pause(NamedTuple):
 
 
 def run(*, quick: bool) -> Sequence[Section]:
-    """Measure journals of few large and of many small extents."""
+    """Measure snapshots of few large and of many small extents."""
     held = (16,) if quick else (64, 256)
     extents = 256 if quick else 1024
     shapes = [(mib, mib * _MIB // extents) for mib in held] + [(mib, mib * _MIB // (16 * extents)) for mib in held]
@@ -45,17 +45,20 @@ def run(*, quick: bool) -> Sequence[Section]:
     rows = []
     for (mib, nbytes), pauses in found.items():
         longest, writes = Sample.of(p.longest_s for p in pauses), Sample.of(p.write_s for p in pauses)
-        what = (
+        label = (
             f"longest pause of the buffer while its journal is written, {mib} MiB in {mib * _MIB // nbytes:,} extents"
         )
-        rows.append((what, f"{longest.scaled(1e3)} ms", f"{writes} s"))
-    text = "The loop looks after nothing but the journal, which is written twice, onto the disk of the checkout."
-    table = Table(("what", "figure", "one write takes"), rows)
-    return [Section("journal", "The buffer's pause while what it holds is written to disk", text, [table])]
+        rows.append((label, f"{longest.scaled(1e3)} ms", f"{writes} s"))
+    text = (
+        "The journal is the periodic snapshot of the buffer's rows. The loop does nothing but the snapshot, which is"
+        " written twice, to the disk of the checkout."
+    )
+    table = Table(("measurement", "figure", "one write takes"), rows)
+    return [Section("journal", "The buffer's pause while its rows are written to disk", text, [table])]
 
 
 def _measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> _Pause:
-    """Write a journal a few times."""
+    """Write a snapshot a few times."""
     extents = held_bytes // extent_bytes
     layout = LedgerLayout(extents=extents, rows_per_extent=_ROWS)
     with (
@@ -77,16 +80,16 @@ def _measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> _Pause
             daemon=DaemonConfig(state_dir=pathlib.Path(state)), buffer=BufferConfig(journal_interval_s=0.01)
         )
         written: list[bool] = []
-        journal = BufferSnapshot(config, arena, written.append)
+        snapshot = BufferSnapshot(config, arena, written.append)
         longest_s, last_s = 0.0, time.monotonic()
         began_s = last_s
         while len(written) < _WRITES:
-            journal.step(buffer, last_s)
+            snapshot.step(buffer, last_s)
             time.sleep(0.0002)
             now_s = time.monotonic()
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
         took_s = (time.monotonic() - began_s) / _WRITES
-        journal.close(buffer)
+        snapshot.close(buffer)
         ledger.close()
         arena.close()
     return _Pause(longest_s, took_s)

@@ -1,4 +1,4 @@
-"""How long a batch takes at low load: from the start of the append that completes it to the return of `sample`."""
+"""The latency of a batch at low load: from the start of the append that completes it to the return of `sample`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run(*, quick: bool) -> Sequence[Section]:
                 rows.append((f"{way.title}, {shape}, at low load", p50, p99, str(len(waits[way]))))
     notes = "".join(f" {title} did not run here: {reason}." for title, reason in failed.items())
     text = (
-        "An append each 25 ms, a batch each two. From the start of the append that completes a batch until the consumer"
-        " has it, padded. On an idle machine it is the processes' waking up that takes most of it."
-        f" TransferQueue is left out for the time that it takes.{notes}"
+        "An append every 25 ms, a batch every two appends. From the start of the append that completes a batch until"
+        " the consumer has the padded batch. On an idle machine most of the time is the wake-up of processes."
+        f" TransferQueue is left out because of its duration.{notes}"
     )
     return [Section("latency", "Latency at low load", text, [Table(("way", "p50, ms", "p99, ms", "batches"), rows)])]

@@ -1,4 +1,4 @@
-"""How long a buffer that takes a killed one's place needs to know what was there: opening a ledger, by rows held."""
+"""The time that the successor of a killed buffer needs to open the ledger, by rows held."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def run(*, quick: bool) -> Sequence[Section]:
     ]
     text = (
         f"CPU time. All rows of a ledger are ready but {_LEASED}, which are leased in batches of 16."
-        " What a killed buffer leaves behind is opened as by the one that follows."
+        " The ledger of a killed buffer is opened as its successor opens it."
     )
-    return [Section("ledger", "Opening the ledger of a killed buffer", text, [Table(("what", "figure"), rows)])]
+    return [Section("ledger", "Opening the ledger of a killed buffer", text, [Table(("measurement", "figure"), rows)])]
 
 
 def held_ledger(extents: int, rows_per_extent: int, *, spare: int = 16) -> tuple[bytearray, LedgerLayout]:

@@ -3,7 +3,7 @@
 Made-up rows of full length go through `NaiveExperienceMaker`'s log-prob stage with a Llama of few parameters and a real
 vocabulary, float32 on the CPU, once for each `logits_forward_batch_size`, and once the naive way: the logits of all
 rows and positions, then log_softmax. Each runs in a process of its own; its figure is the process's largest resident
-set (VmHWM) less what was resident just before the stage. The bound is what `pipeline.models.chunked_log_probs` allows: one
+set (VmHWM) minus the resident set just before the stage. The bound is that of `pipeline.models.chunked_log_probs`: one
 chunk of logits in float32, the chunk divided by the temperature, and its exp in the log-sum-exp.
 It takes 8 GiB of memory.
 """
@@ -35,7 +35,7 @@ MIB = 2**20
 
 
 def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
-    """A Llama whose only large thing is its vocabulary."""
+    """Return a Llama that is small but for its vocabulary."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -49,7 +49,7 @@ def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
 
 
 def made_up_rows(options: argparse.Namespace) -> Rows:
-    """Rows of full length, as a generator would have left them."""
+    """Return rows of full length, as after a generator."""
     sequences = torch.randint(3, options.vocabulary, (_ROWS, options.columns))
     lengths = torch.full((_ROWS,), options.columns - PROMPT_COLUMNS)
     sampling = Sampling(max_length=options.columns, pad_token_id=0)
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     maker = NaiveExperienceMaker(
         model, None, None, None, tokenizer, 0.0, use_grpo=True, logits_forward_batch_size=options.variant or None
     )
-    # Not ru_maxrss: that of a new program begins with what its parent had.
+    # Not ru_maxrss: that of a new program starts at its parent's value.
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     started_s = time.perf_counter()
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _peak_bytes() -> int:
-    """Return the most memory that was resident since the mark was reset."""
+    """Return the peak of resident memory since the mark was reset."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
 
@@ -101,14 +101,14 @@ def run(*, quick: bool) -> Sequence[Section]:
     if any(abs(one["sum"] - naive["sum"]) > 1e-5 * abs(naive["sum"]) for one in ours.values()):
         raise RuntimeError(f"the log-probs differ: {naive['sum']} naive, {[one['sum'] for one in ours.values()]}")
     bound_mib = 3 * 4 * min(chunked_log_probs.CHUNK_ELEMENTS, _ROWS * columns * vocabulary) / MIB
-    what = f"a chunk of {chunked_log_probs.CHUNK_ELEMENTS:,} logits, divided by the temperature, and its exp"
+    parts = f"a chunk of {chunked_log_probs.CHUNK_ELEMENTS:,} logits, divided by the temperature, and its exp"
     found = [(f"the maker, in mini-batches of {rows}", one) for rows, one in ours.items()]
     found.append(("all logits at once, then log-softmax", naive))
     rows = [(name, f"{one['peak_mib']:,.0f} MiB", f"{one['seconds']:.0f} s") for name, one in found]
-    rows.append((f"the maker's bound: {what}", f"{bound_mib:,.0f} MiB", ""))
+    rows.append((f"the maker's bound: {parts}", f"{bound_mib:,.0f} MiB", ""))
     text = (
         f"{_ROWS} rows of {columns} tokens at a vocabulary of {vocabulary:,}, float32 on the CPU. Peak resident memory"
-        " of a process less what was resident just before the stage."
+        " of a process minus the resident memory just before the stage."
     )
     table = Table(("peak memory of the maker's log-prob stage", "figure", "time"), rows)
     return [Section("maker-memory", "Peak memory of log-probs at a large vocabulary", text, [table])]

@@ -1,7 +1,7 @@
-"""Figures that hold on a machine with other users: ways are measured in turns, compared within a turn.
+"""Figures that hold on a machine with other users: ways are measured in turns and compared within a turn.
 
-An absolute figure of a shared machine says as much of its neighbours as of the code. So the ways that are to be
-compared take turns, in another order each round, and a ratio is the median of the ratios of the rounds.
+An absolute figure of a shared machine depends as much on its other users as on the code. So the compared ways take
+turns, in another order each round, and a ratio is the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Sample:
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Median of the values."""
         return statistics.median(self.values)
 
     def over(self, other: Sample) -> Sample:
         """Return the ratios to another way's values of the same rounds."""
         pairs = zip(self.values, other.values, strict=True)
-        return Sample.of(mine / its for mine, its in pairs)
+        return Sample.of(mine / theirs for mine, theirs in pairs)
 
     def scaled(self, factor: float) -> Sample:
         """Return all values times a factor, as for another unit."""
@@ -59,7 +59,7 @@ def figure(value: float) -> str:
     if value == 0 or value != value:
         return f"{value:g}"
     rounded = float(f"{value:.3g}")
-    # Without the "." that # leaves behind three digits.
+    # Without the "." that the # format leaves after three digits.
     return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:#.3g}".rstrip(".")
 
 
@@ -71,14 +71,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def interleaved(
-    ways: Mapping[_Key, Callable[[], _Value]], rounds: int, *, say: Callable[[str], None] = lambda _: None
+    ways: Mapping[_Key, Callable[[], _Value]], rounds: int, *, report: Callable[[str], None] = lambda _: None
 ) -> dict[_Key, list[_Value]]:
     """Measure each way once a round, each round in another order.
 
     Args:
-        ways: What is measured, by name.
-        rounds: How often.
-        say: Told of each measurement that is done.
+        ways: The measured functions, by name.
+        rounds: Number of rounds.
+        report: Called with a line after each measurement.
 
     Returns:
         Each way's results in the order of the rounds.
@@ -90,7 +90,7 @@ def interleaved(
         for way in order:
             result = ways[way]()
             results[way].append(result)
-            say(f"round {turn + 1} of {rounds}: {way}: {result}")
+            report(f"round {turn + 1} of {rounds}: {way}: {result}")
     return results
 
 
@@ -101,9 +101,10 @@ def timed(
     calls: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return seconds a call, of as many calls as take `least_s`, at least `calls`, after one that is not counted.
+    """Return the seconds per call, over at least `least_s` and at least `calls` calls, after a warm-up call.
 
-    With `time.process_time` for a clock it is CPU time: on a busy machine it says more of work that waits for nothing.
+    With `time.process_time` as the clock the result is CPU time: on a busy machine the better measure of work that does
+    not wait.
     """
     work()
     done, began_s = 0, clock()

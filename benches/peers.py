@@ -1,7 +1,8 @@
-"""The environments of those that transport is compared with, each made on first use in `.venv-peers/`.
+"""The environments of the peers that transport is compared with, each made at its first use in `.venv-peers/`.
 
-Two, for reverb needs a TensorFlow and a numpy of 2023. torch has the version of constraints.txt, so that the build is
-the one that rlhfd runs on. One that cannot be made costs the rows of its peers, with the reason, and nothing else.
+There are two, because reverb needs a TensorFlow and a numpy of 2023. torch has the version of constraints.txt, so that
+the build is the one that rlhfd runs on. If an environment cannot be made, only the rows of its peers are missing, and
+the reason is shown.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Environment:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip is asked for."""
+        """Requirements for pip."""
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         versions = dict(line.split("==") for line in lines if "==" in line)
         return [*(f"{name}=={versions[name]}" for name in self.pinned), *self.packages]
@@ -41,14 +42,14 @@ REVERB = Environment("reverb", ("dm-reverb[tensorflow]==0.14.0",), ("pyzmq",))
 
 
 class NotInstallableError(Exception):
-    """A peer's environment cannot be made here; says why."""
+    """A peer's environment cannot be made here; the message has the reason."""
 
 
 def python_of(environment: Environment) -> str:
-    """Return the interpreter of an environment, which is made first if it is not there.
+    """Return the interpreter of an environment, which is made first if it is missing.
 
     Raises:
-        NotInstallableError: If pip says no.
+        NotInstallableError: If pip fails.
     """
     folder = FOLDER / environment.name
     python, stamp = folder / "bin" / "python", folder / "installed"

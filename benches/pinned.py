@@ -18,7 +18,7 @@ _TITLE = "The arena page-locked: copies to and from a card"
 
 
 def run(*, quick: bool) -> Sequence[Section]:
-    """Measure bandwidth in both directions; without a card, say so."""
+    """Measure bandwidth in both directions; without a card, the section has no figures."""
     if not torch.cuda.is_available():
         return [Section("pinned", _TITLE, "Not measured: this machine has no card that PyTorch can use.", [])]
     nbytes = 1 << (26 if quick else 30)
@@ -56,7 +56,8 @@ def run(*, quick: bool) -> Sequence[Section]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "none" if soft == resource.RLIM_INFINITY else f"{soft:,} B"
     text = (
-        f"{nbytes >> 20:,} MiB at a time, limit on locked memory: {limit}. A share is of the card's own in that round."
+        f"{nbytes >> 20:,} MiB at a time, limit on locked memory: {limit}. A share is relative to the card's own memory"
+        " in that round."
     )
     header = ("direction", "host memory", "GB/s", "share")
     return [Section("pinned", _TITLE, text, [Table(header, sorted(rows))], torch.cuda.get_device_name())]

@@ -1,7 +1,7 @@
 """`benches/RESULTS.md`: one section a benchmark and device, each with the machine and versions it was measured with.
 
-A run replaces the sections that it has measured and leaves the others alone. README's table of speeds repeats rows of
-it word for word: `update_readme` copies them, a test holds them against each other.
+A run replaces the sections that it has measured and leaves the others unchanged. README's table of speeds repeats rows
+of it word for word: `update_readme` copies them, a test compares them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "RESULTS.md"
 _INTRODUCTION = """# Results
 
-Written by `bin/bench`, which measures all of it again; `bin/bench NAME` measures one section anew and leaves the rest.
-A figure is the median, in brackets the range over the rounds. What is compared was measured in turns, and a ratio is
-the median of the rounds' own ratios: of a machine with other users, ratios hold and absolute figures do not.
+Written by `bin/bench`, which measures all sections again; `bin/bench NAME` measures one section and leaves the others.
+A figure is the median, with the range over the rounds in brackets. Compared ways were measured in turns, and a ratio is
+the median of the ratios of the rounds: on a machine with other users, ratios hold and absolute figures do not.
 """
 _VERSIONS = ("torch", "numpy", "pyzmq", "transformers")
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table; its rows are as wide as its header."""
+    """A table; each row has as many cells as the header."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
 
     def lines(self) -> Iterator[str]:
-        """Yield it as Markdown."""
+        """Yield the lines of the table in Markdown."""
         if self.title:
             yield from (f"**{self.title}**", "")
         yield _row(self.header)
@@ -50,14 +50,14 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What one benchmark found.
+    """The results of one benchmark.
 
     Attributes:
-        name: The benchmark's, as on the command line.
-        title: What it measures, in a few words.
-        text: How, and what there is to know about the figures.
+        name: Name of the benchmark, as on the command line.
+        title: Subject of the measurement, in a few words.
+        text: Method, and notes on the figures.
         tables: The figures.
-        device: The card it ran on, "" for the CPU; sections of the same name on other devices stand beside it.
+        device: The card it ran on, "" for the CPU; sections of the same name on other devices are kept beside it.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Section:
 
     @property
     def heading(self) -> str:
-        """The line that tells this section from others."""
+        """The line that identifies this section."""
         return f"## {self.name}" + (f" on {self.device}" if self.device else "")
 
     def markdown(self, *, took_s: float, command: str) -> str:
-        """Return the section as it stands in the file."""
+        """Return the section's text in the file."""
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         how = f"`{command}`, {took_s:.0f} s, {today}, load {os.getloadavg()[0]:.1f} at its end. {machine(self.device)}"
         lines = [self.heading, "", f"{self.title}.", "", self.text.strip(), "", how, ""]
@@ -82,7 +82,7 @@ class Section:
 
 
 def machine(device: str = "") -> str:
-    """Return in a line what this machine is and which versions run on it."""
+    """Return one line with the machine and the versions that run on it."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -105,12 +105,12 @@ def sections_of(text: str) -> dict[str, str]:
 
 
 def merge(text: str, measured: Sequence[tuple[str, str]], order: Sequence[str]) -> str:
-    """Return a results file in which the measured sections, by heading, replace those before.
+    """Return a results file in which the measured sections, by heading, replace the earlier ones.
 
     Args:
-        text: The file as it stands, "" for none.
+        text: The present file, "" for none.
         measured: Headings and sections.
-        order: Names of benchmarks, in the order in which their sections stand.
+        order: Names of benchmarks, in the order of their sections.
     """
     found = sections_of(text) | {heading: section.rstrip("\n") + "\n" for heading, section in measured}
 

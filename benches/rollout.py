@@ -35,17 +35,17 @@ from pipeline.rollout.maker import NaiveExperienceMaker
 
 TRL = "trl==1.16.0"
 _ENVIRONMENT = ROOT / ".venv-trl"
-# A second one makes each way faster on a quiet machine, and on a busy one every figure a matter of luck.
+# A second thread makes each way faster on a quiet machine, and on a busy one it makes every figure random.
 _THREADS = 1
 _OURS, _GENERATE, _COATI, _TRL = "rlhfd", "transformers generate", "coati's design", "TRL"
 _TEXT = """GRPO with a KL to a reference model, {parameters} parameters in float32, vocabulary {vocabulary:,}.
-Threads: {threads}. Responses, rewards, log-probs of actor and reference, advantages. *{ours}* is what the daemon
-runs: a key-value cache with room, each prompt encoded once, finished rows leave the batch, the sampler's own
-log-probs. *{generate}* stands at the same seam in its place, and log-probs are taken by our chunked function.
-*{coati}* is written from its description. *{trl}* is `GRPOTrainer._generate_and_score_completions` of {package},
-which takes no log-probs of the actor on fresh experience. Rounds: {rounds}, of coati's design one, beside one more of
-ours. In every round tokens were equal and log-probs agreed to 1e-5. A figure above 1 says how many times longer the
-other way took, end to end, then sampling alone. {note}"""
+Threads: {threads}. Responses, rewards, log-probs of actor and reference, advantages. *{ours}* is the daemon's path: a
+key-value cache with room, each prompt encoded once, finished rows leave the batch, the sampler's own log-probs.
+*{generate}* replaces the engine behind the same interface, and our chunked function computes log-probs. *{coati}* is
+written from its description. *{trl}* is `GRPOTrainer._generate_and_score_completions` of {package}, which computes no
+log-probs of the actor on fresh experience. Rounds: {rounds}; coati's design has one, beside one more of ours. In every
+round tokens were equal and log-probs agreed to 1e-5. A figure is the time of the other way divided by ours, end to end,
+then for sampling alone. {note}"""
 
 
 def run(*, quick: bool) -> Sequence[Section]:
@@ -69,18 +69,18 @@ def compared(
     """Compare the ways on some shapes of work.
 
     Args:
-        name: The section's.
+        name: Name of the section.
         size: Hidden size, layers and vocabulary of the model.
         works: The shapes.
-        rounds: How often each way has its turn; coati's design has one.
+        rounds: Turns of each way; coati's design has one.
         with_trl: Whether TRL takes part.
-        eos_strength: How likely responses end early; see `benches.rollout_peers.model`.
-        threads: Of each way.
+        eos_strength: Scale of the probability that a response ends early; see `benches.rollout_peers.model`.
+        threads: Threads of each way.
     """
     torch.set_num_threads(threads)
     hidden, layers, vocabulary = size
     actor = peers.model(hidden, layers, vocabulary, seed=0, eos_strength=eos_strength)
-    # A model of its own that is the actor's equal: TRL's is.
+    # A separate model equal to the actor, as in TRL.
     reference = peers.model(hidden, layers, vocabulary, seed=0, eos_strength=eos_strength)
     note, rows = "", []
     for work in works:
@@ -101,8 +101,8 @@ def compared(
             for way_name, way in ways.items():
                 if way_name == _TRL or work is works[0]:
                     way()
-            made = interleaved(ways, rounds, say=_say)
-            beside = interleaved({_OURS: ways[_OURS], **slow}, 1, say=_say) if slow else {}
+            made = interleaved(ways, rounds, report=_report)
+            beside = interleaved({_OURS: ways[_OURS], **slow}, 1, report=_report) if slow else {}
         for found in (made, beside):
             if found:
                 check(found)
@@ -131,21 +131,21 @@ def _row(work: Work, made: dict[str, list[Made]], beside: dict[str, list[Made]])
         return str(of(found, way).over(of(found, _OURS))) if way in found else "not run"
 
     lengths = made[_OURS][0].lengths
-    what = f"{work.prompts} prompts x {work.group_size}, up to {work.prompt_tokens} + {work.new_tokens} tokens"
+    label = f"{work.prompts} prompts x {work.group_size}, up to {work.prompt_tokens} + {work.new_tokens} tokens"
     tokens = f"{int(lengths.sum()):,}, {int(lengths.min())} to {int(lengths.max())} a response"
     whole = (str(seconds(made, _OURS)), *map(ratio, (_GENERATE, _TRL, _COATI)))
-    return (what, tokens, *whole, str(sampling(made, _OURS)), ratio(_GENERATE, sampling), ratio(_COATI, sampling))
+    return (label, tokens, *whole, str(sampling(made, _OURS)), ratio(_GENERATE, sampling), ratio(_COATI, sampling))
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     print(line.partition(", tokens")[0], file=sys.stderr, flush=True)
 
 
 def check(made: dict[str, list[Made]]) -> None:
-    """Hold all results against ours.
+    """Compare all results with ours.
 
     Raises:
-        RuntimeError: If a way made other tokens, or log-probs that are further off than rounding.
+        RuntimeError: If a way made other tokens, or log-probs that differ by more than rounding.
     """
     expected = made[_OURS][0]
     mask = torch.arange(expected.tokens.shape[1]) < expected.lengths.unsqueeze(1)
@@ -156,13 +156,13 @@ def check(made: dict[str, list[Made]]) -> None:
             ):
                 raise RuntimeError(f"{way} made other tokens")
             for name in ("log_probs", "base_log_probs"):
-                its, mine = getattr(one, name), getattr(expected, name)
-                if its is not None and (off := float((its - mine)[mask].abs().max())) > 1e-5:
+                theirs, mine = getattr(one, name), getattr(expected, name)
+                if theirs is not None and (off := float((theirs - mine)[mask].abs().max())) > 1e-5:
                     raise RuntimeError(f"{way}: {name} are off by {off:g}")
 
 
 class _Timed:
-    """An engine, and how long it has sampled."""
+    """An engine with the total time of its sampling."""
 
     def __init__(self, engine: ResponseGenerator) -> None:
         self._engine = engine
@@ -182,7 +182,7 @@ class _Timed:
 def ours(
     actor: LlamaForCausalLM, reference: LlamaForCausalLM, work: Work, vocabulary: int, *, plain: bool = False
 ) -> Made:
-    """Make experience as a worker of the daemon does, or with transformers' own ``generate`` at the same seam."""
+    """Make experience as a worker of the daemon does, or with transformers' own ``generate`` as the engine."""
     input_ids, mask = work.inputs(vocabulary)
     engine = _Timed(ActorGenerator(actor) if plain else TransformersGenerator(actor))
     maker = NaiveExperienceMaker(
@@ -243,7 +243,7 @@ def trl(
     if not (_ENVIRONMENT / "complete").exists():
         venv.create(_ENVIRONMENT, with_pip=True, clear=True)
         (shared,) = _ENVIRONMENT.glob("lib/python*/site-packages")
-        # The very same torch and transformers: what is compared is what stands above them.
+        # The very same torch and transformers: the comparison is of the layers above them.
         (shared / "rlhfd.pth").write_text(sysconfig.get_path("purelib"))
         subprocess.run([python, "-m", "pip", "install", "--quiet", TRL], check=True, stdout=sys.stderr)
         (_ENVIRONMENT / "complete").touch()

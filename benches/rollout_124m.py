@@ -1,6 +1,6 @@
 """`rollout` with a model of 124 M parameters, the size of the smallest models that people train.
 
-Not part of a whole run: coati's design, which computes every token of every row again for each new one, takes minutes.
+Not part of a whole run: coati's design, which recomputes every token of every row for each new one, takes minutes.
 """
 
 from __future__ import annotations

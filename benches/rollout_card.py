@@ -1,7 +1,7 @@
-"""Generation on a card: CUDA graphs against steps one by one and `generate`, as shares of what its memory allows.
+"""Generation on a card: CUDA graphs against single steps and `generate`, as shares of the bound by memory bandwidth.
 
-A step reads every weight once, however few rows there are, and every row's keys and values. That is the least it can
-take: bytes over the bandwidth that a copy on the card reaches in the same run.
+A step reads every weight once, for any number of rows, and every row's keys and values. The lower bound of its time is
+these bytes divided by the bandwidth that a copy on the card reaches in the same run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def section(*, quick: bool) -> Section:
     with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    # Keys and values of a token in every layer, two bytes each.
+    # Keys and values of a token in all layers, two bytes each.
     token_bytes = 2 * 2 * layers * config.num_key_value_heads * 64
     bandwidth = _bandwidth(device)
     rows = []
@@ -85,7 +85,7 @@ def _ways(model: LlamaForCausalLM, batch: int, new_tokens: int) -> dict[str, Cal
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy on the card reads and writes."""
+    """Return the bytes per second that a copy on the card reads and writes."""
     source, target = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(10):

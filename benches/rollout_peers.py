@@ -1,8 +1,8 @@
 """Ways to the same experience: coati's design and plain ``generate`` here, TRL in a process of its own (`rollout_trl`).
 
 coati's design is written from the description of `NaiveExperienceMaker`: it samples with one forward pass over whole
-rows a token and no cache, keeps finished rows in the batch, and takes log-softmax of all logits of all positions, two
-rows at a time. Its formulas are ours here, so that results can be compared.
+rows per token and no cache, keeps finished rows in the batch, and computes log-softmax of all logits of all positions,
+two rows at a time. The formulas are ours, so that results can be compared.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TEMPERATURE = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One comparison: prompts, responses to each, and how long they get.
+    """One comparison: prompts, responses per prompt, and their lengths.
 
     Attributes:
-        prompts: Prompts, of `prompt_tokens // 4` to `prompt_tokens` tokens.
-        prompt_tokens: The longest.
-        group_size: Responses of each.
-        new_tokens: The longest response.
-        with_coati: Whether it takes part, which recomputes every token of every row for each new one.
+        prompts: Number of prompts, of `prompt_tokens // 4` to `prompt_tokens` tokens.
+        prompt_tokens: Tokens of the longest prompt.
+        group_size: Responses per prompt.
+        new_tokens: Tokens of the longest response.
+        with_coati: Whether coati's design takes part, which recomputes every token of every row for each new one.
     """
 
     prompts: int
@@ -38,11 +38,11 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Responses in all."""
+        """Number of all responses."""
         return self.prompts * self.group_size
 
     def inputs(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Left-padded prompts and their mask."""
+        """Return left-padded prompts and their mask."""
         draws = torch.Generator().manual_seed(3)
         lengths = torch.randint(self.prompt_tokens // 4, self.prompt_tokens + 1, (self.prompts,), generator=draws)
         lengths[0] = self.prompt_tokens
@@ -52,15 +52,15 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What a way made, to be held against the others' results; rows in order, right ends after the lengths unused.
+    """The result of a way, to be compared with the others'; rows in order, columns after the lengths unused.
 
     Attributes:
         seconds: Wall time.
         tokens: ``(B, A)`` int64.
         lengths: ``(B,)`` int64.
         base_log_probs: ``(B, A)`` float32, under the reference.
-        log_probs: The same under the actor; None where the way takes none.
-        generation_s: What of it sampling took; 0 where the way does not tell.
+        log_probs: The same under the actor; None if the way computes none.
+        generation_s: Wall time of sampling; 0 if the way does not report it.
     """
 
     seconds: float
@@ -72,7 +72,7 @@ class Made:
 
 
 def model(hidden: int, layers: int, vocabulary: int, *, seed: int, eos_strength: float = 2.6) -> LlamaForCausalLM:
-    """An untrained Llama whose greedy responses end at all kinds of lengths: its eos has a head of its own strength."""
+    """Return an untrained Llama whose greedy responses have many lengths: the head of its eos is scaled."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -94,7 +94,7 @@ def model(hidden: int, layers: int, vocabulary: int, *, seed: int, eos_strength:
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Words "2" to "7999" and so on, a token each."""
+    """Return a tokenizer of words "2" to "7999" and so on, one token each."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": PAD, "<eos>": EOS} | {str(token): token for token in range(2, vocabulary)}
@@ -107,7 +107,7 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def coati_generate(actor: LlamaForCausalLM, input_ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
-    """Greedy responses, ``(B, A)``: all of every row again for each token, until every row has ended."""
+    """Return greedy responses, ``(B, A)``: each token recomputes all rows, until every row has ended."""
     width, alive = input_ids.shape[1], torch.ones(len(input_ids), dtype=torch.bool)
     for _ in range(new_tokens):
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -126,7 +126,7 @@ def coati_generate(actor: LlamaForCausalLM, input_ids: Tensor, mask: Tensor, new
 def all_logits_log_probs(
     model: LlamaForCausalLM, sequences: Tensor, mask: Tensor, num_actions: int, rows_at_once: int = 2
 ) -> Tensor:
-    """Log-probs of the last tokens, ``(B, A)``, from the log-softmax of the logits of every position."""
+    """Return log-probs of the last tokens, ``(B, A)``, from the log-softmax of the logits of every position."""
     parts = []
     for ids, real in zip(sequences.split(rows_at_once), mask.split(rows_at_once), strict=True):
         positions = (real.cumsum(dim=1) - 1).clamp(min=0)
@@ -137,11 +137,11 @@ def all_logits_log_probs(
 
 
 def lengths_of(tokens: Tensor) -> Tensor:
-    """Tokens up to the first eos, that one included, ``(B,)``."""
+    """Return the number of tokens up to and including the first eos, ``(B,)``."""
     columns = torch.arange(1, tokens.shape[1] + 1)
     return torch.where(tokens == EOS, columns, tokens.shape[1]).amin(dim=1)
 
 
 def texts(input_ids: Tensor, mask: Tensor) -> Sequence[str]:
-    """Prompts as text that the tokenizer turns into the same ids."""
+    """Return the prompts as text that the tokenizer turns into the same ids."""
     return [" ".join(str(int(token)) for token in row[real != 0]) for row, real in zip(input_ids, mask, strict=True)]

@@ -1,7 +1,7 @@
-"""From an append on the worker's side to a padded batch in the trainer's hands, every byte of it touched.
+"""From an append in the worker to a padded batch in the trainer, every byte of it touched.
 
 All ways do the same work (`benches.workload`), stay up, and take turns shape by shape. The bound is measured in the
-same rounds; a way's share of it is what is left once messages, books, checksums and padding are paid for.
+same rounds; a way's share of it is the remainder after messages, accounting, checksums and padding.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _contest(runners: Mapping[Contestant, Runner], shape: str, seconds: float, r
         except FailedError as error:
             return {"failed": str(error)}
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         print(text[:160], file=sys.stderr, flush=True)
 
-    results = interleaved({way: lambda way=way: measure(way) for way in counts}, rounds, say=say)
+    results = interleaved({way: lambda way=way: measure(way) for way in counts}, rounds, report=report)
     return {way: found for way, found in results.items() if not any("failed" in one for one in found)}
 
 
@@ -91,9 +91,9 @@ def _table(results: _Results, shape: str, producers: int) -> Table:
 
 _TEXT = """Appends of 8 ragged rows, taken out as batches of 16: small S=512 A=256, medium S=2048 A=1024, large S=8192
 A=7168, vl is medium and 1.2 MB of pixels a row. At most 8 batches are queued. GB/s are of true bytes, without padding.
-Of a way's CPU the idle turns of its own daemons are part only while it has its turn. rlhfd runs with leases, ledger,
-version stamps and xxh3 on both sides; its second row is the class for scripts, whose calls wait for its server's word.
-*bare* has the same three processes and messages, and plain copies of whole blocks into shared memory and out of it: no
-torch, trimming, checksums, books or recovery; it is what is left to gain. Raw ZeroMQ goes from producer to consumer
-with nobody between, so that what a consumer has in hand dies with it; its second row has ZeroMQ's own streamer there.
+The CPU of a way's own idle daemons counts only during its turn. rlhfd runs with leases, ledger, version stamps and xxh3
+on both sides; its second row is the class for scripts, whose calls wait for an answer of its server. *bare* has the
+same three processes and messages, and plain copies of whole blocks into shared memory and out of it: no torch,
+trimming, checksums, ledger or recovery; the distance to it is the gain that is possible. Raw ZeroMQ goes directly from
+producer to consumer, so that data in a consumer is lost when it dies; its second row has ZeroMQ's own streamer between.
 """

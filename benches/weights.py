@@ -1,4 +1,4 @@
-"""Publishing and fetching weights against a plain copy of as many bytes, and what others notice of it."""
+"""Publishing and fetching weights against a plain copy of the same number of bytes, and the effect on others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _GIB = 2**30
 _TENSOR_BYTES = 1 << 25
 _SLOTS = 3
 _TEXT = """A version of float32 tensors of 32 MiB, three slots in shared memory, bytes fingerprinted on both sides. A
-speed is that of the version's bytes, a share is of the plain copy of as many bytes by one core (`numpy.copyto`) in the
-same round. Publishing and fetching use up to four cores, {cores} here. *Beside a fetch*: another one fetches without
-a pause meanwhile; nobody waits for a lock, what they share is the memory bus. To look whether there is a newer one is
-all that a worker does between two rollouts for the same version. {note}"""
+speed is bytes of the version over time; a share is relative to a plain copy of the same number of bytes by one core
+(`numpy.copyto`) in the same round. Publishing and fetching use up to four cores, {cores} here. *Beside a fetch*:
+another worker fetches without a pause meanwhile; no process waits for a lock, they share the memory bus. Between two
+rollouts of the same version a worker only looks for a newer one. {note}"""
 
 
 def run(*, quick: bool) -> Sequence[Section]:
-    """Measure versions of several sizes; those that do not fit are named."""
+    """Measure versions of several sizes; sizes that do not fit are named in the text."""
     sizes = [1 << 26] if quick else [_GIB, 8 * _GIB]
     device = torch.device("cuda:0") if torch.cuda.is_available() else torch.device("cpu")
     rows, note = [], ""
@@ -41,20 +41,23 @@ def run(*, quick: bool) -> Sequence[Section]:
         rows += _measure(nbytes, device, rounds=2 if quick else 5)
     text = _TEXT.format(cores=min(4, len(os.sched_getaffinity(0))), note=note)
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    header = ("version", "what", "GB/s", "share of a plain copy")
+    header = ("version", "operation", "GB/s", "share of a plain copy")
     return [Section("weights", "Weights through shared memory", " ".join(text.split()), [Table(header, rows)], name)]
 
 
 def _too_large(nbytes: int) -> str:
-    """Why a version cannot be measured here, "" if it can: slots, the trainer's tensors, the worker's, a copy's two."""
+    """Return the reason why a version cannot be measured here, "" if it can.
+
+    Needed: the slots, the trainer's tensors, the worker's, and two of a plain copy.
+    """
     free = {
         "/dev/shm": (shutil.disk_usage("/dev/shm").free, _SLOTS * nbytes),
         "memory": (os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), (_SLOTS + 3) * nbytes),
     }
     return "; ".join(
-        f"{needed / _GIB:.0f} GiB needed of {place}, {there / _GIB:.0f} GiB free"
-        for place, (there, needed) in free.items()
-        if needed > there
+        f"{needed / _GIB:.0f} GiB needed of {place}, {available / _GIB:.0f} GiB free"
+        for place, (available, needed) in free.items()
+        if needed > available
     )
 
 

@@ -1,8 +1,8 @@
-"""The work of the transport benchmarks: appends of ragged rows, as arrays, so that each peer's own Python can make it.
+"""The work of the transport benchmarks: appends of ragged rows as arrays, which each peer's own Python can make.
 
 An append is 8 rows, left-padded to its longest row; response lengths are uniform in [A/2, A], prompt lengths in
-[P/2, P]. A consumer's batch is 16 rows, two appends, left-padded to the longest of them. What is counted are true
-bytes: tokens, log-probs and pixels of the rows, no padding, masks included.
+[P/2, P]. A consumer's batch is 16 rows, two appends, left-padded to the longest of them. True bytes are counted:
+tokens, log-probs and pixels of the rows, masks included, without padding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Most tokens of a row (S) and of its response (A), and the patches of its image, 0 for none."""
+    """Maximum tokens of a row (S) and of its response (A), and the patches of its image, 0 for none."""
 
     name: str
     tokens: int
@@ -46,7 +46,7 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Append:
-    """One append: its arrays, its true bytes, and the sum of its tokens, by which a delivery is checked."""
+    """One append: its arrays, its true bytes, and the sum of its tokens, which checks a delivery."""
 
     arrays: Arrays
     nbytes: int

@@ -1,7 +1,7 @@
 """rlhfd: rollout, buffer and training processes of RLHF, kept running on a GPU server.
 
-The names below are the library's public ones; all other names are private and may move. Each public name is imported at its
-first use, so that `import pipeline` loads no torch: supervisor, buffer and command line run without it.
+The names below are the library's public ones; all other names are private and may move. Each public name is imported at
+its first use, so that `import pipeline` loads no torch: supervisor, buffer and command line run without it.
 
 Modules: `errors` (all error classes, exit codes), `prompts` (the prompt sequence), `serial` (all roles in one process),
 `sort_digits` (the embedded task).
@@ -103,7 +103,7 @@ if not TYPE_CHECKING:
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        # From here on the name is found without this function.
+        # Later uses find the name without this function.
         globals()[name] = value
         return value
 

@@ -1,4 +1,4 @@
-"""Errors of rlhfd: the class of an error tells its consequence, its message what, the value and the limit."""
+"""Errors of rlhfd: the class of an error states its consequence, its message the problem, the value and the limit."""
 
 from __future__ import annotations
 
@@ -18,25 +18,39 @@ class ExitCode(enum.IntEnum):
 
 
 class RlhfdError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base of every error that this package raises on purpose.
 
     Attributes:
-        bare: The message for a log: without words of somebody else's code, which may quote prompts and answers.
+        exit_code: Exit code of a process that ends because of this error.
+        bare: The message for a log: without messages of foreign code, which may quote prompts and answers.
     """
 
     exit_code: ExitCode = ExitCode.FAILED
 
     def __init__(self, message: str = "", *, bare: str = "") -> None:
+        """Make an error.
+
+        Args:
+            message: The whole message: the problem, the value and the limit.
+            bare: The message without any text of prompts and answers; empty if `message` holds none.
+        """
         super().__init__(message)
         self.bare = bare or message
 
     def told(self, *, texts: bool) -> str:
-        """Return the whole message if it may hold `texts`, else the bare one."""
+        """Return the message for a log or a report.
+
+        Args:
+            texts: Whether the message may quote prompts and answers (``daemon.log_texts``).
+
+        Returns:
+            The whole message if `texts`, else `bare`.
+        """
         return str(self) if texts else self.bare
 
 
 class ConfigError(RlhfdError):
-    """The configuration, or a file it names, is wrong: do not restart, tell the operator (exit 78)."""
+    """The configuration, or a file in it, is wrong: no restart, the operator repairs it (exit 78)."""
 
     exit_code = ExitCode.BAD_CONFIG
 
@@ -54,7 +68,7 @@ class UnreachableError(RlhfdError):
 
 
 class GaveUpError(RlhfdError):
-    """The run cannot go on and a restart would not help (exit 70)."""
+    """The run cannot continue and a restart would not help (exit 70)."""
 
     exit_code = ExitCode.GAVE_UP
 
@@ -64,24 +78,26 @@ class ShapeError(RlhfdError, ValueError):
 
 
 class FieldError(RlhfdError, ValueError):
-    """A field that is missing, mixed or holds a value it must not hold; the message names field and row."""
+    """A field that is missing, mixed or holds an invalid value; the message names field and row."""
 
 
 class TokenError(FieldError):
-    """A token id that the model does not have."""
+    """A token id outside the model's vocabulary."""
 
 
 class PromptError(RlhfdError):
-    """A prompt that cannot be rolled out: no room for a response, an image or template that fails: set it aside."""
+    """A prompt that cannot be rolled out: no room for a response, an image or chat template fails: set it aside."""
 
 
 class RewardError(RlhfdError):
-    """A reward that is no finite number: the experience is errored, which is not reward 0.
+    """A reward that is not a finite number: the experience is errored, which is not reward 0.
 
-    `raised` tells a function that raised from one that returned something else.
+    Attributes:
+        raised: Whether the reward function raised; False if it returned an invalid value.
     """
 
     def __init__(self, message: str, *, bare: str = "", raised: bool = False) -> None:
+        """Make an error; see `RlhfdError` for `message` and `bare`."""
         super().__init__(message, bare=bare)
         self.raised = raised
 
@@ -91,27 +107,23 @@ class ArenaFullError(RlhfdError):
 
 
 class LedgerError(RlhfdError):
-    """The ledger refuses a transition or cannot be read: an invariant is broken, die rather than lose an item."""
+    """The ledger refuses a transition or cannot be read, an invariant is broken: exit rather than lose an item."""
 
 
 class DecodeError(RlhfdError):
     """A message or extent that does not decode: drop it and count it."""
 
 
-class ChecksumError(DecodeError):
-    """An extent whose bytes are not those that were sealed: quarantine it."""
-
-
 class WeightsError(RlhfdError):
-    """Weights that are torn, of another model or of another fingerprint: never load them."""
+    """Weights that are incomplete, of another model or of another fingerprint: never load them."""
 
 
 class WeightsMismatchError(RlhfdError):
-    """A worker whose model does not compute what its weights say: nothing it makes is of use, never restart it."""
+    """A worker whose model's output does not match its weights: its experience is of no use, never restart it."""
 
 
 class CheckpointError(RlhfdError):
-    """A checkpoint that cannot be written, or does not hold what it says: go on, or take the one before it."""
+    """A checkpoint that cannot be written, or whose content is invalid: continue, or take the one before it."""
 
 
 class BufferClosedError(RlhfdError):
@@ -119,4 +131,4 @@ class BufferClosedError(RlhfdError):
 
 
 class DeadlineError(RlhfdError, TimeoutError):
-    """A wait reached its deadline; the message names what was waited for."""
+    """A wait reached its deadline; the message names the awaited event."""

@@ -6,7 +6,7 @@ the answer any JSON value, or left out. ``"images": ["a.png", ...]`` are paths f
 
 Position p of the sequence lies in epoch p // n at slot p % n, and each epoch is a permutation of all n prompts that
 follows from (seed, epoch) by integer arithmetic alone. So any process can look up any position, a restart needs the
-position and nothing else, and platform, Python and numpy versions do not change the order.
+position and no other state, and platform, Python and numpy versions do not change the order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Prompt:
 
     Attributes:
         position: Place in the sequence, from 0.
-        epoch: How many times all prompts came before.
+        epoch: Number of passes over all prompts before this one.
         index: Place of the prompt in the file, from 0, blank lines not counted.
         prompt: The text, or the chat messages.
-        answer: What the reward functions get as ``gt_answer``; None where the file has none.
-        images: Paths of its images, in the order in which the prompt has them.
+        answer: Argument ``gt_answer`` of the reward functions; None if the file has none.
+        images: Paths of the prompt's images, in the prompt's order.
     """
 
     position: int
@@ -55,7 +55,7 @@ class Prompt:
 
 
 class Tokenizer(Protocol):
-    """What `render` asks of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that `render` uses."""
 
     def __call__(self, text: str) -> Mapping[str, Sequence[int]]:
         """Encode a text, with special tokens."""
@@ -73,11 +73,11 @@ def check(path: str | os.PathLike[str]) -> int:
         path: The JSON lines file.
 
     Returns:
-        How many prompts the file holds, at least 1.
+        The number of prompts in the file, at least 1.
 
     Raises:
-        ConfigError: If the file cannot be read or holds no prompt, or naming the broken lines, the first 20 of them, as
-            ``prompts.jsonl:7:1: what is wrong``.
+        ConfigError: If the file cannot be read or holds no prompt. If lines are broken, the message names the first 20
+            of them, as ``prompts.jsonl:7:1: problem``.
     """
     count = broken = 0
     shown: list[str] = []
@@ -101,11 +101,11 @@ def check(path: str | os.PathLike[str]) -> int:
 class PromptSource:
     """Random access to the endless sequence of prompts; keeps line offsets in memory (8 bytes a prompt), never texts.
 
-    The file is held open, so that one put in its place by a rename does not mix with it during a run.
+    The file is held open, so that a file renamed into its place does not mix with it during a run.
     """
 
     def __init__(self, path: str | os.PathLike[str], seed: int) -> None:
-        """Index the file's lines; `check` is what validates them.
+        """Index the file's lines; `check` validates them.
 
         Args:
             path: The JSON lines file.
@@ -122,20 +122,20 @@ class PromptSource:
         self._file = self._path.open("rb")
 
     def __len__(self) -> int:
-        """How many prompts one epoch holds."""
+        """Return the number of prompts in one epoch."""
         return len(self._offsets)
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a place of the endless sequence.
+        """Return the prompt at a place of the endless sequence.
 
         Args:
             position: Place in the sequence, 0 or more.
 
         Returns:
-            The prompt, read from the file now.
+            The prompt, read from the file at this call.
 
         Raises:
-            ConfigError: If the line is broken, or no longer there because the file was changed in place.
+            ConfigError: If the line is broken, or missing because the file was changed in place.
             ValueError: If `position` is negative.
         """
         if position < 0:
@@ -147,13 +147,13 @@ class PromptSource:
         try:
             prompt, answer, images = _parse(line, str(self._path))
         except ConfigError:
-            # Counting lines is slow, so only where a message needs the number.
+            # Counting lines is slow, so only when a message needs the number.
             prompt, answer, images = _parse(line, f"{self._path}:{self._line_number(index)}")
         paths = tuple(str(self._path.parent / image) for image in images)
         return Prompt(position, epoch, index, prompt, answer, paths)
 
     def close(self) -> None:
-        """Close the file; `at` fails from then on."""
+        """Close the file; later calls of `at` fail."""
         self._file.close()
 
     def _line_number(self, index: int) -> int:
@@ -165,7 +165,7 @@ class PromptSource:
 
 
 def permuted(slot: int, size: int, *, seed: int, epoch: int) -> int:
-    """Where a pseudo-random permutation of ``range(size)`` sends `slot`, in constant memory and some 10 us.
+    """Return `slot` under a pseudo-random permutation of ``range(size)``, in constant memory and some 10 us.
 
     A Feistel network of 8 rounds over the next even power of two, walked until the value falls below `size` again
     (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: cycle walking); rounds mix by splitmix64.
@@ -194,7 +194,7 @@ def permuted(slot: int, size: int, *, seed: int, epoch: int) -> int:
 
 
 def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") -> list[int]:
-    """Token ids of a prompt, ready to be answered.
+    """Return the token ids of a prompt, ready for generation.
 
     Args:
         prompt: The prompt.
@@ -208,7 +208,7 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") ->
 
     Raises:
         ConfigError: If the prompt is chat messages and `template` is "none", or the tokenizer has no chat template.
-        PromptError: If the chat template refuses this prompt, or nothing is left of it after tokenizing.
+        PromptError: If the chat template refuses this prompt, or the prompt has no tokens.
     """
     if isinstance(prompt.prompt, str) and template != "chat":
         token_ids = list(tokenizer(prompt.prompt)["input_ids"])
@@ -238,8 +238,8 @@ def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
         messages = [{"role": "user", "content": [*images, {"type": "text", "text": text_or_messages}]}]
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    # A template is somebody else's code, and may quote the prompt in what it raises. Many refuse a role, or an order of
-    # them, that one line in a million has: that costs the line and not the run.
+    # A template is foreign code, and its error may quote the prompt. Many refuse a role, or an order of roles, that one
+    # line in a million has: that costs the line and not the run.
     except Exception as error:
         bare = f"prompt {prompt.index} does not suit the tokenizer's chat template, which raised {type(error).__name__}"
         raise PromptError(f"{bare}: {error}", bare=bare) from error
@@ -260,7 +260,7 @@ def _prompt_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _parse(line: bytes, where: str) -> tuple[str | list[Message], JsonValue, list[str]]:
-    """Prompt, answer and images of one line; `where` is the file and line that an error names."""
+    """Return prompt, answer and images of one line; `where` is the file and line for errors."""
     try:
         record = json.loads(
             line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode("utf-8"), parse_constant=_refuse_constant
@@ -333,15 +333,15 @@ def _kind(value: object) -> str:
 def _problem_of_text(record: Mapping[str, object]) -> str | None:
     # A lone surrogate is valid in JSON, but no tokenizer takes it.
     try:
-        told = [record["prompt"], record.get("answer"), record.get("images")]
-        json.dumps(told, ensure_ascii=False).encode("utf-8")
+        texts = [record["prompt"], record.get("answer"), record.get("images")]
+        json.dumps(texts, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         return f"prompt, answer or image holds half of a surrogate pair: {error.object[error.start]!r}"
     return None
 
 
 def _splitmix64(state: int) -> int:
-    """One output of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) from this state."""
+    """Return one output of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) from a state."""
     state = (state + 0x9E3779B97F4A7C15) & _MASK_64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -358,7 +358,7 @@ def first_tokens(path: str, seed: int, template: Template, tokenizer: Any) -> li
         tokenizer: As for `render`.
 
     Returns:
-        At least two token ids; none if the prompt has fewer or cannot be rendered as text, and then nothing is probed.
+        At least two token ids; an empty list if the prompt has fewer or cannot be rendered, and then there is no probe.
     """
     with contextlib.closing(PromptSource(path, seed)) as source:
         prompt = source.at(0)

@@ -1,7 +1,7 @@
-"""All roles in one process, taking turns: the same decisions on the same arena, without a socket or a second process.
+"""All roles in one process, in turns: the same decisions on the same arena, without a socket or a second process.
 
-It is slower and it cannot be killed in parts; it is what one steps through with a debugger. With ``max_staleness = 0``
-it gives, bit for bit, the experience and the weights of a run with any number of workers.
+It is slower, and its roles cannot be killed one by one; it is meant for stepping through with a debugger. With
+``max_staleness = 0`` it gives, bit for bit, the experience and the weights of a run with any number of workers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class InProcessTransport:
-    """The mail between roles that share a process."""
+    """Message queues between roles that share a process."""
 
     def __init__(self) -> None:
         self._queues: dict[str, collections.deque[Message]] = collections.defaultdict(collections.deque)
@@ -64,37 +64,37 @@ class InProcessTransport:
         return Endpoint(self, peer)
 
     def take(self, peer: str) -> list[Message]:
-        """Return and remove what waits for a peer."""
+        """Return and remove the messages queued for a peer."""
         messages = list(self._queues[peer])
         self._queues[peer].clear()
         return messages
 
 
 class Endpoint:
-    """One peer's end of the post: a `Sender` to it, and its `Receiver`."""
+    """One peer's end of the transport: a `Sender` to it, and its `Receiver`."""
 
-    def __init__(self, post: InProcessTransport, peer: str) -> None:
-        self._post = post
+    def __init__(self, transport: InProcessTransport, peer: str) -> None:
+        self._transport = transport
         self._peer = peer
 
     def send(self, message: Message) -> None:
         """Queue a message to the peer."""
-        self._post.send(self._peer, message)
+        self._transport.send(self._peer, message)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """Return what waits for the peer; nobody else could fill the queue meanwhile, so there is no wait."""
-        return self._post.take(self._peer)
+        """Return the queued messages without a wait: within one process no peer could queue more meanwhile."""
+        return self._transport.take(self._peer)
 
 
 def run(loaded: LoadedConfig) -> ExitCode:
     """Run an instance in this process until it has ended.
 
     Raises:
-        ConfigError: If the configuration cannot be run so, or not here.
+        ConfigError: If the configuration cannot be run in one process, or not on this machine.
     """
-    # One process prints for all roles; a bar a model is noise.
+    # One process prints for all roles; one progress bar a model is noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # As for a child: reward functions of the user's own are found where the daemon was started.
+    # As for a child: the user's reward functions are imported from the directory of the start.
     sys.path.append(os.getcwd())
     config = sort_digits.with_paths(loaded.config)
     logs.configure("serial", level=config.daemon.log_level, json=config.daemon.log_format == "json")
@@ -118,7 +118,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
             ignore_signals()
             if isinstance(error, RlhfdError):
                 _spool_undelivered(config, workspace)
-            # After an error that nobody foresaw all of the run stays for the next start, as after a kill.
+            # After an unexpected error the run stays in shared memory for the next start, as after a kill.
             if not has_begun or isinstance(error, (RlhfdError, SystemExit)):
                 workspace.undo()
             raise
@@ -128,7 +128,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
 
 
 def _spool_undelivered(config: Config, workspace: Workspace) -> None:
-    """Write what a run that failed has not trained to disk, for its next start."""
+    """Spool the untrained rows of a failed run to disk, for the next start."""
     if not workspace.metrics_path.exists():
         return
     arena = Arena(workspace.arena_path, payload=False)
@@ -142,7 +142,7 @@ class _Serial:
 
     def __init__(self, config: Config, workspace: Workspace) -> None:
         self._config = config
-        self._post = InProcessTransport()
+        self._transport = InProcessTransport()
         self._stopping = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -153,7 +153,7 @@ class _Serial:
         self._buffer_metrics = BufferMetrics(self._context("buffer", workspace).metrics)
         self._spool = Spool(config, self._arena)
         self._buffer = self._new_buffer()
-        self._journal = BufferSnapshot(config, self._arena, self._buffer_metrics.snapshot_written)
+        self._snapshot = BufferSnapshot(config, self._arena, self._buffer_metrics.snapshot_written)
         self._trainer = self._new_trainer(workspace)
         self._worker = self._new_worker(workspace)
 
@@ -166,14 +166,14 @@ class _Serial:
             self._trainer_turn()
             if self._trainer.step != step:
                 step = self._trainer.step
-                self._say(step)
+                self._print_step(step)
         saved = self._trainer.close()
         self._buffer_turn()
         self._buffer.draining = True
-        self._journal.close(self._buffer)
+        self._snapshot.close(self._buffer)
         whole = self._buffer.finish(None if self._trainer.complete else self._spool.write)
         if whole:
-            self._journal.remove()
+            self._snapshot.remove()
         self._worker.close()
         totals = self._buffer.ledger.totals
         log.info("experiences: sealed=%d trained=%d dropped=%d", totals.sealed, totals.trained, sum(totals.dropped))
@@ -181,7 +181,7 @@ class _Serial:
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
-        # The turn under way is finished; who asks again does not want to wait for it.
+        # The present turn is finished first; a second signal does not wait for it.
         unwind_on_signals()
 
     def _context(self, role: str, workspace: Workspace) -> RoleContext:
@@ -193,12 +193,13 @@ class _Serial:
         config = self._config.model_copy(update={"rollout": self._config.rollout.model_copy(update={"workers": 1})})
         metrics = self._buffer_metrics
         self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
-        return new_buffer(config, ledger, self._arena, self._post.send, metrics)
+        return new_buffer(config, ledger, self._arena, self._transport.send, metrics)
 
     def _new_trainer(self, workspace: Workspace) -> Trainer:
         torch.set_num_threads(self._config.trainer.threads)
         connection = Connection(
-            self._arena, workspace.weights_path, self._post.outbox(trainer_name(0)), self._post.outbox(BUFFER),
+            self._arena, workspace.weights_path,
+            self._transport.outbox(trainer_name(0)), self._transport.outbox(BUFFER),
             rank=0, world_size=1, prefetch=batches_ahead(self._config),
         )  # fmt: skip
         return new_trainer(self._config, self._context("trainer", workspace), connection)
@@ -207,18 +208,18 @@ class _Serial:
         torch.set_num_threads(self._config.rollout.threads)
         context = self._context("rollout", workspace)
         metrics = RolloutMetrics(context.metrics, reward_source=reward_source(self._config))
-        return new_worker(self._config, context, self._arena, self._post.outbox(BUFFER), metrics)
+        return new_worker(self._config, context, self._arena, self._transport.outbox(BUFFER), metrics)
 
     def _buffer_turn(self) -> None:
         now_s = monotonic_s()
-        for message in self._post.take(BUFFER):
+        for message in self._transport.take(BUFFER):
             self._buffer.handle(message, now_s)
         self._buffer.step(now_s)
-        self._journal.step(self._buffer, now_s)
+        self._snapshot.step(self._buffer, now_s)
         self._buffer_metrics.publish(self._buffer, now_s, self._arena.payload_bytes)
 
     def _worker_turn(self) -> None:
-        for message in self._post.take(worker_name(0)):
+        for message in self._transport.take(worker_name(0)):
             self._worker.handle(message)
         if not self._worker.idle:
             torch.set_num_threads(self._config.rollout.threads)
@@ -229,7 +230,7 @@ class _Serial:
         torch.set_num_threads(self._config.trainer.threads)
         self._trainer.poll()
 
-    def _say(self, step: int) -> None:
+    def _print_step(self, step: int) -> None:
         reward = self._reader.read().value("rlhfd_reward_mean")
         sys.stdout.write(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}" + "\n")
         sys.stdout.flush()

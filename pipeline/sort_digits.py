@@ -1,14 +1,15 @@
-"""The embedded task: a small language model that learns to sort digits, so that a first run needs nothing from outside.
+"""The embedded task: a small language model that learns to sort digits, so that a first run needs no other files.
 
 A prompt is 3 to 8 digits and ``>``; the right response is those digits in ascending order, ended by eos: ``7302>`` is
-answered ``0237``. `prepare` makes, in one directory::
+answered ``0237``. `pipeline.trainer.setup.prepare` makes, in one directory::
 
-    recipe.json       what the rest was made with; written last
+    recipe.json       arguments of `prepare` and sizes of the other files; written last
     prompts.jsonl     prompts with their answers
     model/            a Llama of 0.86 M parameters and its character tokenizer, warmed up by 68 supervised steps
 
 After the warm-up the model solves about four prompts in ten when it samples, which leaves reinforcement learning
-something to reward and something to gain. Only `prepare` imports torch and transformers.
+something to reward and something to gain. This module has the paths, the check and the reward function; it imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ _RECIPE_VERSION = 1
 
 
 def directory_of(state_dir: str | os.PathLike[str]) -> Path:
-    """Where the daemon keeps the task: a directory under its state directory."""
+    """Return the directory of the task, under the daemon's state directory."""
     return Path(state_dir) / "sort-digits"
 
 
 def model_directory(directory: str | os.PathLike[str]) -> Path:
-    """The Hugging Face directory of model and tokenizer in a directory that `prepare` made."""
+    """Return the Hugging Face directory of model and tokenizer in a directory that `prepare` made."""
     return Path(directory) / "model"
 
 
 def prompts_path(directory: str | os.PathLike[str]) -> Path:
-    """The prompts in a directory that `prepare` made."""
+    """Return the prompts file in a directory that `prepare` made."""
     return Path(directory) / "prompts.jsonl"
 
 
 def with_paths(config: Config) -> Config:
-    """Return the configuration with the embedded model and prompts replaced by where they lie, or will."""
+    """Return the configuration with the embedded model and prompts replaced by their paths, which may not exist yet."""
     directory = directory_of(config.daemon.state_dir)
     models = {
         name: str(model_directory(directory))
@@ -63,12 +64,12 @@ def with_paths(config: Config) -> Config:
 
 
 def is_used(config: Config) -> bool:
-    """Whether a configuration asks for the embedded model or prompts."""
+    """Whether a configuration uses the embedded model or prompts."""
     return BUILTIN in (config.model.actor, config.model.reference, config.model.critic, config.prompts.path)
 
 
 def is_prepared(directory: str | os.PathLike[str], *, model_seed: int = 0, warmup_steps: int = WARMUP_STEPS) -> bool:
-    """Whether `prepare` with the same arguments has completed there; imports nothing, takes a fraction of a ms."""
+    """Whether `prepare` with the same arguments has completed in a directory; no torch, a fraction of a ms."""
     directory = Path(directory)
     try:
         recipe = json.loads((directory / "recipe.json").read_text())
@@ -76,9 +77,9 @@ def is_prepared(directory: str | os.PathLike[str], *, model_seed: int = 0, warmu
         return False
     if not isinstance(recipe, dict) or "file_bytes" not in recipe:
         return False
-    # Sizes, because a power cut may leave files that are there and empty.
+    # Sizes, because a power failure may leave empty files.
     made: dict[str, int] = recipe.pop("file_bytes")
-    return recipe == _recipe(model_seed, warmup_steps) and made.items() <= _file_bytes(directory).items()
+    return recipe == recipe_of(model_seed, warmup_steps) and made.items() <= file_bytes_of(directory).items()
 
 
 def exact_answer(
@@ -95,23 +96,24 @@ def exact_answer(
 
     Args:
         input_ids: ``(S,)`` int64, prompt and response.
-        attention_mask: ``(S,)``, not looked at.
+        attention_mask: ``(S,)``, not used.
         gt_answer: The right answer.
         response_start: First column of the response.
-        response_end: Column after the response's last token, which is its eos unless it was cut.
+        response_end: Column after the response's last token, which is eos unless the response was cut.
         tokenizer: The tokenizer that decodes the response.
 
     Returns:
         1.0 or 0.0.
     """
     response = input_ids[response_start:response_end].tolist()
-    # Most wrong responses are cut at max_length: told by one comparison, without decoding.
+    # Most wrong responses are cut at max_length: one comparison detects them without decoding.
     if not response or response[-1] != tokenizer.eos_token_id:
         return 0.0
     return float(tokenizer.decode(response[:-1]) == gt_answer)
 
 
-def _recipe(model_seed: int, warmup_steps: int) -> dict[str, int]:
+def recipe_of(model_seed: int, warmup_steps: int) -> dict[str, int]:
+    """Return the arguments that determine the files, as recorded in ``recipe.json``."""
     return {
         "version": _RECIPE_VERSION,
         "model_seed": model_seed,
@@ -120,6 +122,7 @@ def _recipe(model_seed: int, warmup_steps: int) -> dict[str, int]:
     }
 
 
-def _file_bytes(directory: Path) -> dict[str, int]:
+def file_bytes_of(directory: Path) -> dict[str, int]:
+    """Return the size in bytes of each file in `directory` by relative path, without ``recipe.json``."""
     made = [path for path in directory.rglob("*") if path.is_file() and path.name != "recipe.json"]
     return {str(path.relative_to(directory)): path.stat().st_size for path in made}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.leaks import Holdings, mark_descendants
 
@@ -22,6 +23,9 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# How long an example takes is the machine's affair: no test fails because others are busy beside it.
+settings.register_profile("rlhfd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rlhfd")
 
 
 LONG = {

@@ -1,9 +1,8 @@
 """Ways to bring appends from producers to a consumer, each in processes of its own, driven over its standard input.
 
-A way is a module with a class `Way`. Its process is the consumer: it starts the producers and whatever lies between,
-then takes orders, one JSON line each: ``{"shape": "small", "appends": 100, "pause_s": 0}``. For each it answers with
-what it measured, `Measured` as JSON. Nothing of rlhfd is imported but by its own ways: peers run on a Python and on
-versions of their own.
+A way is a module with a class `Way`. Its process is the consumer: it starts the producers and all processes between,
+then takes orders, one JSON line each: ``{"shape": "small", "appends": 100, "pause_s": 0}``. It answers each with its
+measurements in JSON. Only rlhfd's own ways import rlhfd: peers run on another Python and other versions.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ Send = Callable[[Arrays], None]
 
 
 class Way(Protocol):
-    """What a way's module provides."""
+    """Interface of a way's module."""
 
     def address(self) -> Any:
-        """Return what a producer needs to find this consumer; it is pickled."""
+        """Return a picklable address by which a producer connects to this consumer."""
 
     def batches(self) -> Iterator[Any]:
         """Yield batches of `BATCH_ROWS` rows as mappings of arrays, for ever."""
 
     @staticmethod
     def sender(address: Any, index: int) -> Send:
-        """Return, in a producer's process, what sends one append."""
+        """Return, in a producer's process, the function that sends one append."""
 
 
 def serve(name: str, producers: int) -> None:
-    """Be the consumer of a way until standard input ends."""
-    # What is printed by others must not be taken for an answer.
+    """Run as the consumer of a way until standard input ends."""
+    # Output of other code must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     way = importlib.import_module(f"benches.ways.{name}").Way()
@@ -76,7 +75,7 @@ class _Producer:
 
 
 def _produce(name: str, address: Any, index: int, orders: Connection) -> None:
-    """Be a producer until the consumer is gone."""
+    """Run as a producer until the consumer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     send: Send = importlib.import_module(f"benches.ways.{name}").Way.sender(address, index)
     made: dict[str, Any] = {}
@@ -100,7 +99,7 @@ def _produce(name: str, address: Any, index: int, orders: Connection) -> None:
                     time.sleep(pause_s)
                 times.append(time.perf_counter())
                 send(pool[i % POOL].arrays)
-        except Exception:  # noqa: BLE001 - whatever a peer raises ends its turn
+        except Exception:  # noqa: BLE001 - any error of a peer ends its turn
             traceback.print_exc()
             os._exit(1)
         orders.send(times if pause_s else [])
@@ -142,7 +141,7 @@ def _measure(
 
 
 def _cpu_seconds(root: int) -> dict[int, float]:
-    """Return the CPU seconds of a process and all that descend from it, by process id."""
+    """Return the CPU seconds of a process and all its descendants, by process id."""
     parents, used = {}, {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():

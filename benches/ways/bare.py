@@ -1,8 +1,8 @@
-"""Three processes and plain copies: rlhfd's messages and its blocks in shared memory with nothing else done.
+"""Three processes and plain copies: rlhfd's messages and its blocks in shared memory, without any other work.
 
-No ledger, no lease, no checksum, no trimming of padding, no recovery, no torch: what any design of worker, buffer and
-trainer over ZeroMQ and NumPy pays before it keeps a single promise. Fields of one dtype are one block, mail is answered
-together, batches are made in memory that is used again.
+No ledger, no lease, no checksum, no trimming of padding, no recovery, no torch: the cost of any design of worker,
+buffer and trainer over ZeroMQ and NumPy before it gives a single guarantee. Fields of one dtype are one block, messages
+are answered together, batches are made in reused memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FREE = struct.Struct("<2H")
 
 
 class Blocks(NamedTuple):
-    """Rows in memory: sequences and their mask, what is a float32 an action, the actions' mask, rewards, pixels."""
+    """Rows in memory: sequences and their mask, the float32 fields per action, the actions' mask, rewards, pixels."""
 
     tokens: Any
     actions: Any
@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def at(cls, memory: Any, start: int, rows: int, columns: int, actions: int, patches: int) -> Blocks:
-        """Lay them out from `start` on; those with fewer bytes a value come last."""
+        """Return the blocks laid out from `start` on, those with fewer bytes per value last."""
         blocks = []
         for shape, dtype in (
             ((2, rows, columns), np.int64),
@@ -73,14 +73,14 @@ class Way:
         self._producers = 1
 
     def share(self, producers: int) -> None:
-        """Be told how many producers share the room."""
+        """Set the number of producers that share the room."""
         self._producers = producers
 
     def address(self) -> Any:
         return self._folder.name, self._memory.name, self._producers
 
     def batches(self) -> Iterator[Any]:
-        # The one that is used, and the one before it.
+        # The present batch, and the one before it.
         outs = deque(np.empty(2 * _SLOT_BYTES, np.uint8) for _ in range(2))
         while True:
             appends = [*_APPEND.iter_unpack(self._mail.recv())]
@@ -144,7 +144,7 @@ class Way:
         return send
 
 
-# Memory that is mapped as long as its process lives.
+# Memory that stays mapped for the life of its process.
 _kept: list[Any] = []
 
 
@@ -159,7 +159,7 @@ def _serve(folder: str) -> None:
     while True:
         freed: dict[int, bytes] = {}
         for data in _all_mail(mail):
-            # An append from a worker is longer than what a trainer frees of one.
+            # An append from a worker is longer than a trainer's message that frees one.
             if len(data) == _APPEND.size:
                 ready.append(data)
                 continue
@@ -173,7 +173,7 @@ def _serve(folder: str) -> None:
 
 
 def _all_mail(mail: Any) -> Iterator[bytes]:
-    """Yield what has come, at least one message."""
+    """Yield the messages that have arrived, at least one."""
     yield mail.recv()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The bound: a plain copy in, a plain copy out and the touch, running free. No messages, so nothing can go faster."""
+"""The bound: a plain copy in, a plain copy out and the touch, without messages, so that no way can be faster."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from benches.ways import POOL, QUEUED_BATCHES, Send
 from benches.workload import APPEND_ROWS, BATCH_ROWS, SHAPES, Arrays, appends
 
-# Holds what may be queued, but of images, of which it holds three batches.
+# Holds all batches that may be queued; of images three batches.
 _RING_BYTES = 64 << 20
 _SLOTS = QUEUED_BATCHES * BATCH_ROWS // APPEND_ROWS
 
 
 class Way:
-    """Both sides go round in a ring of as many appends as others may queue; neither looks at the other."""
+    """Both sides use a ring of as many appends as other ways may queue; neither waits for the other."""
 
     is_checked = False
 
     def __init__(self) -> None:
         self._memory = shared_memory.SharedMemory(create=True, size=_RING_BYTES)
         self._ring = np.frombuffer(self._memory.buf, np.uint8)
-        # The first touch of a page is paid before, as by every process that maps an arena.
+        # Pages are touched before the measurement, as in every process that maps an arena.
         self._ring[:] = 0
         self._sizes: dict[str, list[int]] = {}
         self._shape = ""
@@ -33,18 +33,18 @@ class Way:
         return self._memory.name
 
     def expect(self, shape: str) -> None:
-        """Be told what comes, for nobody else says it."""
+        """Set the shape of the next appends, which no message announces."""
         self._shape = shape
         if shape not in self._sizes:
             self._sizes[shape] = [append.nbytes for append in appends(SHAPES[shape], POOL)]
 
     def batches(self) -> Iterator[Any]:
         place = 0
-        # Made once: a fresh one each time would pay for its pages, which a way that uses memory again does not.
+        # Made once: new memory each time would include page faults, which a way with reused memory does not have.
         outs = [np.zeros(_RING_BYTES, np.uint8) for _ in range(2)]
         while True:
             sizes = self._sizes[self._shape]
-            # The true bytes of two appends, flat: what is copied is what is touched.
+            # The true bytes of two appends, flat: all copied bytes are touched.
             nbytes = (sizes[place % POOL] + sizes[(place + 1) % POOL]) // 8 * 8
             start = place // 2 % QUEUED_BATCHES * nbytes % (_RING_BYTES - nbytes)
             out = outs[place // 2 % 2][:nbytes]
@@ -80,5 +80,5 @@ class Way:
         return send
 
 
-# A mapping goes with its last reference.
+# A mapping ends with its last reference.
 kept: list[shared_memory.SharedMemory] = []

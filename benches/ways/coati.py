@@ -1,8 +1,8 @@
-"""coati's DetachedReplayBuffer as ColossalAI has it: a trainer actor that batches rows, and a Ray queue.
+"""coati's DetachedReplayBuffer as in ColossalAI: a trainer actor that batches rows, and a Ray queue.
 
 Makers call the trainer's actor with an experience; it is split into rows, rows are padded and stacked to a batch of
-`sample_batch_size`, which goes through a `ray.util.queue.Queue` and comes back to the actor's own `sample`. Written
-after coati.ray.detached_replay_buffer and coati.experience_buffer.utils, for the package itself needs a torch of 2023.
+`sample_batch_size`, which goes through a `ray.util.queue.Queue` back to the actor's own `sample`. Written after
+coati.ray.detached_replay_buffer and coati.experience_buffer.utils, because the package itself needs a torch of 2023.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def join(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class Way:
-    """The trainer; it samples what its buffer actor has queued."""
+    """The trainer; it samples the batches that its buffer actor has queued."""
 
     def __init__(self) -> None:
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)

@@ -1,7 +1,7 @@
-"""rlhfd's way: codec and arena, the buffer's own process with its ledger, and the trainer's stream.
+"""rlhfd's way: codec and arena, the buffer's own process with its ledger, and the trainer's connection.
 
-The producer is a rollout worker without a rollout: it takes tickets, writes an experience that is there already, and
-says `Sealed`. Everything else is what a run does: leases, ledger, version stamps, xxh3 on both sides.
+The producer is a rollout worker without a rollout: it takes tickets, writes an existing experience, and sends `Sealed`.
+Everything else is as in a run: leases, ledger, version stamps, xxh3 on both sides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipeline.storage.arena import Arena
 from pipeline.telemetry.slab import MetricsSlab, SlotName
 from pipeline.trainer.connection import Connection, open_connection
 
-# Half of what may be queued is with the trainer, half before it: reserved, or sealed and not leased yet.
+# Half of the batches that may be queued are leased to the trainer; half are reserved, or sealed and not leased yet.
 _PREFETCH = QUEUED_BATCHES // 2
 _TICKETS_AHEAD = QUEUED_BATCHES // 2 * BATCH_ROWS // APPEND_ROWS
 _WORKERS = 2
@@ -74,7 +74,7 @@ class Way:
 
 
 class Worker:
-    """A rollout worker that has its experience already."""
+    """A rollout worker whose experience exists already."""
 
     def __init__(self, folder: Path, index: int) -> None:
         deadline_s = time.monotonic() + _DEADLINE_S
@@ -88,25 +88,25 @@ class Worker:
         self._welcome: Welcome | None = None
         self._outbox.send(Hello(self._name, self._incarnation, []))
         while self._welcome is None:
-            self._hear(deadline_s)
+            self._receive(deadline_s)
         self._outbox.send(Hello(self._name, self._incarnation, []))
         self._outbox.send(WantTickets(self._name, self._incarnation, _TICKETS_AHEAD))
 
     def send(self, arrays: Arrays) -> None:
-        """Write an append into the room of the next ticket, and say so."""
+        """Write an append into the room of the next ticket, and send `Sealed`."""
         if id(arrays) not in self._made:
             self._made[id(arrays)] = (arrays, experience_of(arrays))
         experience = self._made[id(arrays)][1]
         deadline_s = time.monotonic() + _DEADLINE_S
         while not self._tickets:
-            self._hear(deadline_s)
+            self._receive(deadline_s)
         ticket = self._tickets.pop(0)
         encoded = codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes))
         self._outbox.send(
             Sealed(self._name, ticket.ticket, APPEND_ROWS, encoded.nbytes, encoded.checksum, ticket.policy_version, 0)
         )
 
-    def _hear(self, deadline_s: float) -> None:
+    def _receive(self, deadline_s: float) -> None:
         if time.monotonic() > deadline_s:
             raise DeadlineError("the buffer gives no ticket")
         for message in self._mailbox.receive(0.5):
@@ -120,7 +120,7 @@ class Worker:
 
 
 def configuration(folder: Path) -> Config:
-    """Return a run of batches of 16 rows whose trainer never publishes, and need not within the bound of staleness."""
+    """Return a run of batches of 16 rows whose trainer never publishes; the bound of staleness allows it."""
     return Config(
         daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state"),
         rollout=RolloutConfig(algorithm="ppo", workers=_WORKERS, batch_size=APPEND_ROWS),

@@ -1,4 +1,4 @@
-"""rlhfd's `DetachedReplayBuffer`: a class for scripts, each row delivered once whoever is killed but the owner."""
+"""rlhfd's `DetachedReplayBuffer`: a class for scripts, each row delivered once after any kill but the owner's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Way:
     """The process that made the buffer, and samples it."""
 
     def __init__(self) -> None:
-        # Rows with images and rows without do not go into one buffer.
+        # Rows with images and rows without cannot share a buffer.
         self._buffers = [
             DetachedReplayBuffer(BATCH_ROWS, limit=QUEUED_BATCHES, arena_bytes=nbytes, timeout_s=60.0)
             for nbytes in (64 << 20, 256 << 20)
@@ -27,7 +27,7 @@ class Way:
         return self._buffers
 
     def expect(self, shape: str) -> None:
-        """Be told what comes."""
+        """Set the shape of the next appends."""
         self._has_images = SHAPES[shape].patches > 0
 
     def batches(self) -> Iterator[Any]:

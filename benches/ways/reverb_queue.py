@@ -28,7 +28,7 @@ class Way:
         return self._server.port
 
     def expect(self, shape: str) -> None:
-        """Be told what comes."""
+        """Set the shape of the next appends."""
         self._table = "images" if shape == "vl" else "text"
 
     def batches(self) -> Iterator[Any]:

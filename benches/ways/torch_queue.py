@@ -38,7 +38,7 @@ class Way:
         torch.multiprocessing.set_sharing_strategy(strategy)
 
         def send(arrays: Arrays) -> None:
-            # A maker's tensors are new each time; the queue moves what it is given into shared memory.
+            # A maker's tensors are new each time; the queue moves its tensors into shared memory.
             queue.put({name: torch.from_numpy(value).clone() for name, value in arrays.items()}, timeout=60.0)
 
         return send

@@ -1,7 +1,7 @@
 """TorchRL: a replay buffer over memory-mapped storage that processes share.
 
-It has no queue between processes: the storage is a ring of fixed width, semaphores of multiprocessing say which places
-are full, and lengths travel in it; the trainer reads two places and pads.
+It has no queue between processes: the storage is a ring of fixed width, semaphores of multiprocessing count the full
+places, and the ring holds the lengths; the trainer reads two places and pads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Way:
         return self._free, self._full, self._place, self._lock, self._storages
 
     def expect(self, shape: str) -> None:
-        """Be told what comes."""
+        """Set the shape of the next appends."""
         self._shape = shape
 
     def batches(self) -> Iterator[Any]:

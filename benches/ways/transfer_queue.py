@@ -1,4 +1,4 @@
-"""TransferQueue: rows as columns in its storage actors, a controller that says which rows a task has not had yet."""
+"""TransferQueue: rows as columns in its storage actors, and a controller that lists the rows a task has not had yet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Way:
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 28)
         transfer_queue.init()
         self._client: Any = transfer_queue.get_client()
-        # It has no bound of its own in batches: a semaphore for each row that may wait.
+        # It has no bound in batches of its own: a semaphore for each row that may wait.
         self._room = ray.remote(num_cpus=0, name="room", namespace="bench")(_Room).remote()
 
     def address(self) -> Any:
@@ -35,7 +35,7 @@ class Way:
 
     def batches(self) -> Iterator[Any]:
         while True:
-            # Its controller looks for rows every five seconds only: it is asked when they are there.
+            # Its controller looks for rows only every five seconds: it is called once they are ready.
             ray.get(self._room.batch.remote())
             meta = self._client.get_meta(
                 data_fields=_FIELDS, batch_size=BATCH_ROWS, partition_id=_PARTITION, task_name="trainer"
@@ -77,7 +77,7 @@ class Way:
 
 
 class _Room:
-    """Lets as many appends in as `QUEUED_BATCHES` batches have, and says when two have come."""
+    """Admits as many appends as `QUEUED_BATCHES` batches have, and signals every two of them."""
 
     def __init__(self) -> None:
         import asyncio

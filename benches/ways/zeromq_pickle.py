@@ -1,4 +1,4 @@
-"""ZeroMQ as most use it: the arrays pickled."""
+"""ZeroMQ in its most common use: the arrays pickled."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Way:
 
     @staticmethod
     def sending(socket: Any) -> Send:
-        """Return what sends an append through a socket."""
+        """Return the function that sends an append through a socket."""
 
         def send(arrays: Arrays) -> None:
             kinds = [(name, value.dtype.str, value.shape) for name, value in arrays.items()]

@@ -1,4 +1,4 @@
-"""ZeroMQ with raw bytes through a process between the two, which holds what a consumer that dies has not taken yet."""
+"""ZeroMQ with raw bytes through a process between the two, which holds the messages a dead consumer has not taken."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`rlhfd collect-env`: what a bug report needs, without secrets and without the text of prompts; it never fails.
+"""`rlhfd collect-env`: the facts for a bug report, without secrets and without the text of prompts; it never fails.
 
-Each part says what went wrong where it could not be told, and the others are there all the same.
+A part that cannot be collected shows its error in its place; the other parts are not affected.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def report(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], r
     """Return the report.
 
     Args:
-        path: The configuration file, as for `config_file.load`.
+        path: The configuration file, as for `pipeline.config.load.load`.
         sets: Assignments ``section.key=value``.
         environ: The environment.
-        runtime_dir: Of the running instance; else as the configuration has it.
+        runtime_dir: Runtime directory of the running instance; None for the configured one.
     """
     folder: Callable[[], Path] = lambda: runtime_dir or config_load.find_runtime_dir(path, environ)  # noqa: E731
     parts: dict[str, Callable[[], Iterator[str]]] = {
@@ -63,7 +63,7 @@ def report(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], r
         "GPUs": lambda: _gpus(environ),
         "packages": _packages,
         "limits": _limits,
-        "shared memory and disks": lambda: _room(path, sets, environ),
+        "shared memory and disks": lambda: _storage(path, sets, environ),
         "environment": lambda: _environment(environ),
         "configuration": lambda: _configuration(path, sets, environ),
         "instance": lambda: _instance(folder()),
@@ -78,14 +78,14 @@ def _part(title: str, part: Callable[[], Iterator[str]]) -> Iterator[str]:
         yield from part()
     except RlhfdError as error:
         yield str(error)
-    except Exception as error:  # noqa: BLE001 - whatever is broken here is what the report is about
-        yield f"could not be told: {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - an unexpected error is part of the report
+        yield f"not available: {type(error).__name__}: {error}"
     yield ""
 
 
 def _version() -> Iterator[str]:
     yield f"version {lock.installed_version()}, Python {sys.version.split()[0]} at {sys.executable}"
-    yield f"commit {_said('git', '-C', str(_ROOT), 'describe', '--always', '--dirty', '--abbrev=12')}"
+    yield f"commit {_output_of('git', '-C', str(_ROOT), 'describe', '--always', '--dirty', '--abbrev=12')}"
 
 
 def _machine() -> Iterator[str]:
@@ -101,8 +101,8 @@ def _machine() -> Iterator[str]:
 
 def _gpus(environ: Mapping[str, str]) -> Iterator[str]:
     yield f"visible to rlhfd: {', '.join(placement.visible_gpus(environ)) or 'none'}"
-    asked = "index,name,driver_version,memory.total,memory.used,utilization.gpu,ecc.errors.uncorrected.volatile.total"
-    yield _said("nvidia-smi", f"--query-gpu={asked}", "--format=csv")
+    fields = "index,name,driver_version,memory.total,memory.used,utilization.gpu,ecc.errors.uncorrected.volatile.total"
+    yield _output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
 
 
 def _packages() -> Iterator[str]:
@@ -123,7 +123,7 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
-def _room(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+def _storage(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
     yield _used(Path("/dev/shm"))
     for left in sorted(Path("/dev/shm").glob(f"rlhfd-{os.geteuid()}-*")):
         nbytes = sum(file.stat().st_size for file in left.glob("*") if file.is_file())
@@ -147,7 +147,7 @@ def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str,
     try:
         yield config_load.render(config_load.load(path, sets, environ), effective=False, origin=True) or "all defaults"
     finally:
-        # With files: what is missing on disk is what many reports come down to.
+        # With files: a file missing on disk is the cause of many reports.
         try:
             config_load.load(path, sets, environ, check_files=problems_of_files)
         except RlhfdError as error:
@@ -171,14 +171,14 @@ def _last_errors(path: Path | None, sets: Sequence[str], environ: Mapping[str, s
         yield f"left out, for daemon.log_texts is true and lines may quote prompts: {place}"
     elif place.startswith("journal:"):
         unit = place.removeprefix("journal:")
-        yield _said("journalctl", f"--unit={unit}", "--priority=warning", f"--lines={_LAST_ERRORS}", "--no-pager")
+        yield _output_of("journalctl", f"--unit={unit}", "--priority=warning", f"--lines={_LAST_ERRORS}", "--no-pager")
     else:
         lines = next(iter(log_file.read(Path(place), _LAST_LINES)), [])
         grave = [line for line in lines if log_lines.parse(line, log_lines.process_of(line)).level in _GRAVE]
         yield from grave[-_LAST_ERRORS:] or [f"none in the last {_LAST_LINES:,} lines of {place}"]
 
 
-def _said(*words: str) -> str:
+def _output_of(*words: str) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

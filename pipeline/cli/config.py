@@ -45,8 +45,8 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
 
 @config.command()
 @configured
-@click.option("--effective", is_flag=True, help="Everything that is in force, not only what was set.")
-@click.option("--origin", is_flag=True, help="Where each value comes from, as a comment.")
+@click.option("--effective", is_flag=True, help="All values in force, defaults included.")
+@click.option("--origin", is_flag=True, help="Add the source of each value as a comment.")
 def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool) -> None:
     """Print the configuration as TOML.
 

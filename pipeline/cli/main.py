@@ -23,7 +23,7 @@ from pipeline.cli.options import (
 from pipeline.cli.service import logs, systemd
 from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
 
-# Everything else is imported by the command that needs it: `rlhfd --help` and completion answer at once.
+# Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
 
 
 class _Commands(click.Group):
@@ -37,8 +37,8 @@ class _Commands(click.Group):
             context.exit(int(error.exit_code))
 
 
-def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _print_version(context: click.Context, _: click.Parameter, is_set: bool) -> None:
+    if is_set:
         from pipeline.runtime.lock import installed_version
 
         click.echo(f"rlhfd {installed_version()}")
@@ -60,19 +60,19 @@ def main() -> None:
     Examples:
       rlhfd start                              the embedded run: a small model learns to sort digits
       rlhfd config check --config grpo.toml    every error at once, with its line
-      rlhfd start --config grpo.toml           in the foreground; Ctrl-C drains and ends it
+      rlhfd start --config grpo.toml           in the foreground; Ctrl-C drains and stops it
       rlhfd status                             from another terminal
     """
 
 
-@main.command(short_help="Start an instance; SIGTERM or Ctrl-C ends it in order.")
+@main.command(short_help="Start an instance; SIGTERM or Ctrl-C shuts it down.")
 @configured
 @click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
-@click.option("--fresh", is_flag=True, help="Start anew, whatever checkpoint there is; sets trainer.resume=never.")
+@click.option("--fresh", is_flag=True, help="Ignore every checkpoint; sets trainer.resume=never.")
 def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -> None:
-    """Start an instance in the foreground; SIGTERM or Ctrl-C drains it and ends it.
+    """Start an instance in the foreground; SIGTERM or Ctrl-C drains it and shuts it down.
 
-    It goes on from the last checkpoint of the same run, if that did not take all of its steps.
+    It resumes from the last checkpoint of the same run, unless that run took all of its steps.
 
     \b
     Examples:
@@ -122,7 +122,7 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
 @finding
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
-    """Show what the running instance does.
+    """Show the state of the running instance.
 
     \b
     Examples:
@@ -136,11 +136,11 @@ def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(answer, indent=2) if as_json else status_view.render(answer))
 
 
-@main.command()
+@main.command(short_help="Explain why the run is slow or stopped.")
 @finding
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
-    """Say in a few sentences what holds the running instance back.
+    """Explain in a few sentences the bottleneck of the running instance.
 
     \b
     Examples:
@@ -148,7 +148,7 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
       rlhfd why --json | jq .last_minute
     """
     answer = ask("why", path, runtime_dir)
-    click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to say"]))
+    click.echo(json.dumps(answer, indent=2) if as_json else "\n".join(answer.get("sentences") or ["nothing to report"]))
 
 
 @main.command(short_help="Show the run and its processes on a full screen.")
@@ -156,7 +156,7 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one reading as JSON: the answers of status and why.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between readings.")
 def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: float) -> None:
-    """Show the run and what each process is at, on a full screen until Ctrl-C; in a pipe, one table.
+    """Show the run and the activity of each process on a full screen until Ctrl-C; in a pipe, one table.
 
     \b
     Examples:
@@ -180,16 +180,17 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
     try:
         top_view.run(lambda command: ask(command, path, runtime_dir), console, interval_s)
     except KeyboardInterrupt:
-        pass  # how one leaves
+        pass  # the way to leave the screen
 
 
-@main.command("collect-env", short_help="Print what a bug report needs.")
+@main.command("collect-env", short_help="Print the facts for a bug report.")
 @configured
-@click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR", help="Of the running instance.")
+@click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR",
+              help="Runtime directory of the running instance.")  # fmt: skip
 def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None) -> None:
-    """Print what a bug report needs: versions, machine, GPUs, limits, configuration, the last errors.
+    """Print the facts for a bug report: versions, machine, GPUs, limits, configuration, the last errors.
 
-    No secret and no text of a prompt or response is in it; read it before you send it all the same.
+    It holds no secret and no text of a prompt or response; read it before you send it nevertheless.
 
     \b
     Examples:
@@ -205,7 +206,7 @@ def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | No
 @main.command(short_help="Print the completion of a shell: bash, zsh or fish.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes a shell complete commands, options and keys of the configuration.
+    """Print the script with which a shell completes commands, options and configuration keys.
 
     \b
     Examples:
@@ -227,21 +228,21 @@ def completion(shell: str) -> None:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
-    """Measure rlhfd on this machine; of a checkout only: its bin/bench, which takes --help."""
+    """Measure rlhfd on this machine by the checkout's bin/bench, which takes --help."""
     program = Path(__file__).parents[2] / "bin" / "bench"
     if not program.exists():
         raise RlhfdError(f"the benchmarks come with a checkout of rlhfd; there is no {program}")
     os.execv(program, [str(program), *arguments])
 
 
-@main.command(short_help="Read the configuration file again, and say what holds.")
+@main.command(short_help="Read the configuration file again, and list the changes.")
 @finding
 @click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait.")
 def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
     """Have the running instance read its configuration file again, and wait for the result; so does SIGHUP.
 
-    What can change while it runs is in force then; what needs a restart is named. A file with a mistake changes
-    nothing: every mistake is printed with its place, and the exit code is 78.
+    Keys that can change during a run are in force then; keys that need a restart are listed. A file with a mistake
+    changes nothing: every mistake is printed with its place, and the exit code is 78.
 
     \b
     Examples:
@@ -267,9 +268,9 @@ def _change(change: dict[str, Any]) -> str:
 @main.command(short_help="Issue no more tickets until `rlhfd resume`.")
 @finding
 def pause(path: Path | None, runtime_dir: Path | None) -> None:
-    """Issue no more tickets until `rlhfd resume`: what is rolled out goes on being trained, then the run rests.
+    """Issue no more tickets until `rlhfd resume`: finished rollouts are still trained, then the run is idle.
 
-    Rollouts under way finish. Processes, models and shared memory stay. An orderly end forgets it.
+    Rollouts in progress finish. Processes, models and shared memory stay. An orderly shutdown ends the pause.
 
     \b
     Examples:
@@ -277,7 +278,7 @@ def pause(path: Path | None, runtime_dir: Path | None) -> None:
       rlhfd pause --runtime-dir /run/rlhfd
     """
     is_in_force = ask("pause", path, runtime_dir)["in_force"]
-    click.echo("paused" if is_in_force else "paused as soon as the buffer is there")
+    click.echo("paused" if is_in_force else "paused as soon as the buffer is up")
 
 
 @main.command()
@@ -291,18 +292,20 @@ def resume(path: Path | None, runtime_dir: Path | None) -> None:
       rlhfd resume --runtime-dir /run/rlhfd
     """
     is_in_force = ask("resume", path, runtime_dir)["in_force"]
-    click.echo("resumed" if is_in_force else "resumed as soon as the buffer is there")
+    click.echo("resumed" if is_in_force else "resumed as soon as the buffer is up")
 
 
 @main.command(short_help="Show sampled rollouts with reward and advantage.")
 @finding
-@click.option("--last", type=click.IntRange(min=0), default=10, show_default=True, help="How many, the newest.")
-@click.option("--follow", "-f", is_flag=True, help="Go on with what comes, until Ctrl-C.")
-@click.option("--min-reward", type=float, metavar="R", help="Only where a response got at least R.")
-@click.option("--max-reward", type=float, metavar="R", help="Only where a response got at most R.")
-@click.option("--contains", default="", metavar="TEXT", help="Only with TEXT in prompt, answer or a response.")
-@click.option("--worker", type=click.IntRange(min=0), metavar="N", help="Only of worker N.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
+@click.option(
+    "--last", type=click.IntRange(min=0), default=10, show_default=True, help="Number of rollouts, the newest."
+)
+@click.option("--follow", "-f", is_flag=True, help="Continue with new rollouts until Ctrl-C.")
+@click.option("--min-reward", type=float, metavar="R", help="Only rollouts with a response of reward at least R.")
+@click.option("--max-reward", type=float, metavar="R", help="Only rollouts with a response of reward at most R.")
+@click.option("--contains", default="", metavar="TEXT", help="Only rollouts with TEXT in prompt, answer or a response.")
+@click.option("--worker", type=click.IntRange(min=0), metavar="N", help="Only rollouts of worker N.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def samples(
     path: Path | None,
     runtime_dir: Path | None,
@@ -314,7 +317,7 @@ def samples(
     worker: int | None,
     as_json: bool,
 ) -> None:
-    """Show sampled rollouts: prompt, responses with reward and advantage; of a run that has ended, too.
+    """Show sampled rollouts: prompt, responses with reward and advantage; also of a run that has ended.
 
     \b
     Examples:
@@ -330,7 +333,7 @@ def samples(
 
 
 def _state_dir(directory: Path | None, path: Path | None) -> Path:
-    """Return the running instance's state directory; where none runs, the configured one."""
+    """Return the running instance's state directory; if none runs, the configured one."""
     from pipeline.runtime import lock
 
     try:

@@ -1,4 +1,4 @@
-"""What commands have in common: their options, and how they find a configuration or a running instance."""
+"""Options that commands share, and the lookup of a configuration or a running instance."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def finding(command: _Command) -> _Command:
 
 
 def load(path: Path | None, sets: tuple[str, ...], *, files: bool) -> LoadedConfig:
-    """Return the configuration that these options ask for."""
+    """Return the configuration that these options select."""
     from pipeline.config import load as config_load
     from pipeline.supervisor.preflight import problems_of_files
 
@@ -60,7 +60,7 @@ def load(path: Path | None, sets: tuple[str, ...], *, files: bool) -> LoadedConf
 
 
 def runtime_dir_of(directory: Path | None, path: Path | None) -> Path:
-    """Return the runtime directory of the instance that these options name."""
+    """Return the runtime directory of the instance that these options select."""
     if directory is not None:
         return directory
     from pipeline.config import load as config_load
@@ -71,14 +71,14 @@ def runtime_dir_of(directory: Path | None, path: Path | None) -> Path:
 def ask(
     command: str, path: Path | None, directory: Path | None, timeout_s: float = REQUEST_TIMEOUT_S
 ) -> dict[str, Any]:
-    """Return what the running instance answers to a command."""
+    """Return the running instance's answer to a command."""
     from pipeline.runtime import control, lock
 
     return control.request(lock.find(runtime_dir_of(directory, path)), command, timeout_s)
 
 
 def replace_unknown_characters() -> None:
-    """A terminal that cannot show an arrow gets a question mark, not a traceback."""
+    """Let standard output replace characters that the terminal's encoding lacks, in place of a UnicodeEncodeError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

@@ -1,4 +1,4 @@
-"""Kept rollouts as text: which of them are wanted, and how one looks on a terminal."""
+"""`rlhfd samples`: recorded rollouts, filtered and printed on a terminal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SIGNS: Final = {"\n": "⏎", "\t": "→"}
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """Which samples are wanted; None and the empty text ask for nothing.
+    """Conditions that samples must meet; None and the empty text are no condition.
 
     Attributes:
-        min_reward: Of the best response.
-        max_reward: Of the worst one.
-        text: In prompt, answer or a response, in any case.
+        min_reward: Least reward of the best response.
+        max_reward: Largest reward of the worst response.
+        text: Part of prompt, answer or a response, regardless of case.
         worker: Number of the worker.
     """
 
@@ -37,8 +37,8 @@ class Filter:
     text: str = ""
     worker: int | None = None
 
-    def wants(self, sample: Sample) -> bool:
-        """Whether a sample is one of them."""
+    def matches(self, sample: Sample) -> bool:
+        """Whether a sample meets all conditions."""
         rewards = [response.reward for response in sample.responses]
         if self.worker is not None and sample.worker != self.worker:
             return False
@@ -50,20 +50,20 @@ class Filter:
         return any(self.text.lower() in text.lower() for text in texts)
 
 
-def show(reader: SampleReader, wanted: Filter, *, last: int, follow: bool, as_json: bool) -> None:
+def show(reader: SampleReader, chosen: Filter, *, last: int, follow: bool, as_json: bool) -> None:
     """Print samples, the newest last.
 
     Args:
-        reader: Gives them.
-        wanted: Which of them.
-        last: How many of those that are there.
-        follow: Whether to wait for more until ^C.
-        as_json: A JSON object a line, in place of text.
+        reader: Reader of the recorded samples.
+        chosen: Conditions of the samples to print.
+        last: Number of present samples to print, the newest.
+        follow: Whether to wait for more until Ctrl-C.
+        as_json: Whether to print one JSON object a line, in place of text.
     """
-    found = [sample for sample in reader.read() if wanted.wants(sample)]
+    found = [sample for sample in reader.read() if chosen.matches(sample)]
     found = found[len(found) - min(last, len(found)) :]
     if not found and not follow:
-        click.echo("no rollouts were kept (samples.per_minute), or none is like that", err=True)
+        click.echo("no rollouts are recorded (samples.per_minute), or none matches", err=True)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             for sample in found:
@@ -71,11 +71,11 @@ def show(reader: SampleReader, wanted: Filter, *, last: int, follow: bool, as_js
             if not follow:
                 return
             time.sleep(_POLL_S)
-            found = [sample for sample in reader.read() if wanted.wants(sample)]
+            found = [sample for sample in reader.read() if chosen.matches(sample)]
 
 
 def render(sample: Sample) -> str:
-    """Return a sample as lines: where it comes from, the prompt, then its responses, the best first."""
+    """Return a sample as lines: its origin, the prompt, then its responses, the best first."""
     rewards = [response.reward for response in sample.responses]
     facts = [
         time.strftime("%H:%M:%S", time.localtime(sample.unix_s)),
@@ -93,12 +93,12 @@ def render(sample: Sample) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text with a sign for each character that a terminal would obey, or that shows nothing."""
+    """Return a text with a visible sign for each control or invisible character."""
     return "".join(_sign(character) for character in text)
 
 
 def _sign(character: str) -> str:
-    # Cc and Cf: control characters, and those that turn the direction of what follows.
+    # Cc and Cf: control characters, and those that change the writing direction.
     if unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp"):
         return character
     return _SIGNS.get(character) or (

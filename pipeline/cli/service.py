@@ -1,4 +1,4 @@
-"""Commands of those who operate a service: `rlhfd systemd install`, `rlhfd systemd uninstall`, `rlhfd logs`."""
+"""Commands for the operation of a service: `rlhfd systemd install`, `rlhfd systemd uninstall`, `rlhfd logs`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _instance = click.option(
     "--instance",
     "name",
     metavar="NAME",
-    help="The unit rlhfd@NAME, of a configuration of its own; left out: rlhfd, the one service.",
+    help="The unit rlhfd@NAME with a configuration of its own; without it: the unit rlhfd.",
 )
 
 
@@ -36,12 +36,16 @@ def systemd() -> None:
 @_instance
 @click.option("--config", "path", type=click.Path(path_type=Path), metavar="FILE",
               help="Configuration file; else RLHFD_CONFIG's or, with --instance, /etc/rlhfd/NAME.toml.")  # fmt: skip
-@click.option("--user", metavar="USER", help="Who it runs as; else who called sudo, or calls.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written, verified by systemd where that is there.")
+@click.option(
+    "--user", metavar="USER", help="User of the service; else the user who called sudo, else the calling one."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print the files without writing them; systemd verifies them if it is installed."
+)
 def install(name: str | None, path: Path | None, user: str | None, dry_run: bool) -> None:
-    """Write the unit of this checkout, verify it, and say how it is started.
+    """Write the unit of this checkout, verify it, and print the commands that start it.
 
-    Nothing is started. The configuration is checked first; run it again after the checkout was moved.
+    Nothing is started. The configuration is checked first. Run it again if the checkout has moved.
 
     \b
     Examples:
@@ -70,7 +74,7 @@ def install(name: str | None, path: Path | None, user: str | None, dry_run: bool
     click.echo(
         f"{service} runs {planned.config} as {planned.user}. Next:\n"
         f"  systemctl enable --now {service}    start it, now and at each boot\n"
-        f"  systemctl status {service}          one line of what it does\n"
+        f"  systemctl status {service}          its state in one line\n"
         f"  rlhfd status --runtime-dir {unit.runtime_dir}\n"
         f"  rlhfd logs --runtime-dir {unit.runtime_dir} --follow\n"
         f"  systemctl reload {service}          after a change of {planned.config}"
@@ -80,7 +84,7 @@ def install(name: str | None, path: Path | None, user: str | None, dry_run: bool
 @systemd.command(short_help="Stop the service and remove its unit; checkpoints stay.")
 @_instance
 def uninstall(name: str | None) -> None:
-    """Stop the service in order and remove its unit; checkpoints stay.
+    """Shut the service down and remove its unit; checkpoints stay.
 
     \b
     Examples:
@@ -95,8 +99,15 @@ def uninstall(name: str | None) -> None:
 
 @click.command(short_help="Show the log of all processes, or of one role.")
 @click.argument("role", default="")
-@click.option("--follow", "-f", is_flag=True, help="Go on with what is logged from now on, until Ctrl-C.")
-@click.option("--lines", "-n", type=click.IntRange(min=0), default=100, show_default=True, help="Lines from before.")
+@click.option("--follow", "-f", is_flag=True, help="Continue with new lines until Ctrl-C.")
+@click.option(
+    "--lines",
+    "-n",
+    type=click.IntRange(min=0),
+    default=100,
+    show_default=True,
+    help="Number of existing lines to show.",
+)
 @click.option("--config", "path", type=click.Path(path_type=Path), metavar="FILE",
               help="Configuration file; else the one that RLHFD_CONFIG names, else the embedded run.")  # fmt: skip
 @click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR",
@@ -104,7 +115,7 @@ def uninstall(name: str | None) -> None:
 def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Path | None) -> None:
     """Show the log of all processes, or of ROLE: supervisor, buffer, rollout, rollout-0, trainer, trainer-0.
 
-    From the systemd journal where systemd runs the instance, else from state_dir/log; also when it has ended.
+    The source is the systemd journal if systemd runs the instance, else state_dir/log; also after the run has ended.
 
     \b
     Examples:
@@ -122,7 +133,7 @@ def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Pa
 
 
 def _place(path: Path | None, runtime_dir: Path | None) -> str:
-    """Return where the log is: a path, or ``journal:`` and a unit."""
+    """Return the place of the log: a path, or ``journal:`` and a unit."""
     from pipeline.cli.systemd_units import Unit
     from pipeline.config import load as config_load
     from pipeline.runtime import lock
@@ -140,7 +151,7 @@ def _place(path: Path | None, runtime_dir: Path | None) -> str:
 
 
 def _show_journal(unit: str, role: str, follow: bool, lines: int) -> None:
-    """Become journalctl, which knows pagers, colours and permissions."""
+    """Replace this process by journalctl, which handles pagers, colours and permissions."""
     command = ["journalctl", f"--unit={unit}", f"--lines={lines}", "--no-pager", *(["--follow"] if follow else [])]
     if role:
         name, dash, index = role.rpartition("-")
@@ -162,7 +173,7 @@ def _show_file(path: Path, role: str, follow: bool, lines: int) -> None:
     except FileNotFoundError:
         raise NotRunningError(f"there is no log yet: {path}") from None
     except BrokenPipeError:
-        # Whoever read has seen enough; what is buffered would fail again at exit.
+        # The reader has closed the pipe; flushing the rest at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         pass

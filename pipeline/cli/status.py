@@ -1,4 +1,4 @@
-"""What `rlhfd status` prints: an instance at a glance, for people."""
+"""`rlhfd status`: the state of an instance as text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.supervisor import diagnosis
+
 _COLUMNS = ("process", "pid", "state", "restarts", "up", "memory", "devices", "last exit")
 
 
 def render(status: Mapping[str, Any]) -> str:
-    """Write the answer of a running instance for people: how it goes and what needs care first, then the details.
+    """Return the answer of a running instance as text: progress and warnings first, then the details.
 
     Args:
-        status: As the supervisor gives it; what is missing shows as a dash.
+        status: The supervisor's answer; a missing value shows as a dash.
+
+    Returns:
+        Several lines.
     """
     buffer = status.get("buffer") or {}
     run = {
@@ -22,7 +27,7 @@ def render(status: Mapping[str, Any]) -> str:
         "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status.get('reward_trend'))}".rstrip(),
         "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s{_pace(status)}",
         "now": str(status.get("why") or ""),
-        "ATTENTION": "; ".join(cares(status)),
+        "ATTENTION": "; ".join(warnings(status)),
         "buffer": ", ".join(f"{_shown(buffer, f'{state}_items')} {state}" for state in ("ready", "leased", "reserved"))
         + f"; arena {size(buffer.get('used_bytes'))} of {size(buffer.get('capacity_bytes'))}{_share(buffer)}",
         "staleness": f"{_number(status, 'staleness_mean_versions', '.2f')} versions, "
@@ -38,8 +43,8 @@ def render(status: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def cares(status: Mapping[str, Any]) -> list[str]:
-    """Return what somebody should look at, the worst first; nothing, as a rule."""
+def warnings(status: Mapping[str, Any]) -> list[str]:
+    """Return the facts that need an operator's attention, the worst first; usually none."""
     buffer, processes = status.get("buffer") or {}, status.get("processes") or []
     found = []
     if buffer.get("unaccounted"):
@@ -89,7 +94,7 @@ def _process_row(process: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Return lines of aligned columns, their names first."""
+    """Return lines of aligned columns, the column names first."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
 
@@ -125,16 +130,12 @@ def _trend(change: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """Return seconds as people say them."""
-    if not isinstance(seconds, int | float):
-        return "–"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    """Return a duration as text, in whole seconds; a dash if it is missing."""
+    return diagnosis.duration(seconds, whole=True) if isinstance(seconds, int | float) else "–"
 
 
 def size(count: Any) -> str:
-    """Return bytes as people say them."""
+    """Return a number of bytes as text, such as ``1.5 GiB``; a dash if it is missing."""
     if not isinstance(count, int | float):
         return "–"
     power = next((power for power in range(5) if count < 1024 ** (power + 1)), 4)

@@ -29,24 +29,24 @@ from pipeline.supervisor.preflight import problems_of_files
 
 UNIT_DIR = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")
-"""Is there where systemd is PID 1."""
+"""Exists if systemd is PID 1."""
 SHIPPED_DIR = Path(__file__).parents[2] / "systemd"
 _DROP_IN = "configuration.conf"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# What hides these folders from a service (it would end with 203, or find no model), and what lets it read them.
+# Settings that hide these folders from a service (it would exit with 203, or find no model), and their relaxed form.
 _HIDING = {
     "ProtectHome=yes": ("ProtectHome=read-only", (Path("/home"), Path("/root"), Path("/run/user"))),
     "PrivateTmp=yes": ("PrivateTmp=no\nReadWritePaths=/tmp /var/tmp", (Path("/tmp"), Path("/var/tmp"))),
 }
 _TIMEOUT_S = 60.0
-# Between the two of them: drain, spool, and what systemd grants beyond.
+# Time for drain and spool, and the extensions that systemd grants.
 _STOP_TIMEOUT_S = 900.0
 _FIRST_LOGIN_UID = 1000
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Which unit: the one service, or an instance of the template.
+    """A unit: the single service, or an instance of the template unit.
 
     Attributes:
         instance: Name of the instance, None for ``rlhfd.service``.
@@ -60,37 +60,37 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """What systemctl calls it."""
+        """Name of the unit for systemctl."""
         return "rlhfd.service" if self.instance is None else f"rlhfd@{self.instance}.service"
 
     @property
     def file(self) -> str:
-        """The unit file."""
+        """Name of the unit file."""
         return "rlhfd.service" if self.instance is None else "rlhfd@.service"
 
     @property
     def folder(self) -> str:
-        """Name of its folders in /run, /var/lib and /var/cache."""
+        """Name of the unit's folders in /run, /var/lib and /var/cache."""
         return "rlhfd" if self.instance is None else f"rlhfd-{self.instance}"
 
     @property
     def runtime_dir(self) -> Path:
-        """By which commands find it."""
+        """Runtime directory, by which commands find the instance."""
         return Path("/run") / self.folder
 
     @property
     def state_dir(self) -> Path:
-        """What it keeps."""
+        """State directory, which an uninstall keeps."""
         return Path("/var/lib") / self.folder
 
     @property
     def default_config(self) -> Path:
-        """The file that it runs, where nothing else is said."""
+        """Configuration file if no other one is given."""
         return Path("/etc/rlhfd") / f"{self.instance or 'rlhfd'}.toml"
 
     @classmethod
     def of_runtime_dir(cls, runtime_dir: Path) -> Unit | None:
-        """Return the unit whose runtime directory this is, running or not; None if it is no unit's."""
+        """Return the unit of a runtime directory, running or not; None if it belongs to no unit."""
         head, _, name = runtime_dir.name.partition("-")
         if runtime_dir.parent != Path("/run") or head != "rlhfd" or (name and not _NAME.fullmatch(name)):
             return None
@@ -99,11 +99,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an installation writes.
+    """The files of an installation.
 
     Attributes:
         files: Text of each file, by its path below `UNIT_DIR`.
-        notes: What the operator should know, a line each.
+        notes: Notes for the operator, a line each.
     """
 
     unit: Unit
@@ -114,12 +114,12 @@ class Plan:
 
 
 def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str, str]) -> Plan:
-    """Work out the units of this checkout.
+    """Return the plan of an installation from this checkout.
 
     Args:
-        unit: Which one.
-        config: Its configuration; None for the one in RLHFD_CONFIG or, with an instance, for /etc/rlhfd/NAME.toml.
-        user: Who it runs as; None for who called sudo, or else calls.
+        unit: The unit to install.
+        config: The unit's configuration; None for the one in RLHFD_CONFIG or, with an instance, /etc/rlhfd/NAME.toml.
+        user: User of the service; None for the user who called sudo, else the calling user.
         environ: The environment.
 
     Raises:
@@ -130,7 +130,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
     )
     path = (given or unit.default_config).absolute()
     notes = [
-        f"{name} is set here and not taken along: set it in the configuration"
+        f"{name} is set here and not passed to the service: set it in the configuration"
         for name in sorted(environ)
         if name.startswith("RLHFD_") and "__" in name
     ]
@@ -144,7 +144,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
             if key in loaded.origins
         ]
     else:
-        notes.append(f"{path} is to be written before it is started")
+        notes.append(f"{path} does not exist yet: write it before the start")
     account = _account(user or environ.get("SUDO_USER") or pwd.getpwuid(os.geteuid()).pw_name)
     program = Path(sys.executable).with_name("rlhfd")
     if not SHIPPED_DIR.is_dir() or not program.exists():
@@ -175,25 +175,26 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
 
 
 def verify(files: Mapping[str, str], unit: Unit) -> None:
-    """Have systemd read the units before they are installed.
+    """Have systemd verify the units before they are installed.
 
     Raises:
-        ConfigError: If it has anything to say about them, unknown keys included.
+        ConfigError: If it reports a problem, unknown keys included.
     """
     with tempfile.TemporaryDirectory(prefix="rlhfd-units-") as folder:
         _write(files, Path(folder))
         found = _run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(Path(folder, unit.name)))
-    # An unknown key is told on standard error, with exit code 0.
+    # An unknown key is reported on standard error, with exit code 0.
     ours = [line for line in found.stderr.splitlines() if "rlhfd" in line]
     if ours or found.returncode:
         raise ConfigError("systemd refuses the unit:\n" + "\n".join(ours or [found.stderr]))
 
 
 def install(planned: Plan) -> None:
-    """Write the units and let systemd read them; nothing is started.
+    """Write the units and reload systemd; nothing is started.
 
     Raises:
-        RlhfdError: If that is not to be done here, or the user could not run this checkout.
+        ConfigError: If systemd refuses the unit, or the user cannot run this checkout.
+        RlhfdError: If systemd does not run this machine, the caller is not root, or systemd fails.
     """
     _refuse_elsewhere()
     verify(planned.files, planned.unit)
@@ -203,21 +204,24 @@ def install(planned: Plan) -> None:
 
 
 def uninstall(unit: Unit) -> list[str]:
-    """Stop the service in order and remove what `install` wrote; return what was done and what is left, a line each.
+    """Shut the service down and remove the files of `install`.
+
+    Returns:
+        The things removed and the things kept, a line each.
 
     Raises:
-        NotRunningError: If it is not installed.
-        RlhfdError: If that is not to be done here, or systemd refuses.
+        NotRunningError: If the unit is not installed.
+        RlhfdError: If systemd does not run this machine, the caller is not root, or systemd refuses.
     """
     _refuse_elsewhere()
     if not (UNIT_DIR / unit.file).exists():
         raise NotRunningError(f"{unit.file} is not installed in {UNIT_DIR}")
     _systemctl("disable", "--now", unit.name, timeout_s=_STOP_TIMEOUT_S)
-    # A unit that has failed would stay in memory without a file.
+    # A failed unit would stay in systemd's memory without a file.
     _run("systemctl", "reset-failed", unit.name)
     drop_in = UNIT_DIR / f"{unit.name}.d" / _DROP_IN
     drop_in.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # gone, or the operator's own lie there too
+    with contextlib.suppress(OSError):  # gone, or it holds files of the operator's
         drop_in.parent.rmdir()
     done = [f"{unit.name} is stopped and removed"]
     others = [] if unit.instance is None else _other_instances()
@@ -234,7 +238,7 @@ def uninstall(unit: Unit) -> list[str]:
     shutil.rmtree(unit.runtime_dir, ignore_errors=True)
     shutil.rmtree(Path("/var/cache") / unit.folder, ignore_errors=True)
     if unit.state_dir.exists():
-        done.append(f"{unit.state_dir} stays: checkpoints, and what was not trained")
+        done.append(f"{unit.state_dir} stays: checkpoints and untrained rows")
     return done
 
 
@@ -257,9 +261,9 @@ def _escaped(path: Path) -> str:
 
 
 def _named_paths(loaded: LoadedConfig) -> list[Path]:
-    """Return the files and folders that a configuration has the daemon read."""
+    """Return the files and folders that the daemon reads with a configuration."""
     model, metrics = loaded.config.model, loaded.config.metrics
-    # The sockets and logs of the Ray that runs here.
+    # The sockets and logs of the Ray instance on this machine.
     session = Path("/tmp/ray") if loaded.config.cluster.engine == "ray" else None
     named = (model.actor, model.reference, model.critic, model.reward, loaded.config.prompts.path,
              metrics.token_file, metrics.tls_cert, metrics.tls_key, session)  # fmt: skip
@@ -278,7 +282,7 @@ def _owners(path: Path) -> set[int]:
 
 
 def _other_instances() -> list[str]:
-    """Return the instances of the template that run, or have a configuration of their own."""
+    """Return the instances of the template unit that run, or have a configuration of their own."""
     listed = _run("systemctl", "list-units", "--all", "--plain", "--no-legend", "rlhfd@*.service").stdout
     found = {line.split()[0] for line in listed.splitlines() if line.split()}
     return sorted(
@@ -307,7 +311,7 @@ def _refuse_elsewhere() -> None:
 
 
 def _try_user(planned: Plan) -> None:
-    """Have the user import this checkout, as the service will: without capabilities, root has no way around modes."""
+    """Check that the user can import this checkout as the service does: without capabilities, even root obeys modes."""
     user = planned.user
     command = ["setpriv", f"--reuid={user}", f"--regid={pwd.getpwnam(user).pw_gid}", "--init-groups",
                "--inh-caps=-all", "--bounding-set=-all", sys.executable, "-c",

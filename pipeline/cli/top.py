@@ -1,4 +1,4 @@
-"""`rlhfd top`: a running instance on a full screen, asked anew each second; one table where there is no terminal."""
+"""`rlhfd top`: a running instance on a full screen, polled once a second; one table if there is no terminal."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.status import cares, duration, size, table
+from pipeline.cli.status import duration, size, table, warnings
 from pipeline.errors import UnreachableError
 from pipeline.supervisor.live import panel
 from pipeline.supervisor.snapshot import Snapshot
 
 _COLUMNS = ("process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices")
-# On a narrow terminal the later ones are left out, none is cut short.
-_BY_WORTH = ("process", "pid", "state", "doing", "for", "restarts", "memory", "on", "devices", "last minute")
+# On a narrow terminal the later columns are left out; no column is cut.
+_BY_PRIORITY = ("process", "pid", "state", "doing", "for", "restarts", "memory", "on", "devices", "last minute")
 _GAP = 2
 _COLOURS = {"ready": "green", "failed": "red", "stopped": "red"}
-_WORTH_SHOWING = 0.02
+_LEAST_SHARE = 0.02
 
 Ask = Callable[[str], dict[str, Any]]
 
 
 def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return a row a process: what it is at, and what it spent the last minute on."""
+    """Return one row a process: its activity now, and its time by activity over the last minute."""
     doing = {process["name"]: process for process in why.get("processes") or []}
     found: list[tuple[str, ...]] = []
     for process in status.get("processes") or []:
         role, index = process["role"], process["index"]
         at = doing.get(role if role == "buffer" else f"{role}-{index}", {})
         working_on = at.get("working_on", -1)
-        what = {"rollout": "ticket", "trainer": "lease"}.get(role, "")
+        unit = {"rollout": "ticket", "trainer": "lease"}.get(role, "")
         shares = at.get("last_minute") or {}
         found.append(
             (
@@ -43,9 +43,8 @@ def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, .
                 "stopped" if at.get("stopped") else str(process.get("state") or "–"),
                 str(at.get("activity") or "–"),
                 duration(at.get("since_s")),
-                f"{what} {working_on:,}" if what and working_on >= 0 else "–",
-                " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _WORTH_SHOWING)[:48]
-                or "–",
+                f"{unit} {working_on:,}" if unit and working_on >= 0 else "–",
+                " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE)[:48] or "–",
                 str(process.get("restarts", "–")),
                 size(process.get("resident_bytes")),
                 str(process.get("devices") or "–"),
@@ -62,7 +61,7 @@ def text(status: Mapping[str, Any], why: Mapping[str, Any]) -> str:
 def screen(
     status: Mapping[str, Any], why: Mapping[str, Any], *, width: int = 200, ascii_only: bool = False
 ) -> RenderableType:
-    """Return what a screen so many columns wide shows: the panel of `start`, what holds the run back, the processes."""
+    """Return the screen for a width in columns: the panel of `start`, the sentences of `why`, the processes."""
     buffer, processes = status.get("buffer") or {}, status.get("processes") or []
     workers = [process for process in processes if process["role"] == "rollout"]
     shot = Snapshot(
@@ -91,16 +90,16 @@ def screen(
         cells = dict(zip(_COLUMNS, row, strict=True))
         grid.add_row(*(Text(cells[name], style=_COLOURS.get(cells[name], "") if name == "state" else "")
                        for name in fitting))  # fmt: skip
-    said = [Text(sentence) for sentence in why.get("sentences") or []]
-    care = [Text(f"ATTENTION: {one}", style="bold red") for one in cares(status)]
-    foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run goes on", style="dim")
-    return Group(panel(shot, ascii_only=ascii_only), *care, *said, Text(), grid, Text(), foot)
+    sentences = [Text(sentence) for sentence in why.get("sentences") or []]
+    attention = [Text(f"ATTENTION: {warning}", style="bold red") for warning in warnings(status)]
+    foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run continues", style="dim")
+    return Group(panel(shot, ascii_only=ascii_only), *attention, *sentences, Text(), grid, Text(), foot)
 
 
 def _fitting(found: list[tuple[str, ...]], width: int) -> list[str]:
-    """Return the columns that have room beside each other, in the order in which they are shown."""
+    """Return the columns that fit beside each other, in the order of display."""
     kept: set[str] = set()
-    for name in _BY_WORTH:
+    for name in _BY_PRIORITY:
         place = _COLUMNS.index(name)
         width -= max(len(cell) for cell in (name, *(row[place] for row in found))) + _GAP
         if width < 0:
@@ -110,7 +109,7 @@ def _fitting(found: list[tuple[str, ...]], width: int) -> list[str]:
 
 
 def run(ask: Ask, console: Console, interval_s: float) -> None:
-    """Show it until Ctrl-C, or until the instance has ended.
+    """Show the screen until Ctrl-C, or until the instance has ended.
 
     Raises:
         NotRunningError: If the instance has ended.
@@ -120,7 +119,7 @@ def run(ask: Ask, console: Console, interval_s: float) -> None:
             try:
                 shown = screen(ask("status"), ask("why"), width=console.width, ascii_only=console.options.ascii_only)
             except UnreachableError as error:
-                # It may start, or be busy for a moment: what comes next is shown.
+                # It may be starting, or busy for a moment: the next answer is shown.
                 shown = Text(str(error), style="bold red")
             live.update(shown, refresh=True)
             time.sleep(interval_s)

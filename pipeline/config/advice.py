@@ -1,6 +1,6 @@
-"""What is wrong with a key or a value, in words, and what was probably meant.
+"""Messages about wrong keys and values, each with the key or value that was probably meant.
 
-A value that is suggested has passed the checks that the wrong one failed.
+A suggested value has passed the checks that the wrong one failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TYPE_MESSAGES = {
 }
 _SHOWN_CHARACTERS = 60
 _ALL_KEYS = "`rlhfd config show --effective` lists all"
-# As other trainers call them.
+# Names of keys in other trainers.
 _ELSEWHERE = {
     "lr": "trainer.learning_rate",
     "actor_learning_rate": "trainer.learning_rate",
@@ -89,7 +89,7 @@ _SIZE = re.compile(r"([\d.]+)\s*([KMGT]?)i?B?", re.IGNORECASE)
 
 
 def problem_of_section(section: str, table: object) -> str:
-    """Return what is wrong with a table or key at the top of a file; nothing, if it is a section."""
+    """Return the problem of a table or key at the top of a file; empty if it is a section."""
     if section in SECTIONS:
         return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {toml(table)}"
     if isinstance(table, dict):
@@ -101,7 +101,7 @@ def problem_of_section(section: str, table: object) -> str:
 
 
 def problem_of_key(section: str, name: str) -> str:
-    """Return what is wrong with a key of a section; nothing, if there is such a key."""
+    """Return the problem of a key of a section; empty if the section has the key."""
     if name in type(SECTIONS[section]).model_fields:
         return ""
     return f"unknown key {section}.{key(name)}, {_meant(section, name)}"
@@ -128,13 +128,13 @@ def _close(wrong: str, right: Iterable[str]) -> str:
 
 
 def describe(section: str, name: str, given: Any, details: ErrorDetails) -> str:
-    """Return what is wrong with a value, with what was given and, where that can be told, what was meant.
+    """Return the problem of a value, the value itself and, if one is found, the value that was meant.
 
     Args:
-        section: Of the key.
-        name: The key.
+        section: Section of the key.
+        name: Name of the key.
         given: The whole value; the error may be about a part of it.
-        details: What pydantic found.
+        details: The error of pydantic.
     """
     problem = _TYPE_MESSAGES.get(details["type"]) or re.sub(r"^\w+ should ", "must ", details["msg"])
     problem = problem.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
@@ -163,7 +163,7 @@ def _suggestion(section: str, name: str, given: Any, details: ErrorDetails) -> s
 
 
 def _values(name: str, given: Any, details: ErrorDetails) -> Iterator[Any]:
-    """Yield what may have been meant, the likeliest first; most of it is wrong for any one key."""
+    """Yield values that may have been meant, the likeliest first; most of them are wrong for any one key."""
     if isinstance(given, bool):
         yield from (int(given), str(given).lower())
     elif isinstance(given, int | float):
@@ -209,12 +209,12 @@ def _values_of_text(name: str, text: str, details: ErrorDetails) -> Iterator[Any
 
 
 def key(name: str) -> str:
-    """Return a key as TOML has it."""
+    """Return a key in TOML."""
     return name if re.fullmatch(r"[\w.-]+", name) else toml(name)
 
 
 def toml(value: object) -> str:
-    """Return a value as TOML has it."""
+    """Return a value in TOML."""
     match value:
         case bool():
             return str(value).lower()

@@ -1,4 +1,4 @@
-"""What differs between two configurations, and which of that a running instance may take up."""
+"""Differences between two configurations, divided into those that a running instance can apply and the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 
 
 class Change(NamedTuple):
-    """A key with another value, the values as JSON has them."""
+    """A key whose value differs, both values in their JSON form."""
 
     key: str
     before: Any
@@ -18,21 +18,21 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What differs: keys that are taken up while an instance runs, and keys that need a restart."""
+    """Changed keys: those that a running instance applies, and those that need a restart."""
 
     live: list[Change]
     restart: list[Change]
 
 
 def is_live(key: str) -> bool:
-    """Whether a running instance takes up a new value of ``section.key``; declared on the field."""
+    """Whether a running instance applies a new value of ``section.key``; declared on the field."""
     section, _, name = key.partition(".")
     extra = type(getattr(Config(), section)).model_fields[name].json_schema_extra
     return isinstance(extra, dict) and extra.get("x-reload") == "live"
 
 
 def compare(running: Config, wanted: Config) -> Changes:
-    """Return what `wanted` has otherwise than `running`, in the order of the sections."""
+    """Return the keys whose values differ, in section order."""
     before, after = running.model_dump(mode="json"), wanted.model_dump(mode="json")
     changes = [
         Change(f"{section}.{name}", value, after[section][name])
@@ -44,10 +44,10 @@ def compare(running: Config, wanted: Config) -> Changes:
 
 
 def with_live(running: Config, wanted: Config) -> Config:
-    """Return what an instance runs with after a reload: the live keys of `wanted`, all others as they were.
+    """Return the configuration in force after a reload: the live keys of `wanted`, all others of `running`.
 
     Raises:
-        ConfigError: If these do not go together.
+        ConfigError: If these values conflict.
     """
     sections: dict[str, Any] = {}
     for section in Config.model_fields:
@@ -56,6 +56,6 @@ def with_live(running: Config, wanted: Config) -> Config:
         sections[section] = old.model_copy(update=live)
     config = Config.model_construct(**sections)
     if found := conflicts(config):
-        lines = [f"{conflict.keys[0]}: {conflict.message}, with what needs a restart as it was" for conflict in found]
+        lines = [f"{each.keys[0]}: {each.message}, with the keys that need a restart unchanged" for each in found]
         raise ConfigError("\n".join(lines))
     return config

@@ -1,4 +1,4 @@
-"""What is wrong between keys of a configuration that are right each by itself."""
+"""Conflicts between keys of a configuration whose values are each valid alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Conflict(NamedTuple):
-    """Values that are right each by itself and wrong together: the keys that take part, the one to change first."""
+    """Values that are each valid alone and invalid together: the keys that take part, the one to change first."""
 
     keys: tuple[str, ...]
     message: str
@@ -28,7 +28,7 @@ _VERSION_KEYS = (
 
 
 def conflicts(config: Config) -> list[Conflict]:
-    """Find what is wrong between keys of a configuration; nothing, where it can run."""
+    """Return the conflicts between keys of a configuration; empty if it can run."""
     rollout, trainer = config.rollout, config.trainer
     keys: tuple[str, ...]
     found: list[Conflict] = []
@@ -41,22 +41,22 @@ def conflicts(config: Config) -> list[Conflict]:
     found += _flow_conflicts(config)
     if (config.metrics.tls_cert is None) != (config.metrics.tls_key is None):
         keys = ("metrics.tls_cert", "metrics.tls_key")
-        found.append(Conflict(keys, "needs metrics.tls_key, and that needs it"))
-    # Names of the agreed interface whose parts are still to be built: better refused than ignored.
-    # An engine is there once its module is, which alone is added for it.
-    there = (
+        found.append(Conflict(keys, "must be set together with metrics.tls_key"))
+    # The agreed interface names engines that are not built yet: a refusal is better than silence.
+    # An engine is available as soon as its module exists; nothing else is added for it.
+    is_available = (
         ":" in rollout.engine
         or (Path(__file__).parents[1] / "rollout" / "generation" / f"{rollout.engine}.py").is_file()
     )
-    if not there:
-        found.append(Conflict(("rollout.engine",), f'"{rollout.engine}" is not there yet in this version'))
+    if not is_available:
+        found.append(Conflict(("rollout.engine",), f'"{rollout.engine}" is not available in this version'))
     if config.cluster.engine == "ray" and rollout.devices != "auto":
         keys = ("rollout.devices", "cluster.engine")
         found.append(Conflict(keys, "must be auto where Ray gives each worker its GPUs (cluster.worker_gpus)"))
     if config.buffer.journal_interval_s and trainer.kind == "external":
         keys = ("buffer.journal_interval_s", "trainer.kind")
         found.append(
-            Conflict(keys, "must be 0 with a trainer of one's own: which rows its checkpoints hold is unknown")
+            Conflict(keys, "must be 0 with an external trainer: the rows that its checkpoints include are unknown")
         )
     if trainer.micro_batch_size is not None and trainer.micro_batch_size > config.sample_batch_size:
         keys = ("trainer.micro_batch_size", "buffer.sample_batch_size", "rollout.algorithm")
@@ -73,7 +73,7 @@ def conflicts(config: Config) -> list[Conflict]:
 
 
 def _flow_conflicts(config: Config) -> list[Conflict]:
-    """Find sizes with which `pipeline.buffer.admission` could stop for ever, for a ticket holds whole groups only."""
+    """Return sizes with which `pipeline.buffer.admission` could stop for ever: a ticket holds whole groups only."""
     group, rows, buffer = config.group_size, config.rows_per_version, config.buffer
     found = []
     if buffer.max_staleness == 0 and rows % group:

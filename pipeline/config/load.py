@@ -1,10 +1,10 @@
-"""Reading a configuration: file, environment and ``--set`` into one `Config`, every error at once and with its place.
+"""Reads a configuration: file, environment and ``--set`` into one `Config`, all errors at once, each with its place.
 
 Precedence, highest first: ``--set section.key=value``, the variable ``RLHFD_SECTION__KEY``, the file, the defaults. The
-file is the one that was asked for, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR is a short name
-for RLHFD_DAEMON__RUNTIME_DIR and goes before it.
+file is the given one, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR is a short name for
+RLHFD_DAEMON__RUNTIME_DIR and takes precedence over it.
 
-A key that is unknown or set twice is shown at the key, a value that is wrong at the value.
+An unknown key or one that is set twice is shown at the key, a wrong value at the value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PATH_KEYS = {
 
 
 class ConfigErrors(ConfigError):
-    """Everything that is wrong with a configuration, a line each."""
+    """All errors of a configuration, one per line."""
 
     def __init__(self, errors: Sequence[str]) -> None:
         super().__init__("\n".join(errors))
@@ -48,10 +48,10 @@ class ConfigErrors(ConfigError):
 
 
 class Origin(NamedTuple):
-    """Where a value comes from.
+    """The source of a value.
 
     Attributes:
-        layer: What set it.
+        layer: Layer that set the value.
         place: ``config.toml:8:15``, ``--set rollout.workers``, or the variable's name; empty for a default.
     """
 
@@ -65,10 +65,10 @@ class LoadedConfig:
 
     Attributes:
         config: The configuration.
-        origins: Of the values that are no defaults, by ``section.key``.
+        origins: Origins of the values that are no defaults, by ``section.key``.
         path: The file that was read, if any.
         sets: The assignments of the command line.
-        environ: The variables that count.
+        environ: The environment variables with the prefix ``RLHFD_``.
     """
 
     config: Config
@@ -78,11 +78,11 @@ class LoadedConfig:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """Return what an error about ``section.key`` starts with: its place and name."""
+        """Return the prefix of an error about ``section.key``: place and name."""
         return _where(self.origins.get(key, Origin("default")), key)
 
     def placed(self, error: str) -> str:
-        """Return an error of one line that begins with its key, with the key's place before it."""
+        """Return a one-line error that begins with its key, preceded by the key's place."""
         key = re.match(r"[a-z]+\.[a-z_]+", error)
         origin = self.origins.get(key[0]) if key else None
         if key is None or origin is None:
@@ -109,7 +109,7 @@ def load(
             `pipeline.supervisor.preflight.problems_of_files` is the daemon's.
 
     Raises:
-        ConfigErrors: If anything is wrong, naming all of it.
+        ConfigErrors: If there are errors; contains all of them.
     """
     path = path or _path_in(environ)
     errors: list[str] = []
@@ -137,7 +137,7 @@ def load_again(loaded: LoadedConfig, check_files: FileChecks) -> LoadedConfig:
 
 
 def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
-    """Return the runtime directory alone, whatever else is wrong: a running instance can be stopped with a broken file.
+    """Return the runtime directory alone, despite other errors: `rlhfd stop` must work with a broken file.
 
     Args:
         path: As in `load`.
@@ -162,12 +162,12 @@ def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
 
 
 def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
-    """Write a configuration as TOML: what was set, or everything that is in force.
+    """Return a configuration as TOML: the keys that were set, or all values in force.
 
     Args:
         loaded: The configuration.
-        effective: Show defaults too, and the values that keys take which were left out.
-        origin: Add where each value comes from, as a comment.
+        effective: Include defaults, and the values in force of keys that were left out.
+        origin: Add the origin of each value as a comment.
     """
     config = loaded.config
     in_force = {
@@ -208,7 +208,7 @@ def _path_in(environ: Mapping[str, str]) -> Path | None:
 class _Value:
     value: Any
     origin: Origin
-    # As typed on the command line, where `--set daemon.name=7` means a name.
+    # The text on the command line: `--set daemon.name=7` is a name.
     text: str | None = None
     element_origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
 
@@ -245,11 +245,12 @@ def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Pos
         errors.append(f"{path}: cannot be read: {error.strerror}{_file_advice(path)}")
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode("utf-8-sig")
-        what = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else f"byte 0x{error.object[error.start]:02x}"
+        is_utf16 = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
+        found = "UTF-16" if is_utf16 else f"byte 0x{error.object[error.start]:02x}"
         place = "{}:{}:{}".format(path, *line_and_column(before, len(before)))
-        errors.append(f"{place}: not UTF-8 but {what}, save the file as UTF-8")
+        errors.append(f"{place}: not UTF-8 but {found}, save the file as UTF-8")
     except tomllib.TOMLDecodeError as error:
-        errors += [f"{path}:{line}:{column}: {what}" for line, column, what in syntax_errors(text, str(error))]
+        errors += [f"{path}:{line}:{column}: {message}" for line, column, message in syntax_errors(text, str(error))]
     except RecursionError:
         errors.append(f"{path}: nested too deeply")
     return "", {}, Positions({}, [])
@@ -278,9 +279,9 @@ def _from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str
 
 
 def _variable_meant(variable: str, value: str) -> str:
-    """Return which of ours a variable with our prefix was to be; nothing for what is somebody else's.
+    """Return the known variable that was probably meant; empty for a variable of another program.
 
-    Kubernetes gives every container RLHFD_PORT and the like where a service is called rlhfd.
+    Kubernetes sets RLHFD_PORT and the like in every container if a service is called rlhfd.
     """
     if variable in (CONFIG_VARIABLE, RUNTIME_DIR_VARIABLE) or value.startswith(("tcp://", "udp://")):
         return ""
@@ -311,7 +312,7 @@ def _from_sets(sets: Sequence[str], errors: list[str]) -> dict[str, _Value]:
 
 
 def _assignment_meant(assignment: str) -> str:
-    """Say what an assignment of another form was to be, where that can be told."""
+    """Return the assignment that was probably meant by one of another form; empty if none is found."""
     match = re.fullmatch(r"\s*(?:([A-Za-z_]+)(?:__|[./:-]))?([A-Za-z_]+)\s*(?::=|==|[=:\s])\s*(.+?)\s*", assignment)
     if match is None:
         return ""
@@ -344,11 +345,11 @@ def _resolve(key: str, value: Any, base: Path) -> Any:
 def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Config:
     wrong: set[str] = set()
     sections: dict[str, Any] = {name: _validate_section(name, values, base, errors, wrong) for name in SECTIONS}
-    # Without validation: conflicts are found here, where their places are known.
+    # Without validation: conflicts are looked for here, where their places are known.
     config = Config.model_construct(**sections)
     for keys, message in conflicts(config):
         if wrong.isdisjoint(keys):
-            # Defaults go together, so at least one of the keys was set.
+            # Defaults do not conflict, so at least one of the keys was set.
             key = next(key for key in keys if key in values)
             origin = values[key].origin
             errors.append(f"{_where(origin, key) if key == keys[0] else f'{origin.place}: {keys[0]}'}: {message}")
@@ -358,7 +359,7 @@ def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Co
 def _validate_section(
     section: str, values: Mapping[str, _Value], base: Path, errors: list[str], wrong: set[str]
 ) -> BaseModel:
-    """Return the section with every value that is right; wrong ones go to `errors`, their keys to `wrong`."""
+    """Return the section with every valid value; errors go to `errors`, the keys of invalid values to `wrong`."""
     model = type(SECTIONS[section])
     given = {
         name: _resolve(f"{section}.{name}", str(getattr(SECTIONS[section], name)), base)
@@ -388,7 +389,7 @@ def _where(origin: Origin, key: str) -> str:
 
 
 def _by_place(path: Path | None) -> Callable[[str], tuple[float, float]]:
-    """Sort key of errors: those in the file by line and column, then the others as they were found."""
+    """Return a sort key of errors: those in the file by line and column, then the others in their order."""
 
     def place(error: str) -> tuple[float, float]:
         match = re.match(re.escape(f"{path}:") + r"(\d+):(\d+):", error)

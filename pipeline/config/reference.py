@@ -1,4 +1,4 @@
-"""The configuration for people and for editors: docs/configuration.md and a JSON schema, made from the fields.
+"""The configuration for people and for editors: docs/configuration.md and a JSON schema, generated from the fields.
 
 python -m pipeline.config.reference > docs/configuration.md
 rlhfd config schema > docs/config.schema.json
@@ -20,34 +20,34 @@ from pipeline.config.changes import is_live
 _INTRODUCTION: Final = """\
 # Configuration
 
-<!-- Made by `python -m pipeline.config.reference`; tests/config/test_reference.py keeps it true. -->
+<!-- Made by `python -m pipeline.config.reference`; checked by tests/config/test_reference.py. -->
 
-A TOML file, `--config FILE` or else what RLHFD_CONFIG names; without one the embedded run. What is set in several
-places is taken from the first of these:
+A TOML file: `--config FILE`, or else the file that RLHFD_CONFIG names; without a file, the embedded run. A key that is
+set in several places has the value of the first of these:
 
 1. `--set section.key=value`, of `start` and `config`
 2. the variable `RLHFD_SECTION__KEY`, such as `RLHFD_ROLLOUT__WORKERS=4`
 3. the file
 4. the default
 
-Values of the first two are TOML, or else text without quotes. Relative paths are taken from the file's folder where
-the file or a default has them, else from the current one.
+Values of the first two are TOML, or else text without quotes. Relative paths of the file and of defaults are relative
+to the file's folder, all others to the current folder.
 
-- `rlhfd config check` prints every mistake at once, with line, column and what was probably meant
-- `rlhfd config show --effective --origin` shows what is in force, and where each value comes from
-- `rlhfd reload` puts keys that are marked *live* in force while an instance runs, and names the others
-- `rlhfd config schema` is for editors: `#:schema FILE` in the first line of a configuration makes those that know it,
-  such as taplo or Even Better TOML, complete keys and mark mistakes
+- `rlhfd config check` prints all mistakes at once, with line, column and the probable correction
+- `rlhfd config show --effective --origin` shows the values in force and the origin of each
+- `rlhfd reload` applies new values of keys marked *live* to a running instance, and names the other changed keys
+- `rlhfd config schema` is for editors: with `#:schema FILE` in the first line of a configuration, editors that support
+  it, such as taplo or Even Better TOML, complete keys and mark mistakes
 
-Time is in seconds where a key ends in `_s`. Bytes are a number or a text such as `"64MiB"` or `"2GiB"`. A key that may
-be left out has no default here; its meaning says what follows from that.
+Keys that end in `_s` are in seconds. Bytes are a number or a text such as `"64MiB"` or `"2GiB"`. An optional key has no
+default here; its meaning names the value in force if it is left out.
 """
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 7, which editors know) of a configuration file.
+    """Return the JSON schema (draft 7, which editors support) of a configuration file.
 
-    Beside the usual words a key has ``x-reload``: ``live`` or ``restart``.
+    In addition to the standard keywords, each key has ``x-reload``: ``live`` or ``restart``.
     """
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -64,7 +64,7 @@ def reference() -> str:
 
 
 def bounds(field: FieldInfo) -> dict[str, int | float]:
-    """Return what bounds a number, by the words of JSON schema."""
+    """Return the bounds of a number, by the keywords of JSON schema."""
     found: dict[str, Any] = {}
     for each in field.metadata:
         for kind, attribute, word in (
@@ -128,7 +128,7 @@ def _section_lines(section: str) -> Iterator[str]:
 
 
 def _value(described: dict[str, Any]) -> str:
-    """Say what a value may be."""
+    """Return the allowed values in words."""
     if "anyOf" in described:
         return ", or ".join(_value(choice) for choice in described["anyOf"])
     if "enum" in described:

@@ -1,8 +1,8 @@
 """The configuration: every section and key with its type, bound, unit and meaning; the defaults are the embedded run.
 
-Reading files, the environment and ``--set`` is the work of `pipeline.config.load`; whatever way a `Config` is made, it
-has passed the same checks. Keys that may be left out and then follow from others are None here and have a property on
-`Config` that gives the value in force.
+`pipeline.config.load` reads files, the environment and ``--set``. Every `Config` has passed the same checks, however it
+was made. An optional key whose value follows from other keys is None here; a property of `Config` returns the value in
+force.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pipeline.config.sizes import row_bytes_bound
 from pipeline.config.types import AnyPath, Betas, Bytes, Devices, EngineName, FunctionName, Source, StopTokenIds
 
 LIVE: Final[JsonDict] = {"x-reload": "live"}
-"""On a field: `rlhfd reload` puts a new value in force in a running instance. Any other needs a restart."""
+"""On a field: `rlhfd reload` applies a new value to a running instance. Any other field needs a restart."""
 
 
 class _Section(BaseModel):
-    # Strict: "8" for a number or true for 1 is a slip of the pen, not a wish.
+    # Strict: "8" for a number or true for 1 is a typing mistake, not an intention.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
 
 
 class DaemonConfig(_Section):
-    """The daemon itself: where it lives and how it starts, ends and logs."""
+    """The daemon: its folders, start, restarts, shutdown and log."""
 
     name: str = Field(
         default="rlhfd",
@@ -44,80 +44,83 @@ class DaemonConfig(_Section):
     )
     runtime_dir: AnyPath = Field(
         default=Path("run/rlhfd"),
-        description="Folder by which commands find the running instance; one instance a folder.",
+        description="Folder by which commands find the running instance; one instance per folder.",
     )
     state_dir: AnyPath = Field(
-        default=Path("state"), description="Folder of what outlives a run: checkpoints, the spool, the embedded task."
+        default=Path("state"),
+        description="Folder of the data that outlives a run: checkpoints, the spool, the embedded task.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of prompt order, sampling and initialisation.")
-    log_format: Literal["text", "json"] = Field(default="text", description="Log lines for people, or JSON.")
+    log_format: Literal["text", "json"] = Field(default="text", description="Log lines as text for people, or as JSON.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level that is logged.", json_schema_extra=LIVE
+        default="info", description="Lowest level that is logged.", json_schema_extra=LIVE
     )
     log_texts: bool = Field(
         default=False,
-        description="Whether what a reward function or chat template raised or returned is logged in its own words, "
-        "which may quote prompts, responses and answers.",
+        description="Whether the log quotes the errors and return values of reward functions and chat templates, which "
+        "may contain prompts, responses and answers.",
     )
     log_file_bytes: Bytes = Field(
         default=16 << 20,
         ge=0,
-        description="Most room of the log in state_dir/log, where none is kept in systemd's journal; 0: no log.",
+        description="Maximum size of the log in state_dir/log, which is written where the lines do not go to systemd's "
+        "journal; 0: no log.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
-        description="Seconds that rollouts get to finish at a stop; checkpoint and spool get what their writing takes.",
+        description="Seconds that rollouts get to finish at a shutdown; checkpoint and spool get the time that writing "
+        "them takes.",
         json_schema_extra=LIVE,
     )
     startup_timeout_s: float = Field(
         default=300.0,
         gt=0,
-        description="Seconds that a role gets from start to ready; one that is late is killed and started once more.",
+        description="Seconds that a role gets from start to ready; a late process is killed and started once more.",
         json_schema_extra=LIVE,
     )
     hang_timeout_s: float = Field(
         default=300.0,
         ge=0,
-        description="Seconds without progress until a process is killed and started again, above the longest single "
-        "call of a reward model or a model's own generate; 0: never.",
+        description="Seconds without progress after which a process is killed and restarted; must exceed the longest "
+        "single call of a reward model or of a model's own generate; 0: never.",
         json_schema_extra=LIVE,
     )
     progress_timeout_s: float = Field(
         default=1800.0,
         ge=0,
-        description="Seconds in which no row is sealed, trained or dropped and no step taken, after which the culprit "
-        "is started again, and at the second time the run ends with 70; 0: never.",
+        description="Seconds in which no row is sealed, trained or dropped and no optimizer step is taken, after which "
+        "the process at fault is restarted, and at the second time the run exits with 70; 0: never.",
         json_schema_extra=LIVE,
     )
     restart_delay_s: float = Field(
         default=0.5,
         gt=0,
-        description="Seconds before a dead process is started again; they double with each death.",
+        description="Seconds before a dead process is restarted; doubled at each death.",
         json_schema_extra=LIVE,
     )
     restart_delay_max_s: float = Field(
-        default=60.0, gt=0, description="Most seconds before it is started again.", json_schema_extra=LIVE
+        default=60.0, gt=0, description="Maximum of the seconds before a restart.", json_schema_extra=LIVE
     )
     restart_limit: int = Field(
         default=5,
         ge=1,
-        description="Starts of a process within restart_window_s after which it is left dead; and deaths in a row, "
-        "however far apart, of one that never ran for five minutes once it was ready.",
+        description="Starts of a process within restart_window_s after which it is not restarted; also the number of "
+        "consecutive deaths, however far apart, of a process that never ran for five minutes after it was ready.",
         json_schema_extra=LIVE,
     )
     restart_window_s: float = Field(
-        default=600.0, gt=0, description="Seconds over which starts are counted.", json_schema_extra=LIVE
+        default=600.0, gt=0, description="Seconds over which restart_limit counts starts.", json_schema_extra=LIVE
     )
 
 
 class ModelConfig(_Section):
-    """The models, each a local directory as transformers saves it; none is ever downloaded."""
+    """The models, each a local directory in transformers' format; none is ever downloaded."""
 
     actor: Source = Field(default="builtin:sort-digits", description="Directory of the policy and its tokenizer.")
     reference: Source | None = Field(
         default=None,
-        description="Directory of the model that the KL is measured against; left out: the actor as it started.",
+        description="Directory of the reference model of the KL; left out: the actor with its initial weights.",
     )
     critic: Source | None = Field(
         default=None,
@@ -125,25 +128,30 @@ class ModelConfig(_Section):
     )
     reward: Source | None = Field(
         default=None,
-        description="Directory of a sequence classification model that scores responses; left out: functions only.",
+        description="Directory of a sequence classification model that scores responses; left out: reward functions "
+        "alone score them.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Number format.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Number format of the models."
+    )
     lora_rank: int = Field(
         default=0,
         ge=0,
         le=4096,
-        description="Rank of LoRA: the actor's adapters alone are trained and published; 0: off.",
+        description="Rank of LoRA: only the actor's adapters are trained and published; 0: off.",
     )
-    lora_alpha: float = Field(default=32.0, gt=0, description="LoRA's alpha: adapters count alpha / rank times.")
+    lora_alpha: float = Field(
+        default=32.0, gt=0, description="LoRA's alpha: the adapters' output is multiplied by alpha / rank."
+    )
     lora_targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj"],
         min_length=1,
-        description="Last part of the names of the linear layers that get adapters.",
+        description="Last parts of the names of the linear layers that get adapters.",
     )
 
 
 class PromptsConfig(_Section):
-    """What the policy is asked."""
+    """The prompts: their file and their template."""
 
     path: Source = Field(
         default="builtin:sort-digits",
@@ -151,108 +159,127 @@ class PromptsConfig(_Section):
     )
     template: Literal["auto", "none", "chat"] = Field(
         default="auto",
-        description="The tokenizer's chat template: for prompts that are messages (auto), for none, or for all (chat).",
+        description="Use of the tokenizer's chat template: for prompts that are lists of messages (auto), for no "
+        "prompt (none), or for all (chat).",
     )
 
 
 class RolloutConfig(_Section):
-    """Rollout workers: how many, where, and how they sample and score."""
+    """Rollout workers: their number, devices, sampling and scoring."""
 
-    workers: int = Field(default=1, ge=1, le=1024, description="Rollout processes.")
-    devices: Devices = Field(default="auto", description="CUDA device numbers that the workers share, or auto.")
-    algorithm: Literal["grpo", "ppo"] = Field(default="grpo", description="How advantages are made of rewards.")
+    workers: int = Field(default=1, ge=1, le=1024, description="Number of rollout processes.")
+    devices: Devices = Field(default="auto", description="Numbers of the CUDA devices that the workers share, or auto.")
+    algorithm: Literal["grpo", "ppo"] = Field(
+        default="grpo", description="Algorithm that computes advantages from rewards."
+    )
     engine: EngineName = Field(
         default="transformers",
-        description='What generates the responses: transformers, or a "module:function" of yours.',
+        description='Engine that generates the responses: transformers, or your own as "module:function".',
     )
     batch_size: int | None = Field(
-        default=None, ge=1, description="Prompts of one ticket; left out: half a batch of rows."
+        default=None, ge=1, description="Prompts per ticket; left out: half a batch of rows."
     )
-    num_generations: int = Field(default=8, ge=1, le=4096, description="Responses to each prompt (G); GRPO only.")
-    max_length: int = Field(default=24, ge=2, le=2**20, description="Tokens of prompt and response together, at most.")
-    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature, of log-probs too.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is sampled from.")
-    top_k: int = Field(default=0, ge=0, description="How many of the likeliest tokens are sampled from; 0 for all.")
+    num_generations: int = Field(default=8, ge=1, le=4096, description="Responses per prompt (G); GRPO only.")
+    max_length: int = Field(
+        default=24, ge=2, le=2**20, description="Maximum number of tokens of prompt and response together."
+    )
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; log-probs use it too.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass of the tokens that are sampled from.")
+    top_k: int = Field(
+        default=0, ge=0, description="Number of the most likely tokens, which are sampled from; 0: all tokens."
+    )
     kl_coef: float | None = Field(
         default=None, ge=0, description="Weight of the KL penalty in the reward; left out: 0.01 (PPO), 0 (GRPO)."
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of the value of the next token (PPO).")
     lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalized advantage estimation (PPO).")
     inference_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows generated at once; left out: the ticket."
+        default=None, ge=1, description="Rows generated at once; left out: all rows of the ticket."
     )
     logits_forward_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows of one forward pass; left out: the ticket."
+        default=None, ge=1, description="Rows per forward pass; left out: all rows of the ticket."
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,
-        description="Ends a response: a token, one sequence of tokens, or a list of sequences; left out: eos.",
+        description="Token ids that end a response: one token, one sequence of tokens, or a list of sequences; left "
+        "out: eos.",
     )
     reward_functions: list[FunctionName] = Field(
         default=["pipeline.sort_digits:exact_answer"],
-        description='Functions "module:function" that score a response; their scores and the reward model\'s add up.',
+        description='Functions "module:function" that score a response; their scores and that of the reward model are '
+        "added up.",
     )
     reward_timeout_s: float = Field(
         default=60.0,
         ge=0,
-        description="Seconds that the reward functions get for a row; 0: no limit, and called in the worker itself.",
+        description="Seconds that the reward functions get per row; 0: no limit, and the functions are called in the "
+        "worker's own process.",
     )
     reward_processes: int = Field(
-        default=1, ge=1, le=1024, description="Rows that a worker has scored at the same time, each in a process."
+        default=1, ge=1, le=1024, description="Rows per worker that are scored at the same time, each in a process."
     )
-    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each worker.")
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads per worker.")
     ticket_timeout_s: float = Field(
-        default=600.0, gt=0, description="Seconds that a worker gets for one ticket.", json_schema_extra=LIVE
+        default=600.0, gt=0, description="Seconds that a worker gets per ticket.", json_schema_extra=LIVE
     )
     max_attempts: int = Field(
         default=3,
         ge=1,
         le=1000,
-        description="Times a ticket is tried before its prompts are set aside.",
+        description="Attempts per ticket before its prompts are set aside.",
         json_schema_extra=LIVE,
     )
 
 
 class BufferConfig(_Section):
-    """What lies between rollout and training."""
+    """The experience buffer between rollout and training."""
 
     sample_batch_size: int | None = Field(
         default=None, ge=1, le=2**20, description="Rows of a rank's batch; left out: 256 (GRPO), 128 (PPO)."
     )
     limit: int = Field(
-        default=0, ge=0, description="Batches that may wait at most; 0: bounded by staleness and bytes alone."
+        default=0, ge=0, description="Maximum number of waiting batches; 0: only staleness and bytes bound them."
     )
     arena_bytes: Bytes = Field(
-        default=64 << 20, gt=0, lt=2**62, description='Shared memory for experience, in bytes or as "64MiB", "2GiB".'
+        default=64 << 20,
+        gt=0,
+        lt=2**62,
+        description='Size of the shared memory for experience, in bytes or as "64MiB", "2GiB".',
     )
     row_bytes: Bytes | None = Field(
         default=None,
         gt=0,
         lt=2**40,
         description=(
-            'Room kept for one row, in bytes or as "4MiB": text, pixels and raw images; left out: text of '
-            "rollout.max_length."
+            'Room reserved per row, in bytes or as "4MiB", for text, pixels and raw images; left out: enough for text '
+            "of rollout.max_length."
         ),
     )
     max_staleness: int = Field(
-        default=1, ge=0, le=1024, description="Versions that a row may be old when it is trained; 0: in step."
+        default=1,
+        ge=0,
+        le=1024,
+        description="Maximum staleness of a row when it is trained, in policy versions; 0: rollout and training in "
+        "step.",
     )
     stale_policy: Literal["drop", "keep"] = Field(
         default="drop",
-        description="What becomes of rows that grew too old nonetheless: dropped and counted, or trained.",
+        description="Treatment of rows that exceed max_staleness nonetheless: dropped and counted, or trained.",
     )
-    checksum: bool = Field(default=True, description="Whether experience is checked for damage on its way.")
+    checksum: bool = Field(
+        default=True, description="Whether experience is checked for damage between rollout and training."
+    )
     quarantine_bytes: Bytes = Field(
         default=1 << 30,
         ge=0,
         lt=2**62,
-        description="Most bytes of the copies of quarantined experience under daemon.state_dir; 0: no copies.",
+        description="Maximum bytes of the copies of quarantined experience under daemon.state_dir; 0: no copies.",
     )
     journal_interval_s: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds after which what the buffer holds is written to daemon.state_dir again, as after each "
-        "checkpoint: what a crash of the machine costs at most; 0: never.",
+        description="Seconds between snapshots of the buffer's rows in daemon.state_dir, with one more after each "
+        "checkpoint: the most that a crash of the machine costs; 0: no snapshots.",
     )
 
 
@@ -260,66 +287,70 @@ class TrainerConfig(_Section):
     """The trainer: its ranks and its optimization."""
 
     kind: Literal["builtin", "external"] = Field(
-        default="builtin", description="The trainer of this package, or one of your own that calls pipeline.connect."
+        default="builtin", description="The trainer of this package, or your own that calls pipeline.connect."
     )
-    world_size: int = Field(default=1, ge=1, le=1024, description="Trainer ranks, one process each.")
-    devices: Devices = Field(default="auto", description="CUDA device numbers, one a rank, or auto.")
-    max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0 for no end.")
-    learning_rate: float = Field(default=4e-4, gt=0, description="Largest learning rate of the actor (AdamW).")
+    world_size: int = Field(default=1, ge=1, le=1024, description="Number of trainer ranks, one process each.")
+    devices: Devices = Field(default="auto", description="CUDA device numbers, one per rank, or auto.")
+    max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0: no end.")
+    learning_rate: float = Field(default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW).")
     critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
-    betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay of both moments.")
+    betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
     warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps over which the learning rate rises.")
     decay_steps: int = Field(
         default=150,
         ge=0,
-        description="Optimizer steps, warm-up included, until the learning rate has fallen; 0: never.",
+        description="Optimizer steps, warm-up included, over which the learning rate falls; 0: no decay.",
     )
     final_learning_rate_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="Last learning rate as a share of the largest."
+        default=0.1, ge=0, le=1, description="Final learning rate as a share of the maximum."
     )
-    gradient_clip_norm: float = Field(default=1.0, gt=0, description="Largest gradient norm of a step.")
-    clip_range: float = Field(default=0.2, gt=0, description="How far from 1 the policy ratio counts.")
-    value_clip_range: float = Field(default=0.2, gt=0, description="How far values may move in the value loss (PPO).")
+    gradient_clip_norm: float = Field(default=1.0, gt=0, description="Maximum gradient norm of a step.")
+    clip_range: float = Field(default=0.2, gt=0, description="Clip range of the policy ratio around 1.")
+    value_clip_range: float = Field(default=0.2, gt=0, description="Clip range of values in the value loss (PPO).")
     kl_coef: float | None = Field(
         default=None, ge=0, description="Weight of the k3 KL in the loss; left out: 0.01 (GRPO), 0 (PPO)."
     )
-    critic_warmup_steps: int = Field(default=10, ge=0, description="First steps, for the critic alone (PPO).")
+    critic_warmup_steps: int = Field(default=10, ge=0, description="First steps, which train the critic alone (PPO).")
     whiten_advantages: bool = Field(default=True, description="Whether advantages are normalized (PPO).")
-    micro_batch_size: int | None = Field(default=None, ge=1, description="Rows of one pass; left out: the batch.")
-    gradient_accumulation_steps: int = Field(default=1, ge=1, le=2**16, description="Batches of a rank to one step.")
-    publish_every: int = Field(default=1, ge=1, le=2**16, description="Optimizer steps to one version.")
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="Rows per forward and backward pass; left out: the batch."
+    )
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, le=2**16, description="Batches of a rank per optimizer step."
+    )
+    publish_every: int = Field(default=1, ge=1, le=2**16, description="Optimizer steps per published version.")
     save_every: int = Field(
-        default=0, ge=0, description="Optimizer steps to one checkpoint; 0: at the end.", json_schema_extra=LIVE
+        default=0, ge=0, description="Optimizer steps per checkpoint; 0: only at the end.", json_schema_extra=LIVE
     )
     keep_checkpoints: int = Field(default=3, ge=0, description="Checkpoints of a run that are kept; 0: all.")
     resume: Literal["auto", "never"] = Field(
-        default="auto", description="Whether a start goes on from the last checkpoint of the same run."
+        default="auto", description="Whether a start resumes from the last checkpoint of the same run."
     )
     keep_state: Literal["memory", "disk"] = Field(
         default="memory",
-        description="Where a killed trainer goes on from: shared memory, exactly, or the last checkpoint.",
+        description="State from which a killed trainer resumes: shared memory, exactly, or the last checkpoint.",
     )
     probe_every: int = Field(
-        default=16, ge=0, description="Versions from one that workers check their models against to the next; 0: none."
+        default=16,
+        ge=0,
+        description="Versions between two with a probe, against which workers check their models; 0: no probes.",
     )
-    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank.")
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads per rank.")
 
 
 class MetricsConfig(_Section):
     """The HTTP server of metrics, health and the page."""
 
     enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address it listens on.")
-    port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0 for any that is free.")
-    page: bool = Field(default=True, description="Whether it serves the page of the run at `/`.")
-    tls_cert: AnyPath | None = Field(
-        default=None, description="Certificate chain in PEM; with it the server speaks TLS."
-    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address that the server listens on.")
+    port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0: any free port.")
+    page: bool = Field(default=True, description="Whether the server has the page of the run at `/`.")
+    tls_cert: AnyPath | None = Field(default=None, description="Certificate chain in PEM; enables TLS.")
     tls_key: AnyPath | None = Field(default=None, description="The certificate's private key, of mode 0600.")
     token_file: AnyPath | None = Field(
         default=None,
-        description="File of mode 0600 with a bearer token, asked for by all but /healthz and /readyz.",
+        description="File of mode 0600 with a bearer token, which all paths but /healthz and /readyz require.",
         json_schema_extra=LIVE,
     )
 
@@ -328,34 +359,36 @@ class SamplesConfig(_Section):
     """Rollouts kept for people to read, on the page and by `rlhfd samples`."""
 
     per_minute: float = Field(
-        default=30.0, ge=0, le=6000, description="Prompts a minute whose responses are kept, of all workers; 0: none."
+        default=30.0,
+        ge=0,
+        le=6000,
+        description="Prompts per minute, of all workers together, whose responses are kept; 0: none.",
     )
     bytes: Bytes = Field(
         default=16 << 20,
         ge=1 << 16,
         lt=2**40,
-        description="Most bytes of what is kept under daemon.state_dir; the oldest go first.",
+        description="Maximum bytes of the samples under daemon.state_dir; the oldest are removed first.",
     )
     remote: bool = Field(
         default=False,
-        description="Whether the page shows them where metrics.host is no loopback address too.",
+        description="Whether the page shows samples even if metrics.host is not a loopback address.",
     )
 
 
 class ClusterConfig(_Section):
-    """Where the workers' models compute."""
+    """The place of the workers' models: this machine, or a Ray cluster."""
 
     engine: Literal["local", "ray"] = Field(
-        default="local", description="In the workers' own processes, or as actors on any machine of a Ray cluster."
+        default="local",
+        description="Models in the workers' own processes (local), or in actors on any machine of a Ray cluster (ray).",
     )
     address: str = Field(
         default="auto",
         min_length=1,
-        description="The Ray cluster: host:port of its head, or auto for the one that this machine is part of.",
+        description="Ray cluster: host:port of its head, or auto for the cluster that this machine is part of.",
     )
-    worker_gpus: float = Field(
-        default=1.0, ge=0, le=1, description="Share of a GPU of each actor; 0 where they compute on CPUs."
-    )
+    worker_gpus: float = Field(default=1.0, ge=0, le=1, description="Share of a GPU per actor; 0: actors on CPUs.")
 
 
 class Config(_Section):
@@ -392,7 +425,7 @@ class Config(_Section):
 
     @property
     def row_bytes(self) -> int:
-        """Most bytes that one row may take in the arena."""
+        """Maximum bytes of one row in the arena."""
         return self.buffer.row_bytes or row_bytes_bound(self.rollout.max_length)
 
     @property
@@ -424,7 +457,7 @@ class Config(_Section):
 
 
 def identity_of(config: Config) -> str:
-    """Return a digest of everything that makes two runs the same run: models, prompts, seed, algorithm and batches."""
+    """Return a digest of the settings that identify a run: models, prompts, seed, algorithm and batches."""
     parts = (
         config.daemon.seed, config.model.model_dump_json(), config.prompts.model_dump_json(), config.rollout.algorithm,
         config.rollout.num_generations, config.rollout.max_length, config.sample_batch_size, config.prompts_per_ticket,

@@ -1,16 +1,16 @@
-"""How much room experience takes at most, for those who reserve it and never see a tensor."""
+"""Upper bounds on the bytes of experience, for processes that reserve room and never load a tensor."""
 
 from __future__ import annotations
 
-# Header of an extent: fields, groups and vision fields, and some numbers a row, which `row_bytes_bound` counts itself.
+# Header of an extent: fields, groups and vision fields, and some numbers per row, which `row_bytes_bound` includes.
 EXTENT_OVERHEAD_BYTES = 8192
 
 
 def row_bytes_bound(max_length: int) -> int:
-    """Return the most bytes a text row of `max_length` tokens takes in an extent, its share of the header included.
+    """Return an upper bound on the bytes of a text row of `max_length` tokens, its share of the header included.
 
-    Two int64 columns, seven float32 and one bool a token, and 256 B for scalars, lengths and alignment. What pixels
-    take on top nobody knows beforehand: `buffer.row_bytes` says it.
+    Per token two int64 columns, seven float32 and one bool; per row 256 B for scalars, lengths and alignment. The bytes
+    of pixels are not known beforehand: `buffer.row_bytes` sets them.
     """
     return max_length * (2 * 8 + 7 * 4 + 1) + 256
 

@@ -1,4 +1,4 @@
-"""What to write in place of a line that is no TOML; each advice has been parsed before it is given."""
+"""Corrections of a line that is not valid TOML; each correction has been parsed before it is shown."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ _NEVER_CLOSED = (
 _TYPOGRAPHIC = str.maketrans("“”„‘’", '"""\'\'')
 
 
-def advise(text: str, offset: int, what: str) -> tuple[int, str]:
-    """Return the place to show for a syntax error, and the error with what was probably meant.
+def advise(text: str, offset: int, error: str) -> tuple[int, str]:
+    """Return the place to show for a syntax error, and the error with the probable correction.
 
     Args:
         text: The whole file.
-        offset: Where tomllib gave up; the end of the text where something is never closed.
-        what: What tomllib said, without the place.
+        offset: Offset of the error in tomllib; the end of the text if a bracket or quote is never closed.
+        error: The message of tomllib, without the place.
     """
-    offset, what = _opening(text, offset, what)
+    offset, error = _opening(text, offset, error)
     start = text.rfind("\n", 0, offset) + 1
     line = text[start:].partition("\n")[0]
     if _value_of(line).lower() in _NOTHING:
-        return offset, f"{what}: TOML has no such value, leave the key out"
+        return offset, f"{error}: TOML has no such value, leave the key out"
     for candidate in _candidates(line):
         if candidate.strip() != line.strip() and _is_toml(candidate):
-            return offset, f"{what}, did you mean {candidate.strip()}"[:200] + "?"
+            return offset, f"{error}, did you mean {candidate.strip()}"[:200] + "?"
     if text.lstrip().startswith("{"):
-        return offset, f"{what}: this looks like JSON, a configuration is TOML"
-    if what.startswith(("expected '='", "invalid statement")):
-        return offset, f"{what}: a line is key = value, [section] or # comment"
-    if what == "cannot overwrite a value":
-        return offset, f"{what}: it was set above"
+        return offset, f"{error}: this looks like JSON, a configuration is TOML"
+    if error.startswith(("expected '='", "invalid statement")):
+        return offset, f"{error}: a line is key = value, [section] or # comment"
+    if error == "cannot overwrite a value":
+        return offset, f"{error}: it was set above"
     if text[offset : offset + 1] == "\r":
-        return offset, f"{what}: a carriage return alone ends no line"
-    return offset, what if _value_of(line) or what != "invalid value" else "value is missing"
+        return offset, f"{error}: a carriage return alone ends no line"
+    return offset, error if _value_of(line) or error != "invalid value" else "value is missing"
 
 
-def _opening(text: str, offset: int, what: str) -> tuple[int, str]:
-    """Return where that begins which is never closed; the error as it came if it is another one."""
-    if what.startswith("illegal character '\\n'"):
+def _opening(text: str, offset: int, error: str) -> tuple[int, str]:
+    """Return the offset of a bracket or quote that is never closed, and its error; any other error unchanged."""
+    if error.startswith("illegal character '\\n'"):
         start = text.rfind("\n", 0, offset) + 1
         return text.find('"', start), 'string is not closed, a " is missing at the end of the line'
-    if what in ("invalid value", "unclosed array") and _HEADER.match(text, text.rfind("\n", 0, offset) + 1):
-        # A section's header within a list: that one was never closed.
-        text, what = text[: text.rfind("\n", 0, offset)], "unclosed array"
+    if error in ("invalid value", "unclosed array") and _HEADER.match(text, text.rfind("\n", 0, offset) + 1):
+        # A section's header within a list: the list was never closed.
+        text, error = text[: text.rfind("\n", 0, offset)], "unclosed array"
     elif offset < len(text.rstrip()):
-        return offset, what
+        return offset, error
     for begins, pattern, message in _NEVER_CLOSED:
-        if what == begins and (found := list(re.finditer(pattern, text, re.MULTILINE))):
-            # A quote of one line is at fault where the first one is, anything else where the last one is.
+        if error == begins and (found := list(re.finditer(pattern, text, re.MULTILINE))):
+            # Of one-line quotes the first match is at fault, of all others the last one.
             return found[0 if begins == 'expected "\'"' else -1].start(1), message
-    # At the end of what is there, not on the empty line behind it.
-    return len(text.rstrip()), what
+    # At the end of the text, not on the empty line after it.
+    return len(text.rstrip()), error
 
 
 def _value_of(line: str) -> str:
@@ -74,7 +74,7 @@ def _value_of(line: str) -> str:
 
 
 def _candidates(line: str) -> Iterator[str]:
-    """Yield what may have been meant, the likeliest first."""
+    """Yield lines that may have been meant, the likeliest first."""
     for comment in ("//", ";", "--"):
         before, mark, after = line.partition(comment)
         if mark:
@@ -88,7 +88,7 @@ def _candidates(line: str) -> Iterator[str]:
         yield f"{match[1]}.{match[2]}"
     if match := re.fullmatch(r"[-*]\s+(.*)", header):
         yield from (match[1], *_candidates(match[1]))
-    # What follows a # is a comment only where nothing before it is quoted; both are tried.
+    # Text after a # is a comment only if it is not within quotes; both readings are tried.
     for body in (line.partition("#")[0], line):
         if match := _PAIR.fullmatch(body):
             for value in _values(match[4]):

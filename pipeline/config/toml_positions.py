@@ -1,4 +1,4 @@
-"""Where in a TOML text each key and value stands, which tomllib does not tell."""
+"""Positions of keys and values in a TOML text, which tomllib does not return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.config.toml_advice import advise
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 
 _GAP = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
-# A text of several lines may end in up to two quotes of its own right before the three that end it.
+# A multi-line string may end in up to two quotes of its own right before its three closing quotes.
 _STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|' r"'''.*?'{3,5}|" r'"(?:\\.|[^"\\\n])*"|' r"'[^'\n]*'", re.DOTALL)
 _SYNTAX_ERROR = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -19,18 +19,18 @@ _BARE_VALUE = re.compile(r"[^,\]}#\n]+")
 
 
 class Mark(NamedTuple):
-    """Offsets into the text: of a key's last part, and of its value, which for a table's header is the key again."""
+    """Offsets into the text: of a key's last part, and of its value; for a table's header both are the key's."""
 
     key: int
     value: int
 
 
 class Positions(NamedTuple):
-    """What `scan` finds.
+    """The result of `scan`.
 
     Attributes:
-        marks: By path; elements of arrays, and of arrays of tables, by their number.
-        repeats: Paths that stand in the text twice, each with the offset of the later key.
+        marks: Marks by path; elements of arrays, and of arrays of tables, by their number.
+        repeats: Paths that occur twice in the text, each with the offset of the later key.
     """
 
     marks: dict[KeyPath, Mark]
@@ -44,7 +44,7 @@ def scan(text: str) -> Positions:
         text: TOML that tomllib accepts, or refuses only for keys that repeat; lines end in ``\n``.
 
     Raises:
-        ValueError: If the text is no TOML, as far as that shows here.
+        ValueError: If the text is not TOML; not every such text is detected.
     """
     return _Scanner(text).scan()
 
@@ -55,11 +55,11 @@ def line_and_column(text: str, offset: int) -> tuple[int, int]:
 
 
 def syntax_errors(text: str, message: str) -> list[tuple[int, int, str]]:
-    """Say what is wrong with a text that tomllib refused: all keys that are set twice, or else its first error.
+    """Return the errors of a text that tomllib refused: all keys that are set twice, or else its first error.
 
     Args:
         text: As in `scan`.
-        message: What tomllib said.
+        message: The message of tomllib.
 
     Returns:
         Line, column and message of each error, at least one.
@@ -77,11 +77,11 @@ def syntax_errors(text: str, message: str) -> list[tuple[int, int, str]]:
             for path, offset in repeats
         ]
     match = _SYNTAX_ERROR.fullmatch(message)
-    what = match[1] if match else message
+    error = match[1] if match else message
     offset = len(text)
     if match and match[2]:
         offset = sum(map(len, text.splitlines(keepends=True)[: int(match[2]) - 1])) + int(match[3]) - 1
-    offset, message = advise(text, offset, what[:1].lower() + what[1:])
+    offset, message = advise(text, offset, error[:1].lower() + error[1:])
     return [(*line_and_column(text, offset), message)]
 
 

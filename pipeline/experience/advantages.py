@@ -1,8 +1,8 @@
 """Rewards, KL terms and advantages of PPO and GRPO, as formulas over tensors.
 
-k_t = logp_t - logp_ref_t is the log-ratio of action t; A the action columns; what lies outside the action mask goes in
-as anything and comes out as zero. The two functions that begin with ``coati_`` are the conventions of ColossalAI's
-coati, kept for runs that must be reproduced; nothing else uses them.
+k_t = logp_t - logp_ref_t is the log-ratio of action t; A is the number of action columns. Values outside the action
+mask are ignored on input and zero on output. The two functions that begin with ``coati_`` are the conventions of
+ColossalAI's coati, kept for runs that must be reproduced; nothing else uses them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCORE_CLIP = 5.0
 """PPO clips the score of a response to [-SCORE_CLIP, SCORE_CLIP]; GRPO does not."""
 
 _MAX_EXPONENT = 60.0
-"""exp of it, 1e26, can still be summed in float32 over any response; the estimator is exact up to there."""
+"""exp(60), 1e26, can be summed in float32 over any response; the estimator is exact up to this exponent."""
 
 
 def k3_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def k3_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
         ``(B, A)`` float32, never negative, finite for every finite k.
     """
     exponents = (-log_ratios).clamp(max=_MAX_EXPONENT)
-    # expm1 keeps the digits that exp(x) - 1 loses near 0, where k3 is the difference of two nearly equal numbers.
+    # expm1 keeps the digits that exp(x) - 1 loses near 0: there k3 is the difference of two nearly equal numbers.
     return (exponents.expm1() + log_ratios).clamp(min=0.0).masked_fill(~action_mask, 0.0)
 
 
@@ -61,16 +61,16 @@ def action_rewards(scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_c
 def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalized advantage estimation (arXiv:1506.02438 eq. 16), every row terminal after its last action.
 
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, with V and A zero past the end, of a row
-    cut off at its length limit too. t counts actions: where the mask has holes (tool output between two actions), t + 1
-    is the next action. Not whitened.
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}. V and A are zero past the end of a row,
+    also of a row truncated at its length limit. t counts actions: where the mask has holes (tool output between two
+    actions), t + 1 is the next action. The advantages are not whitened.
 
     Args:
         values: ``(B, A)`` float32, the value of the state before each action.
         rewards: ``(B, A)`` float32.
         action_mask: ``(B, A)`` bool.
         gamma: Discount.
-        lam: Lambda; 0 is the one-step error, 1 the return minus the value.
+        lam: Lambda; 0 gives the one-step error, 1 the return minus the value.
 
     Returns:
         ``(B, A)`` float32.
@@ -84,7 +84,7 @@ def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor,
             f"{tuple(action_mask.shape)} differ in shape"
         )
     values, rewards = values.masked_fill(~action_mask, 0.0), rewards.masked_fill(~action_mask, 0.0)
-    # The actions of a row next to each other, what lies between them behind them.
+    # The actions of a row come first, contiguous; the other columns follow.
     columns = (~action_mask).byte().argsort(dim=1, stable=True)
     values, rewards = values.gather(1, columns), rewards.gather(1, columns)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
@@ -135,7 +135,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, eps: float = 1e-4) -> 
 
 
 def group_mixed(scores: Tensor, group_size: int) -> Tensor:
-    """Tell which rows stand in a group whose scores are not all equal, and so teach something.
+    """Return which rows are in a group whose scores are not all equal; only these carry a training signal.
 
     Args:
         scores: ``(B,)``, the G responses of a prompt contiguous.
@@ -152,9 +152,9 @@ def group_mixed(scores: Tensor, group_size: int) -> Tensor:
 
 
 def coati_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
-    """Give coati's per-action KL: exp(k) - 1 - k, and -k above k = 10.
+    """Return coati's per-action KL: exp(k) - 1 - k, and -k above k = 10.
 
-    The ratio is inverted (k3 of the reverse KL), and what guards against overflow turns it negative.
+    The ratio is inverted (k3 of the reverse KL), and coati's guard against overflow makes it negative.
 
     Args:
         log_ratios: ``(B, A)`` float32, k.
@@ -163,12 +163,12 @@ def coati_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
     Returns:
         ``(B, A)`` float32.
     """
-    guarded = torch.where(log_ratios < 10, log_ratios, 0.0)
-    return (guarded.exp() - 1 - log_ratios).masked_fill(~action_mask, 0.0)
+    exponents = torch.where(log_ratios < 10, log_ratios, 0.0)
+    return (exponents.exp() - 1 - log_ratios).masked_fill(~action_mask, 0.0)
 
 
 def coati_action_rewards(scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
-    """Give coati's per-action rewards: as `action_rewards`, with the clipped score added to EVERY action."""
+    """Return coati's per-action rewards: as `action_rewards`, with the clipped score added to EVERY action."""
     rewards = -kl_coef * log_ratios + scores.clamp(-SCORE_CLIP, SCORE_CLIP).unsqueeze(1)
     return rewards.masked_fill(~action_mask, 0.0)
 

@@ -1,8 +1,8 @@
-"""Experience <-> the bytes of an extent: rows without padding on the way in, batched in one pass on the way out.
+"""Experience <-> the bytes of an extent: encoding drops the padding, decoding batches rows in one pass.
 
-A row is stored right-aligned, as long as its group's longest row; so columns of the response end together in group,
-extent and batch, and a group is copied with one slice. Masks without holes are not stored: lengths say all there is.
-`codec_layout` tells what lies where; what a vision-language experience has besides is `codec_vision`'s.
+A row is stored right-aligned, in the width of its group's longest row. So the response columns end together in group,
+extent and batch, and a group is copied with one slice. A mask without holes is not stored: the row lengths determine
+it. `extent_format` defines the place of each block, `vision_codec` the part that a vision-language experience adds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipeline.experience.extent_format import (
 )
 from pipeline.experience.row_spans import Spans, action_columns
 from pipeline.experience.tensor_pool import MEMORY
-from pipeline.experience.types import SCORE_FIELDS, Experience, ExperienceVL
+from pipeline.experience.types import OBJECT_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, Experience, ExperienceVL
 from pipeline.experience.vision_codec import (
     VisionPart,
     VisionReader,
@@ -47,19 +47,18 @@ from pipeline.experience.vision_codec import (
     vision_stop,
 )
 
-SEQUENCE_FIELDS = ("sequences", "attention_mask")
-PER_ACTION_FIELDS = (
+# In stored order: `ACTION_FIELDS`, and those of `SCORE_FIELDS` that may be (B, A). `reward` is always one number a row.
+_PER_ACTION_FIELDS = (
     "action_log_probs", "base_action_log_probs", "values", "returns", "kl", "advantages", "action_mask",
     "action_entropy",
 )  # fmt: skip
-OTHER_FIELDS = ("reward", "labels", "references")
-_TEXT_FIELDS = SEQUENCE_FIELDS + PER_ACTION_FIELDS + OTHER_FIELDS
+_TEXT_FIELDS = (*TOKEN_FIELDS, *_PER_ACTION_FIELDS, "reward", *OBJECT_FIELDS)
 _MAX_GROUPS = 8
-# Less padding is not worth a group: its blocks cost more calls than that costs copying.
+# Less padding than this is not worth a group: copying the padding costs less than the calls for a group's blocks.
 _LEAST_PADDING_TOKENS = 4096
-# Below, a block is copied whole, its padding too: fewer calls of numpy than one a row.
+# A smaller block is copied whole, padding included: fewer numpy calls than one a row.
 _SMALL_BLOCK_BYTES = 1 << 18
-# Up to so many, padding is zeroed by one look at each value: fewer calls of numpy than one a row.
+# Up to this size, padding is zeroed with one comparison a value: fewer numpy calls than one a row.
 _FEW_VALUES = 1 << 13
 
 
@@ -76,17 +75,17 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
 
     Args:
         experience: Rows on the CPU, padded on either side or both; `action_mask` ends where the sequences end.
-            An `ExperienceVL` comes back as one, with its pixels, grids and raw images.
-        memory: The extent; longer than needed is fine.
-        checksum: Whether to take the checksum.
+            An `ExperienceVL` is decoded as one, with its pixels, grids and raw images.
+        memory: The extent; it may be longer than needed.
+        checksum: Whether to compute the checksum.
 
     Returns:
-        The bytes used, and their checksum.
+        The number of bytes used, and their checksum.
 
     Raises:
         ShapeError: If a field's shape does not fit `sequences`, naming the field.
-        FieldError: If a row has no tokens, `info` holds what is no tensor of B rows, or vision fields do not account
-            for each other.
+        FieldError: If a row has no tokens, an element of `info` is not a tensor of B rows, or the vision fields are
+            inconsistent.
         ArenaFullError: If the extent is too small.
     """
     rows, width = experience.sequences.shape
@@ -119,17 +118,17 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
 
 
 class ExtentReader:
-    """A sealed extent, read in place."""
+    """A sealed extent, decoded in place."""
 
     def __init__(self, memory: memoryview, *, checksum: int = 0) -> None:
-        """Read an extent's header.
+        """Decode an extent's header.
 
         Args:
             memory: The sealed extent, exactly its bytes.
-            checksum: What the bytes must add up to; 0 skips the look.
+            checksum: The expected xxh3-64 checksum of the bytes; 0 skips the verification.
 
         Raises:
-            DecodeError: If the bytes are no extent, or not those that were sealed.
+            DecodeError: If the bytes are not an extent, or not the sealed ones.
         """
         if checksum and xxhash.xxh3_64_intdigest(memory) != checksum:
             raise DecodeError(f"extent of {len(memory):,} B: its checksum is not the one it was sealed with")
@@ -137,17 +136,17 @@ class ExtentReader:
         self._memory = memory
         self._stacks, self._blocks, text_stop = lay_out(self.header, self.plan, start)
         if text_stop > len(memory):
-            raise DecodeError(f"extent of {len(memory):,} B, its header speaks of {text_stop:,} B")
+            raise DecodeError(f"extent of {len(memory):,} B: its header describes {text_stop:,} B")
         vision = self.header.vision
         self.vision = None if vision is None else VisionReader(vision, self.header.rows, memory, align(text_stop))
 
     def stacks(self) -> Iterator[tuple[Stack, Array]]:
-        """Yield the fields with columns, as arrays (fields, rows of a group, columns) over the extent's own bytes."""
+        """Yield the fields with columns, as arrays (fields, rows of a group, columns) over the extent's memory."""
         for stack in self._stacks:
             yield stack, stack.array(self._memory)
 
     def blocks(self) -> Iterator[tuple[FieldHeader, Array]]:
-        """Yield each field without columns as an array over the extent's own bytes."""
+        """Yield each field without columns as an array over the extent's memory."""
         for block in self._blocks:
             yield block.field, block.array(self._memory)
 
@@ -156,16 +155,16 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
     """Copy rows of extents into one left-padded batch, each value once.
 
     Args:
-        parts: Extents, and which of their rows, in batch order.
+        parts: Extents with the indices of their rows to copy, in batch order.
         pin_memory: Whether the batch's tensors are page-locked, for an asynchronous copy to a GPU.
 
     Returns:
-        An `Experience` of all the rows, as wide as its longest, or an `ExperienceVL`; it shares no memory with the
+        An `Experience` of all the rows, as wide as the longest row, or an `ExperienceVL`; it shares no memory with the
         extents.
 
     Raises:
-        DecodeError: If an extent has fewer rows than are wanted of it, or its raw images are damaged.
-        FieldError: If a field is there in one extent and missing in another, or some extents only are
+        DecodeError: If a row index is out of an extent's range, or raw images are damaged.
+        FieldError: If a field is present in only some of the extents, or only some of the extents are
             vision-language ones.
     """
     _refuse_missing_rows(parts)
@@ -210,35 +209,35 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
 
 
 def _arrays_of(experience: Experience, rows: int) -> tuple[dict[str, Array], dict[str, torch.dtype]]:
-    """Return the text fields that are there, over the tensors' own memory, and their torch dtypes."""
+    """Return the text fields that are not None, as arrays over the tensors' memory, and their torch dtypes."""
     values = vars(experience)
     found = {name: value for name in _TEXT_FIELDS if (value := values[name]) is not None}
     found |= {f"info.{key}": value for key, value in (experience.info or {}).items()}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
-            raise FieldError(f"{_told(name)}: only tensors travel, got {type(value).__name__}")
+            raise FieldError(f"{_display_name(name)}: only tensors are stored, got {type(value).__name__}")
     arrays = {name: as_array(value.detach() if value.requires_grad else value) for name, value in found.items()}
     for name, array in arrays.items():
         if array.shape[:1] != (rows,):
-            raise ShapeError(f"{_told(name)}: {array.shape} for {rows} rows")
+            raise ShapeError(f"{_display_name(name)}: {array.shape} for {rows} rows")
     return arrays, {name: value.dtype for name, value in found.items()}
 
 
-def _told(name: str) -> str:
+def _display_name(name: str) -> str:
     return f"info[{name.removeprefix('info.')!r}]" if name.startswith("info.") else name
 
 
 def _columns_and_tail(
     name: str, shape: tuple[int, ...], width: int, action_columns: int
 ) -> tuple[Columns, tuple[int, ...]]:
-    is_token = name in SEQUENCE_FIELDS
-    if not is_token and not (name in PER_ACTION_FIELDS and len(shape) == 2):
+    is_token = name in TOKEN_FIELDS
+    if not is_token and not (name in _PER_ACTION_FIELDS and len(shape) == 2):
         return "", shape[1:]
     expected = width if is_token else action_columns
     if len(shape) == 2 and shape[1] == expected:
         return "S" if is_token else "A", ()
     if name in SCORE_FIELDS and shape[1] == 1:
-        # One number a row, with a dimension of its own, as LightRFT has it.
+        # One number a row as (B, 1), the form in LightRFT.
         return "", shape[1:]
     raise ShapeError(f"{name}: {shape}, expected ({shape[0]}, {expected})")
 
@@ -257,9 +256,9 @@ def _header(stored: tuple[FieldHeader, ...], spans: Spans, vision: VisionPart | 
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:
-    """Cut rows into at most `_MAX_GROUPS` groups of similar length, each in append order.
+    """Divide rows into at most `_MAX_GROUPS` groups of similar length, each in append order.
 
-    A group goes on as long as its padding stays below an eighth of it, or below `_LEAST_PADDING_TOKENS`.
+    A group grows while its padding is below an eighth of its area, or below `_LEAST_PADDING_TOKENS`.
     """
     if max(lengths) * len(lengths) - sum(lengths) < _LEAST_PADDING_TOKENS:
         return [list(range(len(lengths)))]
@@ -281,9 +280,9 @@ def _similar(lengths: list[int]) -> list[list[int]]:
 
 
 def _write(out: Array, stack: Stack, sources: list[Array], header: ExtentHeader, spans: Spans) -> None:
-    """Write the rows of a group: those of each source, (B, columns), to one block of `out`.
+    """Write the rows of a group: the rows of each source, (B, columns), to one block of `out`.
 
-    What lies before a row in its block is anything; `gather` zeroes it.
+    The padding before a row in its block is undefined; `gather` zeroes it.
     """
     is_token, rows, width = stack.run.is_token, stack.group.rows, stack.shape[2]
     # Action columns end where the sequences' columns end.
@@ -309,7 +308,7 @@ def _gather_part(
     group_now: GroupHeader | None = None
     for stack, values in reader.stacks():
         if stack.group is not group_now:
-            # A group's stacks lie together: which of its rows are wanted is found out once.
+            # A group's stacks are adjacent: its chosen rows are located once.
             group_now, (sources, targets) = stack.group, _places_of(stack.group, chosen, start)
         if sources is not None:
             run, (count, _, stored) = stack.run, stack.shape
@@ -323,7 +322,7 @@ _Places = slice | list[int] | None
 
 
 def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[_Places, _Places]:
-    """Return where the chosen rows lie in their group, and where they go in the batch; None if it has none of them."""
+    """Return the places of the chosen rows in their group and in the batch; None if the group has none of them."""
     if group.rows == chosen:
         return slice(None), slice(start, start + len(chosen))
     place_of = {row: place for place, row in enumerate(group.rows)}
@@ -334,7 +333,7 @@ def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[_Plac
 
 
 def _fill_masks(parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dict[str, Array]) -> None:
-    """Write ones over the masks that were left out."""
+    """Fill the masks that are not stored with ones."""
     start = 0
     for reader, chosen in parts:
         stop = start + len(chosen)
@@ -344,13 +343,13 @@ def _fill_masks(parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dic
 
 
 def _zero_padding(stacks: list[Array], lengths: list[int]) -> None:
-    """Zero what lies before each row, in stacks (fields, rows, columns) of one width."""
+    """Zero the padding before each row, in stacks (fields, rows, columns) of one width."""
     if not stacks:
         return
     rows, width = stacks[0].shape[1:]
     padding = [width - length for length in lengths]
     if rows * width <= _FEW_VALUES:
-        # Of narrow numbers: more of them are compared at a time.
+        # int16: more values a vector instruction than int64.
         is_padding = np.arange(width, dtype=np.int16) < np.array(padding, np.int16)[:, None]
         for stack in stacks:
             np.copyto(stack, 0, casting="unsafe", where=is_padding)
@@ -365,7 +364,7 @@ def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) ->
     for reader, chosen in parts:
         if min(chosen) < 0 or max(chosen) >= reader.header.rows:
             row = next(row for row in chosen if not 0 <= row < reader.header.rows)
-            raise DecodeError(f"row {row} is wanted of an extent of {reader.header.rows} rows")
+            raise DecodeError(f"row {row} is requested from an extent of {reader.header.rows} rows")
 
 
 def _common_plan(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> Plan:
@@ -378,7 +377,7 @@ def _common_plan(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> Plan:
         if odd:
             raise FieldError(f"{odd[0]}: present, or of one dtype and shape, in some of the batch's rows only")
         if reader.plan.stacks != first.plan.stacks:
-            raise DecodeError("fields of an extent lie in an order in which none is written")
+            raise DecodeError("the fields of an extent are in an order that no encoder writes")
     return first.plan
 
 

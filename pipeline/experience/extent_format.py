@@ -1,15 +1,15 @@
-"""What the bytes of an extent mean: its header, and the place of each block.
+"""The format of an extent: its header, and the place of each block.
 
     u32 header length, header (msgpack `ExtentHeader`), zeros up to a multiple of 64
     blocks, each aligned to 64 bytes, in the order in which `lay_out` places them:
         for each group of rows of similar length, for each field with a column a token:  (rows, width) values
         for each other field:                                                            (B, ...) values
-    what `codec_vision` adds, if the experience is a vision-language one
+    the vision part (`vision_codec`), if the experience is a vision-language one
 
-Rows are right-aligned in their blocks. What lies before a row is anything: whoever copies it out zeroes it.
+Rows are right-aligned in their blocks. The padding before a row is undefined: the reader zeroes its own copy.
 
-A header that was read is one that the rest may rely on: whatever bytes lie there, `read_header` returns one whose parts
-account for each other, or raises DecodeError.
+A decoded header is consistent: for any bytes, `read_header` either returns a header whose parts agree with each other
+or raises DecodeError. The other functions rely on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from pipeline.errors import DecodeError, FieldError
 
 _BLOCK_ALIGNMENT = 64
-# numpy takes no array of more dimensions than 64, one of which is the rows'.
+# numpy allows 64 dimensions, one of which is the rows'.
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 1 << 32
 _MASK_COLUMNS = {"attention_mask": "S", "action_mask": "A"}
@@ -40,7 +40,7 @@ Array = npt.NDArray[Any]
 Columns = Literal["S", "A", ""]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
-# numpy knows no bfloat16; its bits travel as int16.
+# numpy has no bfloat16; its bits are stored as int16.
 _ARRAY_DTYPES = {
     name: np.dtype("int16" if name == "bfloat16" else name)
     for name in (
@@ -55,7 +55,8 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in _
 class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
     """One stored field: its name (``info.`` before those of `info`), torch dtype and columns.
 
-    `columns` is ``"S"`` (one a token), ``"A"`` (one an action) or ``""``; `tail` the shape of a row of the latter.
+    `columns` is ``"S"`` (one a token), ``"A"`` (one an action) or ``""`` (none); `tail` is the shape of a row of a
+    field without columns.
     """
 
     name: str
@@ -65,7 +66,7 @@ class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Rows stored together: their places in the append, and the widths of their blocks."""
+    """Rows stored together: their indices in the append, and the widths of their blocks."""
 
     rows: list[Size]
     sequence_width: Size
@@ -73,7 +74,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediumHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The images, or the videos, of all rows: `counts` grids a row, `patches` rows of pixels in all."""
+    """The images, or the videos, of all rows: `counts` grids in each row, `patches` rows of pixels in total."""
 
     pixels: FieldHeader
     grids: FieldHeader
@@ -82,14 +83,14 @@ class MediumHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VisionHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The vision fields; `raw_bytes` is the size of each row's raw images, None where no row has any."""
+    """The vision fields; `raw_bytes` is the size of each row's raw images, None if no row has raw images."""
 
     media: list[MediumHeader]
     raw_bytes: list[Size] | None
 
 
 class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
-    """All that a reader needs to know of an extent; `vision` is None in one of plain text."""
+    """The header of an extent; `vision` is None in an extent of text alone."""
 
     rows: Size
     fields: tuple[FieldHeader, ...]
@@ -104,10 +105,10 @@ _header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
 
 
 class FieldRun(NamedTuple):
-    """Fields of one dtype, with a column each token or each action, that are stored side by side.
+    """Fields of one dtype, all with a column a token or all with a column an action, whose blocks are adjacent.
 
-    `stack`: which of the plan's stacks they are part of; `first`: the place of the first of them in it;
-    `kind`: their dtype as arrays hold them.
+    `stack`: index of the plan's stack that contains them; `first`: index of the first of them in the stack;
+    `kind`: the dtype of their arrays.
     """
 
     fields: tuple[FieldHeader, ...]
@@ -118,24 +119,24 @@ class FieldRun(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the fields of an extent, and the masks left out of it, say of every extent that has the same ones.
+    """The part of the layout that depends only on an extent's fields and on its masks that are not stored.
 
-    `stacks`: fields with columns, neighbours of one kind together, as a batch holds them; `runs`: those of each that
-    are stored side by side; `others`: fields without columns; `wrongs`: what no extent can have.
+    `stacks`: fields with columns, neighbours of one kind together, as in a batch; `runs`: the field runs of each stack;
+    `others`: fields without columns; `errors`: the reasons why no extent can have these fields.
     """
 
     stacks: tuple[tuple[FieldHeader, ...], ...]
     runs: tuple[FieldRun, ...]
     others: tuple[FieldHeader, ...]
-    wrongs: tuple[str, ...]
+    errors: tuple[str, ...]
 
 
-# Extents of one run have the same fields: what can be said of these alone is found out once.
+# All extents of a training run have the same fields: their plan is computed once.
 @functools.lru_cache(maxsize=64)
 def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Plan:
-    """Return the plan of a header's fields and of the masks that it leaves out."""
-    if wrongs := tuple(_wrongs_of_fields(fields, full_masks)):
-        return Plan((), (), (), wrongs)
+    """Return the plan of a header's fields and of its masks that are not stored."""
+    if errors := tuple(_errors_of_fields(fields, full_masks)):
+        return Plan((), (), (), errors)
     with_columns = (field for field in fields if field.columns)
     kinds = itertools.groupby(with_columns, lambda field: (field.columns, field.dtype))
     stacks = tuple(tuple(kind) for _, kind in kinds)
@@ -156,7 +157,7 @@ def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Pla
 
 
 class Stack(NamedTuple):
-    """The values of a run of fields, of the rows of one group: a block each, `stride` bytes apart."""
+    """The values of a field run in the rows of one group: one block a field, `stride` bytes apart."""
 
     run: FieldRun
     group: GroupHeader
@@ -165,7 +166,7 @@ class Stack(NamedTuple):
     stride: int
 
     def array(self, memory: memoryview) -> Array:
-        """Return the blocks as one array (fields, rows, columns) over the extent's own bytes."""
+        """Return the blocks as one array (fields, rows, columns) over the extent's memory."""
         kind = self.run.kind
         return np.ndarray(
             self.shape, kind, memory, self.start, (self.stride, self.shape[2] * kind.itemsize, kind.itemsize)
@@ -173,7 +174,7 @@ class Stack(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The values of a field without columns, end to end."""
+    """The values of a field without columns, contiguous."""
 
     field: FieldHeader
     shape: tuple[int, ...]
@@ -181,25 +182,25 @@ class Block(NamedTuple):
     stop: int
 
     def array(self, memory: memoryview) -> Array:
-        """Return the block as an array over the extent's own bytes."""
+        """Return the block as an array over the extent's memory."""
         return np.ndarray(self.shape, _ARRAY_DTYPES[self.field.dtype], memory, self.start)
 
 
 def block_at(start: int, field: FieldHeader, shape: tuple[int, ...]) -> Block:
-    """Place a block; the next one starts at `align` of its stop."""
+    """Return a field's block at `start`; the next block starts at `align(block.stop)`."""
     return Block(field, shape, start, start + math.prod(shape) * _ARRAY_DTYPES[field.dtype].itemsize)
 
 
 def lay_out(header: ExtentHeader, plan: Plan, start: int) -> tuple[list[Stack], list[Block], int]:
-    """Place the text fields.
+    """Return the places of the text fields.
 
     Args:
-        header: The extent's.
-        plan: Of its fields.
-        start: Where the blocks start, as `header_bytes` says.
+        header: The extent's header.
+        plan: The plan of its fields.
+        start: Offset of the first block, from `header_bytes`.
 
     Returns:
-        Those with columns by group, those without, and where the last one stops.
+        The stacks of the fields with columns, a group at a time; the blocks of the other fields; the end of the last.
     """
     stacks, blocks, stop = [], [], start
     for group in header.groups:
@@ -219,7 +220,7 @@ def lay_out(header: ExtentHeader, plan: Plan, start: int) -> tuple[list[Stack], 
 
 
 def write_header(packed: bytes, memory: memoryview) -> None:
-    """Write an encoded header, and the zeros behind it."""
+    """Write an encoded header, and zeros up to the first block."""
     start, stop = _LENGTH.size + len(packed), header_bytes(packed)
     _LENGTH.pack_into(memory, 0, len(packed))
     memory[_LENGTH.size : start] = packed
@@ -227,15 +228,15 @@ def write_header(packed: bytes, memory: memoryview) -> None:
 
 
 def header_bytes(packed: bytes) -> int:
-    """Return where the blocks behind an encoded header start."""
+    """Return the offset of the first block behind an encoded header."""
     return align(_LENGTH.size + len(packed))
 
 
 def read_header(memory: memoryview) -> tuple[ExtentHeader, Plan, int]:
-    """Return an extent's header, the plan of its fields, and where its blocks start.
+    """Return an extent's header, the plan of its fields, and the offset of its first block.
 
     Raises:
-        DecodeError: If there is no header, or its parts do not account for each other.
+        DecodeError: If there is no readable header, or its parts are inconsistent.
     """
     try:
         (length,) = _LENGTH.unpack_from(memory)
@@ -243,13 +244,13 @@ def read_header(memory: memoryview) -> tuple[ExtentHeader, Plan, int]:
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
     plan = plan_of(header.fields, header.full_masks)
-    if wrong := next(iter(plan.wrongs or _wrongs(header)), ""):
-        raise DecodeError(f"extent of {len(memory):,} B: its header {wrong}")
+    if found := next(iter(plan.errors or _errors(header)), ""):
+        raise DecodeError(f"extent of {len(memory):,} B: its header {found}")
     return header, plan, align(_LENGTH.size + length)
 
 
-def _wrongs(header: ExtentHeader) -> Iterator[str]:
-    """Say what in a header, but for its fields, would make a reader fail, or reserve without bound."""
+def _errors(header: ExtentHeader) -> Iterator[str]:
+    """Yield the errors of a header beyond its fields: each would make a reader fail or allocate without bound."""
     rows, tokens, actions = header.rows, header.sequence_lengths, header.action_lengths
     if not len(tokens) == len(actions) == rows:
         yield f"has lengths of other than its {rows} rows"
@@ -267,32 +268,32 @@ def _wrongs(header: ExtentHeader) -> Iterator[str]:
         yield "has a row with more actions than tokens"
 
 
-def _wrongs_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Iterator[str]:
+def _errors_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Iterator[str]:
     columns = {field.name: field.columns for field in fields}
     for field in fields:
-        yield from wrongs_of_field(field)
+        yield from field_errors(field)
     if len(columns) < len(fields):
         yield "names a field twice"
     if columns.get("sequences") != "S" or "sequences" in full_masks:
         yield "has no sequences"
     for mask in full_masks:
         if mask not in _MASK_COLUMNS or columns.get(mask) != _MASK_COLUMNS[mask]:
-            yield f"leaves out {mask} and does not say what it was"
+            yield f"omits {mask} without declaring it as a field"
 
 
-def wrongs_of_field(field: FieldHeader) -> Iterator[str]:
-    """Say what in a field's dtype or shape no array can have."""
+def field_errors(field: FieldHeader) -> Iterator[str]:
+    """Yield the errors of a field's dtype and shape: those that no array can have."""
     if field.dtype not in _ARRAY_DTYPES:
         yield f"has a {field.name} of dtype {field.dtype}"
-    # A dimension of 0 hides the others from the size of the block, not from numpy.
+    # With a dimension of 0 the block has 0 bytes, whatever the other dimensions are; numpy still refuses large ones.
     if len(field.tail) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in field.tail) > _MOST_ELEMENTS:
         yield f"has a {field.name} of shape {list(field.tail)}"
 
 
-# Batches of one run have the same fields again and again.
+# All batches of a training run have the same fields.
 @functools.lru_cache(maxsize=64)
 def field_headers(fields: tuple[tuple[str, torch.dtype, Columns, tuple[int, ...]], ...]) -> tuple[FieldHeader, ...]:
-    """Return the headers of fields, each its name, dtype, columns and tail, as `field_header` says."""
+    """Return the headers of fields, each given as the arguments of `field_header`."""
     return tuple(field_header(*field) for field in fields)
 
 
@@ -300,38 +301,38 @@ def field_header(name: str, kind: torch.dtype, columns: Columns, tail: tuple[int
     """Return a field's header.
 
     Raises:
-        FieldError: If values of that dtype do not travel.
+        FieldError: If values of that dtype cannot be stored.
     """
     dtype = _DTYPE_NAMES.get(kind)
     if dtype is None:
         odd = str(kind).removeprefix("torch.")
-        raise FieldError(f"{name}: {odd} does not travel, only {', '.join(_ARRAY_DTYPES)}")
+        raise FieldError(f"{name}: {odd} cannot be stored, only {', '.join(_ARRAY_DTYPES)}")
     return FieldHeader(name, dtype, columns, tail)
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor's memory as an array; bfloat16 as int16."""
+    """Return a CPU tensor's memory as an array; a bfloat16 tensor as int16."""
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def array_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the dtype of the array that holds values of a torch dtype, as headers name it."""
+    """Return the array dtype for a torch dtype, given by its name in headers."""
     return _ARRAY_DTYPES[dtype]
 
 
 def as_tensor(array: Array, dtype: str) -> torch.Tensor:
-    """Return the tensor over an array's memory; int16 as bfloat16 if that is its torch dtype."""
+    """Return a tensor over an array's memory; int16 becomes bfloat16 if that is `dtype`."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
 def index_of(places: list[int]) -> slice | list[int]:
-    """Return a slice where one serves, because slices copy several times faster than index lists."""
+    """Return a slice if the places are consecutive, because slices copy several times faster than index lists."""
     first, count = places[0], len(places)
-    # Ends that fit do not make a slice: rows may come in any order, and twice.
+    # Comparing the ends is not enough: rows may come in any order, and more than once.
     return slice(first, first + count) if places == list(range(first, first + count)) else places
 
 
 def align(nbytes: int) -> int:
-    """Round up to where a block may start."""
+    """Return `nbytes` rounded up to the alignment of a block."""
     return (nbytes + _BLOCK_ALIGNMENT - 1) & -_BLOCK_ALIGNMENT

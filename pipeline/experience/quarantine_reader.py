@@ -2,11 +2,11 @@
 
 For example::
 
-from pipeline import read_quarantine
+    from pipeline import read_quarantine
 
-quarantined = read_quarantine("state/quarantine/20260131T120000-killed_trainer-ticket-7.safetensors")
-quarantined.reason, quarantined.detail, [extent.position for extent in quarantined.extents]
-quarantined.experience().sequences
+    quarantined = read_quarantine("state/quarantine/20260131T120000-killed_trainer-ticket-7.safetensors")
+    quarantined.reason, quarantined.detail, [extent.position for extent in quarantined.extents]
+    quarantined.experience().sequences
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipeline.storage.extent_file import ExtentFile, SavedExtent
 
 
 class QuarantinedExtent:
-    """One quarantined batch or extent.
+    """One quarantined batch or extent; `read_quarantine` opens it.
 
     Attributes:
         reason: The reason of the quarantine, as in `rlhfd_quarantined_total{reason}`; empty if the file has none.
-        detail: The reason in words.
-        unix_s: Time of the quarantine in seconds since 1970.
+        detail: The reason as a sentence; empty if the file has none.
+        unix_s: Time of the quarantine in seconds since 1970; NaN if the file has none.
     """
 
     def __init__(self, file: ExtentFile) -> None:
@@ -37,7 +37,7 @@ class QuarantinedExtent:
             file: The opened file.
 
         Raises:
-            DecodeError: If its time is damaged.
+            DecodeError: If the time in the file is not a number.
         """
         self._file = file
         self.reason = file.metadata.get("reason", "")
@@ -49,17 +49,20 @@ class QuarantinedExtent:
 
     @property
     def extents(self) -> list[SavedExtent]:
-        """Ticket, prompt positions, rows, policy version and checksum of each extent."""
+        """The extents of the file, each with its ticket, prompt positions, rows, policy version and checksum."""
         return self._file.extents
 
     def experience(self) -> Experience:
-        """Return the quarantined rows as the batch that a trainer would have got.
+        """Return the quarantined rows as the batch that a trainer would have received.
 
         Returns:
-            The batch.
+            An `Experience` on the CPU with every chosen row of every extent, padded on the left to the longest row;
+            an `ExperienceVL` if the rows are vision-language ones.
 
         Raises:
-            DecodeError: If the bytes are no experience: they were damaged before the quarantine.
+            DecodeError: If the bytes of an extent are not an experience: they were damaged before the quarantine.
+            FieldError: If the extents differ in their fields.
+            OSError: If the file cannot be read.
         """
         readers = [
             codec.ExtentReader(memoryview(extent_file.read_extent(self._file, place)))
@@ -72,13 +75,13 @@ def read_quarantine(path: str | os.PathLike[str]) -> QuarantinedExtent:
     """Open a quarantine file.
 
     Args:
-        path: A file of `state_dir/quarantine`.
+        path: A file in `daemon.state_dir`'s folder `quarantine`.
 
     Returns:
-        The quarantined rows, with the reason.
+        The quarantined rows, with the reason of the quarantine.
 
     Raises:
-        DecodeError: If the file is no quarantine file.
-        OSError: If it cannot be read.
+        DecodeError: If the file is not a quarantine file.
+        OSError: If the file cannot be read.
     """
     return QuarantinedExtent(extent_file.load(Path(path)))

@@ -1,4 +1,4 @@
-"""Where each row of a batch has its tokens and its actions: what the codec takes out of the padding."""
+"""The columns of each row's tokens and actions in a padded batch; the codec stores these columns alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeline.experience.types import SCORE_FIELDS
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Where each row's tokens lie: columns ``start:end`` of the sequences, ``end - actions:end`` of them actions.
+    """The spans of rows: the tokens are columns ``start:end`` of the sequences, the actions ``end - actions:end``.
 
-    `end_together`: all rows end in one column. `full_masks`: those that are one on exactly each row's span.
+    `end_together`: all rows end in the same column. `full_masks`: the masks that are 1 on exactly each row's span.
     """
 
     start: list[int]
@@ -29,24 +29,24 @@ class Spans:
 
     @classmethod
     def of(cls, shape: tuple[int, int], columns: int, mask: Array | None, action_mask: Array | None) -> Spans:
-        """Find the spans of a batch.
+        """Return the spans of a batch.
 
         Args:
-            shape: Its rows, and the columns of its sequences, S.
-            columns: Its action columns, A.
-            mask: Its attention mask (B, S), None where every column is a token.
-            action_mask: Its action mask (B, A), None where every action column before the last token is an action.
+            shape: (B, S): rows, and columns of the sequences.
+            columns: Action columns, A.
+            mask: Attention mask (B, S); None if every column is a token.
+            action_mask: Action mask (B, A); None if every action column up to the last token is an action.
 
         Raises:
-            FieldError: If a row has no token, or an action behind its last one.
+            FieldError: If a row has no token, or an action behind its last token.
         """
         rows, width = shape
         start = [0] * rows if mask is None else _starts_of_ones(mask)
         first = [0] * rows if action_mask is None else _starts_of_ones(action_mask)
         if start is None or first is None or not width:
             return cls._in_general(shape, columns, mask, action_mask)
-        # All rows end in the last column, and so do their actions: as most batches have it. Lists, for there are few
-        # rows, and numpy takes as long for three numbers as for a thousand.
+        # The common case: all rows end in the last column, and so do their actions. Lists, because rows are few, and
+        # numpy takes as long for three numbers as for a thousand.
         taken = [columns - column for column in first]
         actions = [min(width - column, most) for column, most in zip(start, taken, strict=True)]
         full_masks = [] if mask is None else ["attention_mask"]
@@ -78,10 +78,10 @@ class Spans:
 
 
 def action_columns(arrays: Mapping[str, Array]) -> int:
-    """Return A, as `pipeline.experience.checks` counts it for a row: 0 where no field says that there are actions.
+    """Return A, by the rule of `pipeline.experience.checks` for a row; 0 if no field has action columns.
 
     Raises:
-        ShapeError: If a field that has a column an action is not (B, A).
+        ShapeError: If a per-action field is not (B, A).
     """
     for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
         if (value := arrays.get(name)) is not None:
@@ -93,7 +93,7 @@ def action_columns(arrays: Mapping[str, Array]) -> int:
 
 
 def _starts_of_ones(mask: Array) -> list[int] | None:
-    """Return where each row's ones begin, if all rows are zeros and then ones, at least one; else None."""
+    """Return the column of each row's first one, if every row is zeros followed by at least one 1; else None."""
     kind = mask.dtype.kind
     if not mask.size or kind not in "biu":
         return None
@@ -102,12 +102,12 @@ def _starts_of_ones(mask: Array) -> list[int] | None:
     count = np.count_nonzero(ones)
     if count != mask.size - sum(start):
         return None
-    # From each start on there are ones alone; what is no one and no zero could stand before it.
+    # From each start on there are ones alone; before it, values other than 0 and 1 are possible.
     return start if kind == "b" or np.count_nonzero(mask) == count else None
 
 
 def _is_plain(mask: Array) -> bool:
-    """Whether a mask holds zeros and ones alone."""
+    """Return whether a mask holds zeros and ones alone."""
     if mask.dtype == bool or not mask.size:
         return True
     if mask.dtype.kind in "iu":
@@ -116,9 +116,9 @@ def _is_plain(mask: Array) -> bool:
 
 
 def _ones(mask: Array) -> tuple[Array, Array, Array]:
-    """Return of each row the column of the first value that is not 0, the one behind the last, and how many there are.
+    """Return for each row the column of the first nonzero value, the column behind the last, and their number.
 
-    Of a row without any only the last means something.
+    For a row without a nonzero value only the number, 0, is defined.
     """
     present = mask if mask.dtype == bool else mask != 0
     columns = present.shape[1]

@@ -1,10 +1,10 @@
-"""The vision part of an extent: grids and pixels end to end, row after row, and the raw images of each row.
+"""The vision part of an extent: grids and pixels of all rows, in row order, and the raw images of each row.
 
-    for the images, then the videos, where a row has any:  grids (images, 3), then pixels (patches, D)
-    for each row, where a row has raw images:              msgpack, null or a list of `RawImage`
+    for the images, then the videos, if any row has one:  grids (images, 3), then pixels (patches, D)
+    for each row, if any row has raw images:              msgpack, null or a list of `RawImage`
 
-The patches of a row lie together, so that rows which are neighbours in extent and batch are copied with one slice. Raw
-images travel as they were given, a path or an encoded file; a decoded one never lies in the arena (docs/decisions).
+The patches of a row are contiguous, so rows that are neighbours in extent and batch are copied with one slice. Raw
+images are stored as given, a path or an encoded file; a decoded image is never in the arena (docs/decisions).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from pipeline.experience.extent_format import (
     align,
     as_array,
     block_at,
+    field_errors,
     field_header,
-    wrongs_of_field,
 )
 from pipeline.experience.tensor_pool import MEMORY
 from pipeline.experience.types import VISION_FIELDS, ExperienceVL
 from pipeline.experience.vision import split_vision
 
 _GRIDS_OF = {pixels_name: grids_name for pixels_name, grids_name, _ in VISION_FIELDS}
-# What PNG holds without loss; the other modes it refuses, or cuts to fewer bits.
+# The modes that PNG stores without loss; it refuses the other modes, or truncates them to fewer bits.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
 class RawImage(msgspec.Struct, frozen=True, array_like=True):
-    """A raw image as it is stored: a reference (a path or URL, UTF-8), an encoded file, or a PIL image as PNG."""
+    """A stored raw image: a reference (a path or URL, UTF-8), an encoded file, or a PIL image as PNG."""
 
     kind: Literal["reference", "file", "pil"]
     data: bytes
@@ -55,14 +55,14 @@ _raw_decoder = msgspec.msgpack.Decoder(list[RawImage] | None)
 
 @dataclasses.dataclass(frozen=True)
 class VisionPart:
-    """What an `ExperienceVL` adds to an extent, checked and ready to be written."""
+    """The vision part of an extent, checked and ready to be written."""
 
     header: VisionHeader
     tensors: list[torch.Tensor]
     raw_rows: list[bytes]
 
     def write(self, memory: memoryview, start: int) -> None:
-        """Write it behind the text fields, whose end is at `start`."""
+        """Write the vision part at `start`, behind the text fields."""
         blocks, at = _places(self.header, start)
         for block, tensor in zip(blocks, self.tensors, strict=True):
             block.array(memory)[...] = as_array(tensor)
@@ -72,10 +72,10 @@ class VisionPart:
 
 
 def vision_part(experience: ExperienceVL) -> VisionPart:
-    """Take the vision fields of a batch, once they are known to account for each other (`split_vision`).
+    """Return the vision part of a batch, after the consistency check of `split_vision`.
 
     Raises:
-        FieldError: If counts, grids and pixels disagree, or a raw image is of a type that does not travel.
+        FieldError: If counts, grids and pixels are inconsistent, or a raw image is of a type that cannot be stored.
         ShapeError: If a field's shape is not that of pixels, grids or raw images.
     """
     rows = len(experience.sequences)
@@ -102,26 +102,32 @@ def vision_part(experience: ExperienceVL) -> VisionPart:
 
 
 def vision_stop(header: VisionHeader, start: int) -> int:
-    """Return where the vision part ends that starts at `start`."""
+    """Return the end of a vision part that starts at `start`."""
     _, at = _places(header, start)
     return at + sum(header.raw_bytes or ())
 
 
 class VisionReader:
-    """The vision part of a sealed extent, read in place."""
+    """The vision part of a sealed extent, decoded in place."""
 
     def __init__(self, header: VisionHeader, rows: int, memory: memoryview, start: int) -> None:
-        """Find each row's grids, patches and raw images.
+        """Locate each row's grids, patches and raw images.
+
+        Args:
+            header: The vision part of the extent's header.
+            rows: Rows of the extent.
+            memory: The sealed extent.
+            start: Offset of the vision part.
 
         Raises:
-            DecodeError: If the header does not account for itself, for the extent's size, or for the grids.
+            DecodeError: If the header is inconsistent in itself, with the extent's size, or with the grids.
         """
-        if wrong := next(_wrongs(header, rows), ""):
-            raise DecodeError(f"extent of {len(memory):,} B: its header {wrong}")
+        if found := next(_errors(header, rows), ""):
+            raise DecodeError(f"extent of {len(memory):,} B: its header {found}")
         blocks, raw_start = _places(header, start)
         raw_starts = list(itertools.accumulate(header.raw_bytes or (), initial=raw_start))
         if raw_starts[-1] > len(memory):
-            raise DecodeError(f"extent of {len(memory):,} B, its header speaks of {raw_starts[-1]:,} B")
+            raise DecodeError(f"extent of {len(memory):,} B: its header describes {raw_starts[-1]:,} B")
         media = [
             _Medium(medium, grids.array(memory), pixels.array(memory))
             for medium, grids, pixels in zip(header.media, blocks[::2], blocks[1::2], strict=True)
@@ -131,11 +137,11 @@ class VisionReader:
         self._raw_starts = raw_starts
 
     def raw_images(self, row: int) -> list[Any] | None:
-        """Return the raw images of a row, None where it has none.
+        """Return the raw images of a row, None if the row has none.
 
         Raises:
-            DecodeError: If they are damaged.
-            FieldError: If one was a PIL image and pillow is not installed here.
+            DecodeError: If the raw images are damaged.
+            FieldError: If one of them was a PIL image and pillow is not installed.
         """
         if len(self._raw_starts) == 1:
             return None
@@ -153,12 +159,12 @@ def gather_vision(
     """Copy the pixels, grids and raw images of rows of extents, each value once.
 
     Args:
-        parts: Extents, and which of their rows, in batch order.
-        counted: Keys of the batch's `info`; a count among them is given anew even where it is 0 throughout.
+        parts: The vision parts of extents, with the indices of the rows to copy, in batch order.
+        counted: Keys of the batch's `info`; a count among them is replaced, even by zeros alone.
         pin_memory: Whether pixels and grids are page-locked.
 
     Returns:
-        The vision fields of `ExperienceVL` that a row has, and the counts for `info`, ``(B,)`` float32 by key.
+        The vision fields of `ExperienceVL` that at least one row has; the counts for `info`, ``(B,)`` float32 by key.
 
     Raises:
         DecodeError: If raw images are damaged.
@@ -183,10 +189,10 @@ def gather_vision(
 
 
 class _Medium:
-    """The images, or the videos, of an extent's rows: row r has the grids and patches from its start to the next's."""
+    """The images, or the videos, of an extent's rows: those of row r end where those of row r + 1 start."""
 
     def __init__(self, header: MediumHeader, grids: Array, pixels: Array) -> None:
-        # As floats: a product too large for int64 stays too large.
+        # As floats: a product that would overflow int64 stays large, and is refused.
         patches = grids.astype(np.float64).prod(axis=1)
         if (grids < 1).any() or patches.sum() != len(pixels):
             raise DecodeError(f"{header.grids.name} do not account for {len(pixels)} rows of {header.pixels.name}")
@@ -202,7 +208,7 @@ class _Medium:
 
 
 def _gather_medium(parts: list[tuple[_Medium, Sequence[int]]], pin_memory: bool) -> dict[str, torch.Tensor]:
-    # A medium of which no row is wanted has no say in dtype and width.
+    # Dtype and width are compared only among the media that have a chosen row.
     parts = [(medium, chosen) for medium, chosen in parts if any(map(medium.counts, chosen))]
     first = parts[0][0].header
     for medium, _ in parts:
@@ -212,43 +218,43 @@ def _gather_medium(parts: list[tuple[_Medium, Sequence[int]]], pin_memory: bool)
                     f"{ours.name} is {ours.dtype} {ours.tail} in one extent, {theirs.dtype} {theirs.tail} in another"
                 )
     return {
-        first.grids.name: _gather_runs(
+        first.grids.name: _gather_slices(
             first.grids, [(medium.grids, medium.grid_starts, chosen) for medium, chosen in parts], pin_memory
         ),
-        first.pixels.name: _gather_runs(
+        first.pixels.name: _gather_slices(
             first.pixels, [(medium.pixels, medium.patch_starts, chosen) for medium, chosen in parts], pin_memory
         ),
     }
 
 
-def _gather_runs(
+def _gather_slices(
     field: FieldHeader, parts: list[tuple[Array, list[int], Sequence[int]]], pin_memory: bool
 ) -> torch.Tensor:
-    """Copy the values of rows end to end; each part is (values, where each row's start, rows)."""
-    runs = [(source, start, stop) for source, starts, chosen in parts for start, stop in _runs(starts, chosen)]
-    count = sum(stop - start for _, start, stop in runs)
+    """Concatenate the values of rows; each part is (values, start of each row, chosen rows)."""
+    slices = [(source, start, stop) for source, starts, chosen in parts for start, stop in _slices(starts, chosen)]
+    count = sum(stop - start for _, start, stop in slices)
     (tensor,), (out,) = MEMORY.empty(1, (count, *field.tail), field.dtype, pin_memory=pin_memory)
     at = 0
-    for source, start, stop in runs:
+    for source, start, stop in slices:
         out[at : at + stop - start] = source[start:stop]
         at += stop - start
     return tensor
 
 
-def _runs(starts: list[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the spans that hold the chosen rows, those that meet merged into one."""
-    runs: list[tuple[int, int]] = []
+def _slices(starts: list[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the slices that hold the chosen rows in order, adjacent slices merged into one."""
+    slices: list[tuple[int, int]] = []
     for row in chosen:
         start, stop = starts[row], starts[row + 1]
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
+        if slices and slices[-1][1] == start:
+            slices[-1] = (slices[-1][0], stop)
         elif start < stop:
-            runs.append((start, stop))
-    return runs
+            slices.append((start, stop))
+    return slices
 
 
 def _places(header: VisionHeader, start: int) -> tuple[list[Block], int]:
-    """Return the blocks, grids and pixels in turns, and where the raw images start."""
+    """Return the blocks, grids and pixels alternating, and the offset of the raw images."""
     blocks = []
     for medium in header.media:
         for field, rows in ((medium.grids, sum(medium.counts)), (medium.pixels, medium.patches)):
@@ -257,16 +263,16 @@ def _places(header: VisionHeader, start: int) -> tuple[list[Block], int]:
     return blocks, align(start)
 
 
-# What a header, and what an Experience, must not say.
+# Checks of a header and of an Experience.
 
 
-def _wrongs(header: VisionHeader, rows: int) -> Iterator[str]:
+def _errors(header: VisionHeader, rows: int) -> Iterator[str]:
     names = [medium.pixels.name for medium in header.media]
     if len(set(names)) < len(names) or not set(names) <= _GRIDS_OF.keys():
         yield f"has pixels named {', '.join(names)}"
     for medium in header.media:
         for field in (medium.pixels, medium.grids):
-            yield from wrongs_of_field(field)
+            yield from field_errors(field)
         if medium.grids.name != _GRIDS_OF[medium.pixels.name] or medium.grids.tail != (3,):
             yield f"has no grids for {medium.pixels.name}"
         if 0 in medium.pixels.tail:
@@ -280,7 +286,7 @@ def _wrongs(header: VisionHeader, rows: int) -> Iterator[str]:
 def _check_medium(pixels: Any, grids: Any, pixels_name: str, grids_name: str) -> None:
     for name, value in ((pixels_name, pixels), (grids_name, grids)):
         if value is not None and not isinstance(value, torch.Tensor):
-            raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
+            raise FieldError(f"{name}: only tensors are stored, got {type(value).__name__}")
     if pixels is not None and (pixels.ndim < 2 or 0 in pixels.shape[1:]):
         raise ShapeError(f"{pixels_name}: {tuple(pixels.shape)}, expected (patches, D)")
 
@@ -289,7 +295,7 @@ def _check_medium(pixels: Any, grids: Any, pixels_name: str, grids_name: str) ->
 
 
 def _packed_rows(rows: list[Any]) -> list[bytes]:
-    """Return the raw images of each row as msgpack; nothing, where no row has any."""
+    """Return the raw images of each row as msgpack; an empty list if no row has raw images."""
     if all(images is None for images in rows):
         return []
     return [
@@ -303,11 +309,12 @@ def _packed(image: Any, row: int) -> RawImage:
         try:
             return RawImage("reference", image.encode())
         except UnicodeEncodeError as error:
-            raise FieldError(f"raw_images: row {row} has a path that is no text: {image!r}") from error
+            raise FieldError(f"raw_images: row {row} has a path that is not valid text: {image!r}") from error
     if isinstance(image, bytes):
         return RawImage("file", image)
     if not hasattr(image, "save"):
-        raise FieldError(f"raw_images: row {row} has a {type(image).__name__}; a path, bytes or a PIL image travels")
+        kind = type(image).__name__
+        raise FieldError(f"raw_images: row {row} has a {kind}; only a path, bytes or a PIL image is stored")
     if getattr(image, "mode", None) not in _PNG_MODES:
         mode = getattr(image, "mode", None)
         raise FieldError(f"raw_images: row {row} has a {type(image).__name__} of mode {mode}, which PNG would change")
@@ -326,10 +333,10 @@ def _opened(data: bytes) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise FieldError("raw_images: a PIL image lies in the extent, and pillow is not installed here") from error
+        raise FieldError("raw_images: the extent holds a PIL image, and pillow is not installed") from error
     try:
         image = Image.open(io.BytesIO(data), formats=["PNG"])
-        # Now, not when a trainer looks at it: damage is an error of the extent.
+        # Decoded now, not at the trainer's first access: damage is an error of the extent.
         image.load()
     except (OSError, SyntaxError, ValueError, struct.error, zlib.error, Image.DecompressionBombError) as error:
         raise DecodeError(f"raw_images: a PNG cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""The pixels of some rows, kept a row at a time, so that any choice of rows takes its pixels along."""
+"""The images and videos of rows, one list element a row, so that a selection of rows keeps its pixels."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ MODEL_KEYWORDS = {
     "pixel_values_videos": "pixel_values_videos",
     "video_grid_thws": "video_grid_thw",
 }
-"""The vision fields of an experience, by the names that models of transformers have for them."""
+"""The vision fields of an experience that are tensors, with their names in transformers models."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionRows:
-    """Images and videos of B rows: in each field one element a row, None where the row has none.
+    """Images and videos of B rows: each field has one element a row, None if the row has none.
 
-    Rows are chosen by reference and are views of the tensors they came from; pixels are copied where rows are laid end
-    to end, in `tensors` and nowhere else.
+    A selection of rows copies no pixels: its tensors are views of the tensors they were split from. `tensors` alone
+    copies, where it concatenates rows.
 
     Attributes:
-        pixel_values: ``(patches of the row's images, D)``.
-        image_grid_thws: ``(images, 3)`` int64.
-        pixel_values_videos: ``(patches of the row's videos, D)``.
-        video_grid_thws: ``(videos, 3)`` int64.
-        raw_images: Anything that tells the row's images, as their paths.
+        pixel_values: For each row ``(patches of the row's images, D)``.
+        image_grid_thws: For each row ``(images, 3)`` int64: time, height and width of each image, in patches.
+        pixel_values_videos: For each row ``(patches of the row's videos, D)``.
+        video_grid_thws: For each row ``(videos, 3)`` int64, as `image_grid_thws`.
+        raw_images: For each row any description of its images, such as their paths.
     """
 
     pixel_values: list[Tensor | None]
@@ -45,51 +45,95 @@ class VisionRows:
 
     @classmethod
     def of(cls, experience: ExperienceVL) -> Self:
-        """Take the pixels of a batch apart.
+        """Return the images and videos of a batch, split into rows.
+
+        Args:
+            experience: A batch of B rows; its pixels may be on any device. Without the counts in `info` it must have
+                one image, or one video, a row.
+
+        Returns:
+            The images and videos of the B rows, as views of the batch's tensors.
 
         Raises:
-            FieldError: If counts, grids and pixels do not account for each other.
-            ShapeError: If `raw_images` has neither an element a row nor one an image.
+            FieldError: If counts, grids and pixels are inconsistent.
+            ShapeError: If `raw_images` has neither one element a row nor one element an image.
         """
         return cls(**split_vision(experience, len(experience.sequences)))
 
     @classmethod
     def none(cls, rows: int) -> Self:
-        """Rows without images or videos."""
+        """Return rows without images or videos.
+
+        Args:
+            rows: Number of rows, B.
+
+        Returns:
+            B rows in which every field is None.
+        """
         nothing: list[Any] = [None] * rows
         return cls(**{field.name: nothing for field in fields(cls)})
 
     def __len__(self) -> int:
-        """Rows, B."""
+        """Return the number of rows, B."""
         return len(self.pixel_values)
 
     @property
     def tensors_exist(self) -> bool:
-        """Whether any row has an image or a video."""
+        """Whether at least one row has an image or a video."""
         return any(grids is not None for grids in (*self.image_grid_thws, *self.video_grid_thws))
 
     def rows(self, index: Sequence[int] | slice | Tensor) -> Self:
-        """Choose rows, in any order, any of them as often as wanted."""
+        """Return a selection of rows.
+
+        Args:
+            index: Row indices in any order, with repetitions if needed; a slice; or ``(n,)`` int64.
+
+        Returns:
+            The n selected rows, sharing their tensors with these rows.
+        """
         if isinstance(index, slice):
             index = range(len(self))[index]
         places = index.tolist() if isinstance(index, Tensor) else index
         return type(self)(*([getattr(self, field.name)[place] for place in places] for field in fields(self)))
 
     def repeated(self, times: int) -> Self:
-        """Each row `times` times, contiguous, as the responses to a prompt are."""
+        """Return each row `times` times, the copies contiguous, in the order of the responses to a prompt.
+
+        Args:
+            times: Copies of each row, at least 1.
+
+        Returns:
+            B x `times` rows, sharing their tensors with these rows.
+        """
         return self.rows([row for row in range(len(self)) for _ in range(times)])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Pixels and grids of all rows end to end, by field; no key for what no row has."""
+        """Return pixels and grids of all rows, concatenated in row order.
+
+        Returns:
+            The tensors by field name, without the fields that no row has: pixels ``(patches of all rows, D)``, grids
+            ``(images or videos of all rows, 3)`` int64. Not a copy if only one row has a value.
+        """
         parts = {name: [part for part in getattr(self, name) if part is not None] for name in MODEL_KEYWORDS}
         return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items() if found}
 
     def model_keywords(self, device: torch.device) -> dict[str, Tensor]:
-        """`tensors` on a device, by the names that models have for them."""
+        """Return `tensors` on a device, under the keyword names of transformers models.
+
+        Args:
+            device: The model's device.
+
+        Returns:
+            `pixel_values`, `image_grid_thw`, `pixel_values_videos` and `video_grid_thw`, without those that no row has.
+        """
         return {MODEL_KEYWORDS[name]: tensor.to(device) for name, tensor in self.tensors().items()}
 
     def counts(self) -> dict[str, Tensor]:
-        """How many images and videos each row has, ``(B,)`` float32, by the key of `info`."""
+        """Return the number of images and videos of each row.
+
+        Returns:
+            `image_num` and `video_num`, ``(B,)`` float32, the keys of an experience's `info`.
+        """
         grids = {"image_num": self.image_grid_thws, "video_num": self.video_grid_thws}
         return {
             key: torch.tensor([0 if grid is None else len(grid) for grid in rows], dtype=torch.float32)
@@ -97,26 +141,30 @@ class VisionRows:
         }
 
     def fields(self) -> dict[str, Any]:
-        """The vision fields of an `ExperienceVL` of these rows."""
+        """Return the vision fields of an `ExperienceVL` of these rows.
+
+        Returns:
+            All five vision fields by name, concatenated in row order; None for a field that no row has.
+        """
         empty: dict[str, Any] = dict.fromkeys(MODEL_KEYWORDS)
         images = None if all(images is None for images in self.raw_images) else self.raw_images
         return {**empty, **self.tensors(), "raw_images": images}
 
 
 def take_vision(keywords: dict[str, Any], input_ids: Tensor) -> VisionRows | None:
-    """Take the vision of prompts out of the keywords of a call.
+    """Remove the images and videos of prompts from the keywords of a call, and return them as rows.
 
     Args:
         keywords: `pixel_values`, `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`, `image_num`, `video_num`
-            and `raw_images` are removed; grids may also have the name that transformers gives them.
+            and `raw_images` are removed; grids may also have their names in transformers.
         input_ids: ``(prompts, P)``.
 
     Returns:
-        The vision of each prompt; None where no keyword spoke of any.
+        The images and videos of each prompt; None if none of these keywords has a value.
 
     Raises:
-        FieldError: If grids are given under both names, or counts, grids and pixels do not account for each other.
-        ShapeError: If `raw_images` has neither an element a prompt nor one an image.
+        FieldError: If grids are given under both names, or counts, grids and pixels are inconsistent.
+        ShapeError: If `raw_images` has neither one element a prompt nor one element an image.
     """
     found: dict[str, Any] = {"raw_images": keywords.pop("raw_images", None)}
     for name, model_name in MODEL_KEYWORDS.items():

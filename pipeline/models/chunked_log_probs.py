@@ -1,9 +1,10 @@
-"""Log-probs of tokens, with no more logits at once than a bound, however many rows, positions and words there are.
+"""Log-probs of tokens with a bound on the logits in memory, independent of rows, positions and vocabulary size.
 
-A model's logits are its head over the last hidden states of its backbone, (N, V) of (N, H), and V may be 150,000. Where
-that is all there is to them the head is run over a chunk of positions at a time, and again in the backward pass, which
-costs one more product with the head there: 2**26 logits exist at once, not rows x positions x V. A model that does more
-(caps or scales its logits), or is known by its ``.logits`` alone, gives all of them; then the caller's rows bound them.
+A model's logits are its head applied to the last hidden states of its backbone, (N, H) -> (N, V), and V may be 150,000.
+If the head alone produces them, it runs over a chunk of positions at a time, and again in the backward pass, at the
+cost of one more product with the head there: 2**26 logits exist at once, not rows x positions x V. A model that changes
+its logits after the head (caps or scales them), or has only ``.logits``, returns all of them; then only the number of
+rows in the caller's batch bounds them.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**26
-"""Logits at once when the caller names no `chunk_tokens`: 256 MiB in float32, and as much again for their exp."""
+"""Logits at once if `chunk_tokens` is None: 256 MiB in float32, and as much again for their exp."""
 
 _plain_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""What `plain_head` found out about a model: a forward pass over two tokens tells, and once is enough."""
+"""Cache of `plain_head`: its test, a forward pass over two tokens, runs once a model."""
 
 
 def plain_head(model: object, device: torch.device) -> nn.Linear | None:
-    """Find the linear layer that makes a model's logits of its backbone's last hidden states, and nothing but it.
+    """Return the linear layer that alone turns the backbone's last hidden states into the model's logits.
 
     Args:
-        model: Any object; one with ``base_model`` and ``get_output_embeddings``, as in transformers, may have one.
-        device: Where it takes its inputs; it is tried once, on two tokens.
+        model: Any object; one with ``base_model`` and ``get_output_embeddings``, as in transformers, may have such a
+            layer.
+        device: Device of the model's inputs; the model is tested once, on two tokens.
 
     Returns:
-        The layer; None where the model has no such layer, or its own logits are not exactly those of the layer.
+        The layer; None if the model has no such layer, or its logits are not exactly those of the layer.
     """
     if not isinstance(model, nn.Module):
         return None
@@ -41,7 +43,7 @@ def plain_head(model: object, device: torch.device) -> nn.Linear | None:
     if not isinstance(backbone, nn.Module) or backbone is model or not isinstance(head, nn.Linear):
         return None
     if model not in _plain_heads:
-        _plain_heads[model] = _makes_the_logits(head, model, backbone, device)
+        _plain_heads[model] = _head_makes_logits(head, model, backbone, device)
     return head if _plain_heads[model] else None
 
 
@@ -54,18 +56,18 @@ def head_log_probs(
     chunk_tokens: int | None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of tokens from hidden states, log softmax(head(states) / temperature), a chunk at a time.
+    """Return log-probs of tokens from hidden states, log softmax(head(states) / temperature), a chunk at a time.
 
     Args:
-        head: From `plain_head`.
+        head: Result of `plain_head`.
         states: ``(N, H)``, the last hidden states at the positions before the tokens.
         labels: ``(N,)`` int64, the tokens.
         temperature: The sampling temperature, above 0.
         chunk_tokens: Positions whose logits exist at once; None for 2**26 logits.
-        with_entropy: Also return the entropy of each position's distribution.
+        with_entropy: Whether to compute the entropy of each position's distribution.
 
     Returns:
-        ``(N,)`` float32 both; the entropies are empty if not asked for.
+        Log-probs and entropies, each ``(N,)`` float32; the entropies are ``(0,)`` if `with_entropy` is False.
     """
     most = chunk_tokens or max(1, CHUNK_ELEMENTS // head.out_features)
 
@@ -76,7 +78,7 @@ def head_log_probs(
 
     if len(states) <= most:
         return of_chunk(states, labels)
-    # Without a checkpoint, autograd keeps the logits of every chunk for the backward pass.
+    # Without checkpointing, autograd keeps the logits of every chunk for the backward pass.
     again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
     run: Any = again if torch.is_grad_enabled() else of_chunk
     parts = [run(*chunk) for chunk in zip(states.split(most), labels.split(most), strict=True)]
@@ -87,7 +89,7 @@ def head_log_probs(
 def logits_log_probs(
     logits: Tensor, labels: Tensor, *, temperature: float, chunk_tokens: int | None, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of tokens from logits, ``(N, V)``, a chunk of them in float32 at a time; else as `head_log_probs`."""
+    """Return log-probs of tokens from logits, ``(N, V)``, one chunk in float32 at a time; else as `head_log_probs`."""
     chunk_tokens = chunk_tokens or max(1, CHUNK_ELEMENTS // logits.shape[-1])
     result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
         logits, labels.to(logits.device), temperature, chunk_tokens, with_entropy
@@ -96,11 +98,11 @@ def logits_log_probs(
 
 
 @torch.no_grad()
-def _makes_the_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, device: torch.device) -> bool:
+def _head_makes_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, device: torch.device) -> bool:
     outputs: list[Any] = []
     hook = backbone.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        # Of two tokens one may be padding, whose states may be zero: a capped zero would be no sign of a cap.
+        # Two tokens: one may be padding, with states of zero, whose logits a cap does not change.
         logits = model(input_ids=torch.tensor([[0, 1]], device=device)).logits
     finally:
         hook.remove()

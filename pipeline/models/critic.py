@@ -19,7 +19,7 @@ _VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class Critic(nn.Module):
-    """A backbone and a value head that starts at zero, so that an untrained critic says 0 everywhere.
+    """A backbone and a value head that starts at zero, so that an untrained critic's values are 0 everywhere.
 
     Args:
         backbone: A model without a head that returns ``last_hidden_state``.
@@ -29,14 +29,14 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone = backbone
         hidden_size = backbone.config.get_text_config().hidden_size
-        # float32 whatever the backbone is: a bfloat16 value of 1 moves in steps of 0.008.
+        # float32 for a backbone of any dtype: bfloat16 values near 1 have steps of 0.008.
         self.value_head = nn.Linear(hidden_size, 1, device=backbone.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     @classmethod
     def from_actor(cls, actor: PreTrainedModel) -> Self:
-        """Make a critic of a copy of an actor's backbone; the actor is left alone."""
+        """Return a critic with a copy of an actor's backbone; the actor is not changed."""
         backbone: Any = copy.deepcopy(actor.base_model)
         backbone.requires_grad_(True)
         return cls(backbone)
@@ -44,13 +44,14 @@ class Critic(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **pixels: Tensor
     ) -> Tensor:
-        """Value of the state after each token.
+        """Return the value of the state after each token.
 
         Args:
             input_ids: ``(B, S)`` int64.
             attention_mask: ``(B, S)``, 1 where the token is real.
-            position_ids: ``(B, S)`` int64; None takes them from the mask. ``(3, B, S)`` of a vision-language backbone.
-            **pixels: Pixels and grids, of a vision-language backbone.
+            position_ids: ``(B, S)`` int64; None derives them from the mask. ``(3, B, S)`` for a vision-language
+                backbone.
+            **pixels: Pixels and grids, for a vision-language backbone.
 
         Returns:
             ``(B, S)`` float32.
@@ -64,7 +65,7 @@ class Critic(nn.Module):
         return values.squeeze(-1)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the backbone as transformers does, and the value head beside it, for `load_critic`."""
+        """Write the backbone in the format of transformers, with the value head beside it, for `load_critic`."""
         from safetensors.torch import save_file
 
         self.backbone.save_pretrained(path)

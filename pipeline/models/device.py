@@ -1,4 +1,4 @@
-"""The device that a process computes on, and its memory."""
+"""The device of a process, and its allocator's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def process_device() -> torch.device:
 
 
 def allocator_bytes() -> dict[str, int]:
-    """Return the bytes that PyTorch's allocator holds on this GPU, allocated and reserved; nothing without a GPU in use."""
+    """Return the allocated and reserved bytes of PyTorch's allocator on this GPU; empty if no GPU is in use."""
     if not torch.cuda.is_initialized():
         return {}
     return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}

@@ -1,4 +1,4 @@
-"""What a model is called with over whole rows: their tokens, positions taken from the rows, and their pixels."""
+"""Arguments of a forward pass over whole rows: tokens, position ids derived from the rows, and pixels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.models.vision_inputs import vision_backbone, vision_inputs
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Number the real tokens of each row from 0, wherever its padding is.
+    """Return position ids that count the real tokens of each row from 0, with the padding on either side.
 
     Args:
         attention_mask: ``(B, S)``, nonzero where the token is real.
@@ -27,14 +27,14 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def accepted_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the keywords that a callable of somebody else's does not know.
+    """Return the keywords that a callable accepts.
 
     Args:
-        function: A module (its ``forward`` counts) or any callable.
-        keywords: What it would be called with.
+        function: A module (its ``forward`` is inspected) or any other callable.
+        keywords: Keywords for a call of it.
 
     Returns:
-        The keywords that its signature takes; all of them where it takes any.
+        The keywords that its signature has; all of them if it takes ``**kwargs``.
     """
     target = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(target).parameters
@@ -46,19 +46,20 @@ def accepted_keywords(function: Callable[..., Any], keywords: dict[str, Any]) ->
 def model_inputs(
     model: Callable[..., Any], input_ids: Tensor, attention_mask: Tensor, vision: VisionRows | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Keywords for a forward pass over whole rows: those that every model takes, and those for who takes them.
+    """Return the keywords of a forward pass over whole rows: first the required ones, then the optional ones.
 
     Args:
-        model: Whatever is called.
+        model: The model or function to call.
         input_ids: ``(B, S)`` int64.
         attention_mask: ``(B, S)``, 1 where the token is real.
         vision: Images and videos of the rows, if any.
 
     Returns:
-        `input_ids` and `attention_mask`; `position_ids`, and pixels and grids by the names that transformers has.
+        `input_ids` and `attention_mask`, for every model; `position_ids`, pixels and grids under their names in
+        transformers, for a model that accepts them (`accepted_keywords`).
 
     Raises:
-        FieldError: If rows have images and the model would not see them.
+        FieldError: If rows have images and the model would ignore them.
     """
     backbone = vision_backbone(model)
     if backbone is None:
@@ -73,7 +74,7 @@ def model_inputs(
 
 
 def is_transformers_model(model: object) -> bool:
-    """Tell whether an object is a model of the transformers library itself, not one that only answers like it."""
+    """Return whether an object is a model of the transformers library, not an object with only its interface."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import PreTrainedModel
 
@@ -81,6 +82,6 @@ def is_transformers_model(model: object) -> bool:
 
 
 def _takes_pixels(model: Callable[..., Any]) -> bool:
-    # Models of transformers, and a critic around one, take any keyword and forget those that they do not know.
+    # Models of transformers, and a critic around one, accept any keyword and ignore the unknown ones.
     own = getattr(model, "backbone", model)
     return not is_transformers_model(own) and bool(accepted_keywords(model, {"pixel_values": None}))

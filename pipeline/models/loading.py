@@ -1,8 +1,4 @@
-"""Models at their seams: log-probs and values of action tokens, the critic, and loading from local directories.
-
-The maker and the trainer take log-probs and values with the same two functions, so that the importance ratio of an
-unchanged policy is 1 however the rows are padded: position ids always come from the rows themselves.
-"""
+"""Models and tokenizers, loaded from local directories; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -29,19 +25,19 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 def load_actor(
     path: str | Path, *, dtype: str | torch.dtype, device: torch.device | str, field: str = "model.actor"
 ) -> PreTrainedModel:
-    """Load a causal language model, or a vision-language one, from a local directory, in eval mode.
+    """Load a causal language model, or a vision-language one, from a local directory.
 
     Args:
-        path: A directory that ``save_pretrained`` wrote.
-        dtype: Of the weights, as "bfloat16" or a torch dtype; the checkpoint's own is not kept.
-        device: Where it goes.
-        field: The configuration field that named the directory, for the error.
+        path: A directory written by ``save_pretrained``.
+        dtype: Dtype of the weights, as "bfloat16" or a torch dtype; it overrides the checkpoint's.
+        device: Device of the weights.
+        field: The configuration field that names the directory, for the error message.
 
     Returns:
-        The model.
+        The model, in eval mode on `device`.
 
     Raises:
-        ConfigError: If the directory is missing or does not load.
+        ConfigError: If the directory is missing or does not load, or `dtype` is not a torch dtype.
     """
     _go_offline()
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -52,10 +48,14 @@ def load_actor(
 
 
 def sees_images(path: str | Path, *, field: str = "model.actor") -> bool:
-    """Tell whether a local directory holds a vision-language model that rollouts and trainer can speak to.
+    """Return whether a local directory holds a vision-language model of a kind that rollouts and trainer support.
+
+    Args:
+        path: A directory written by ``save_pretrained``.
+        field: The configuration field that names the directory, for the error message.
 
     Raises:
-        ConfigError: If the directory is missing or holds no configuration of a model.
+        ConfigError: If the directory is missing or has no model configuration.
     """
     _go_offline()
     _check_directory(path, field)
@@ -66,10 +66,17 @@ def sees_images(path: str | Path, *, field: str = "model.actor") -> bool:
 
 
 def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local directory; it pads on the left, with eos where it has no pad token.
+    """Load a tokenizer from a local directory.
+
+    Args:
+        path: A directory written by ``save_pretrained``.
+        field: The configuration field that names the directory, for the error message.
+
+    Returns:
+        The tokenizer. It pads on the left; its pad token is the eos token if the directory defines no pad token.
 
     Raises:
-        ConfigError: If the directory is missing, does not load, or has neither a pad nor an eos token.
+        ConfigError: If the directory is missing or does not load, or the tokenizer has neither a pad nor an eos token.
     """
     _go_offline()
     from transformers import AutoTokenizer
@@ -88,20 +95,20 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
 
 
 class Preprocessing:
-    """What stands beside the weights in a model's directory: its tokenizer, and what its image processor is made of.
+    """The preprocessing of a model's directory: its tokenizer, and the files of its image processor.
 
     Args:
         path: The model's directory.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
     """
 
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # Copied, not loaded: a trainer never sees an image file, and needs no pillow.
+        # Copied, not loaded: a trainer never opens an image file, and needs no pillow.
         self._files = {name: file.read_bytes() for name in _PROCESSOR_FILES if (file := Path(path) / name).is_file()}
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write them into a directory."""
+        """Write the tokenizer and the files into a directory."""
         self._tokenizer.save_pretrained(path)
         for name, content in self._files.items():
             (Path(path) / name).write_bytes(content)
@@ -110,9 +117,19 @@ class Preprocessing:
 def load_critic(
     path: str | Path, *, dtype: str | torch.dtype, device: torch.device | str, field: str = "model.critic"
 ) -> Critic:
-    """Load a critic from a local directory; without a saved value head (any other model) the head starts at zero.
+    """Load a critic from a local directory.
 
-    Arguments, errors: as `load_actor`.
+    Args:
+        path: A directory written by ``save_pretrained`` of a `Critic`, or of any model with a backbone.
+        dtype: Dtype of the backbone, as "bfloat16" or a torch dtype; the value head is float32.
+        device: Device of the weights.
+        field: The configuration field that names the directory, for the error message.
+
+    Returns:
+        The critic, in eval mode on `device`. Without a saved value head in the directory the head is zero.
+
+    Raises:
+        ConfigError: If the directory is missing or does not load, or `dtype` is not a torch dtype.
     """
     _go_offline()
     from safetensors.torch import load_file
@@ -130,12 +147,20 @@ def load_critic(
 def load_reward_model(
     path: str | Path, *, dtype: str | torch.dtype, device: torch.device | str, field: str = "model.reward"
 ) -> SequenceReward:
-    """Load a sequence-classification model with one label from a local directory.
+    """Load a reward model from a local directory: a sequence-classification model with one label.
 
-    Arguments: as `load_actor`.
+    Args:
+        path: A directory written by ``save_pretrained``.
+        dtype: Dtype of the weights, as "bfloat16" or a torch dtype; it overrides the checkpoint's.
+        device: Device of the weights.
+        field: The configuration field that names the directory, for the error message.
+
+    Returns:
+        A callable with `input_ids` and `attention_mask`, ``(B, S)``, that returns the scores, ``(B,)`` float32.
 
     Raises:
-        ConfigError: If the directory is missing, does not load, or its model has another number of labels.
+        ConfigError: If the directory is missing or does not load, its model does not have exactly one label, or `dtype`
+            is not a torch dtype.
     """
     _go_offline()
     from transformers import AutoModelForSequenceClassification
@@ -147,12 +172,12 @@ def load_reward_model(
 
 
 def _go_offline() -> None:
-    # Read by huggingface_hub when it is first imported; a local directory must never wait for a hub.
+    # huggingface_hub reads it at its first import; loading a local directory must never wait for the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def _check_directory(path: str | Path, field: str) -> None:
-    # transformers takes a missing directory for the name of a model on the hub, and says so.
+    # transformers takes a missing directory for the name of a model on the hub, and its error says so.
     if not Path(path).is_dir():
         raise ConfigError(f"{field}: no such directory: {path}")
 
@@ -160,7 +185,7 @@ def _check_directory(path: str | Path, field: str) -> None:
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype):
-        raise ConfigError(f"model.dtype: {dtype!r} is no torch dtype")
+        raise ConfigError(f"model.dtype: {dtype!r} is not a torch dtype")
     return resolved
 
 

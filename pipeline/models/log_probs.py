@@ -1,4 +1,8 @@
-"""Log-probs and values of action tokens, from a model and a padded batch."""
+"""Log-probs and values of action tokens, from a model and a padded batch.
+
+The maker and the trainer compute log-probs and values with the same two functions. Position ids are always derived from
+the rows, so the importance ratio of an unchanged policy is 1 for any padding.
+"""
 
 from __future__ import annotations
 
@@ -52,36 +56,40 @@ def action_log_probs(
     with_entropy: bool = False,
     vision: VisionRows | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probs of the last `num_actions` tokens of each row, log softmax(logits / temperature).
+    """Return log-probs of the last `num_actions` tokens of each row, log softmax(logits / temperature).
 
-    Differentiable where gradients are enabled. Logits are made at the action positions only: of a transformers model a
-    chunk at a time, in the backward pass too (`pipeline.models.chunked_log_probs`); of any other, ``(B, A + 1, V)`` or more.
+    Differentiable if gradients are enabled. Logits are computed at the action positions only: for a transformers model
+    a chunk at a time, also in the backward pass (`pipeline.models.chunked_log_probs`); for other models all at once,
+    ``(B, A + 1, V)`` or more.
 
     Args:
-        model: Called with `input_ids`, `attention_mask`, and `position_ids`, `use_cache` and `logits_to_keep` where it
-            takes them; returns an object with ``.logits``, ``(B, S, V)`` or its last A + 1 columns. Of a model with a
-            `plain_head` the backbone is called instead, and then the head.
+        model: Called with `input_ids` and `attention_mask`, and with those of `position_ids`, `use_cache` and
+            `logits_to_keep` that it accepts; returns an object with ``.logits``, ``(B, S, V)`` or its last A + 1
+            columns. For a model with a `plain_head` the backbone and then the head are called instead.
         sequences: ``(B, S)`` int64.
-        attention_mask: ``(B, S)``, 1 where the token is real, on whichever side the padding is.
-        num_actions: Action columns (A), less than S.
+        attention_mask: ``(B, S)``, 1 where the token is real; the padding may be on either side.
+        num_actions: Action columns (A), at least 1 and less than S.
         temperature: The sampling temperature, above 0.
-        chunk_tokens: Positions whose logits are in float32 at once, or exist at all; None for about 256 MiB.
-        with_entropy: Also return the entropy of each position's distribution.
+        chunk_tokens: Positions whose logits are in float32 at once, and with a `plain_head` the only ones that exist;
+            None for 2**26 logits, 256 MiB.
+        with_entropy: Whether to return the entropy of each position's distribution too.
         vision: Images and videos of the rows, if any.
 
     Returns:
-        ``(B, A)`` float32, with the entropies ``(B, A)`` float32 as a second tensor if asked for. Columns of padding
-        hold numbers without meaning.
+        ``(B, A)`` float32, natural logarithms; with `with_entropy` a pair of these and the entropies, ``(B, A)``
+        float32, in nats. The values in columns of padding are undefined.
 
     Raises:
-        ShapeError: If the shapes do not agree.
+        ShapeError: If the shapes disagree, `num_actions` is out of range, the model's logits have another shape, or a
+            row has fewer image tokens than its grids require.
+        FieldError: If rows have images and the model would ignore them, or two images have no token between them.
         ValueError: If the temperature is not above 0.
     """
     _check_columns(sequences, attention_mask, num_actions)
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
     labels = sequences[:, -num_actions:]
-    # The distribution of a token stands one column before it.
+    # The distribution of a token is in the column before it.
     before = slice(-(num_actions + 1), -1)
     inputs, optional = model_inputs(model, sequences, attention_mask, vision)
     optional["use_cache"] = False
@@ -94,7 +102,7 @@ def action_log_probs(
     else:
         optional["logits_to_keep"] = num_actions + 1
         logits = model(**inputs, **accepted_keywords(model, optional)).logits
-        # A model without logits_to_keep returned all S.
+        # A model without logits_to_keep returns all S columns.
         if len(logits) != len(sequences) or logits.shape[1] not in (num_actions + 1, sequences.shape[1]):
             raise ShapeError(f"logits of shape {tuple(logits.shape)} for sequences {tuple(sequences.shape)}")
         log_probs, entropy = logits_log_probs(logits[:, before].flatten(0, 1), labels.flatten(), **settings)
@@ -109,20 +117,23 @@ def action_values(
     *,
     vision: VisionRows | None = None,
 ) -> Tensor:
-    """Value of the state BEFORE each of the last `num_actions` tokens: column S - A + j - 1 for action j.
+    """Return the value of the state BEFORE each of the last `num_actions` tokens: column S - A + j - 1 for action j.
 
     Args:
-        critic: Called with `input_ids`, `attention_mask`, and `position_ids` where it takes them; returns ``(B, S)``.
+        critic: Called with `input_ids` and `attention_mask`, and with `position_ids` if it accepts them; returns
+            ``(B, S)``, the value of the state after each token.
         sequences: ``(B, S)`` int64.
-        attention_mask: ``(B, S)``, 1 where the token is real, on whichever side the padding is.
-        num_actions: Action columns (A), less than S.
+        attention_mask: ``(B, S)``, 1 where the token is real; the padding may be on either side.
+        num_actions: Action columns (A), at least 1 and less than S.
         vision: Images and videos of the rows, if any.
 
     Returns:
-        ``(B, A)`` float32, differentiable where gradients are enabled.
+        ``(B, A)`` float32, differentiable if gradients are enabled. The values in columns of padding are undefined.
 
     Raises:
-        ShapeError: If the shapes do not agree, or the critic's values are not ``(B, S)``.
+        ShapeError: If the shapes disagree, `num_actions` is out of range, the critic's values are not ``(B, S)``, or a
+            row has fewer image tokens than its grids require.
+        FieldError: If rows have images and the critic would ignore them, or two images have no token between them.
     """
     _check_columns(sequences, attention_mask, num_actions)
     start = sequences.shape[1] - num_actions - 1
@@ -132,7 +143,7 @@ def action_values(
 def all_values(
     critic: Callable[..., Any], sequences: Tensor, attention_mask: Tensor, *, vision: VisionRows | None = None
 ) -> Tensor:
-    """Value of the state after each token, ``(B, S)`` float32; arguments and errors as in `action_values`."""
+    """Return the value of the state after each token, ``(B, S)`` float32; arguments and errors: `action_values`."""
     inputs, optional = model_inputs(critic, sequences, attention_mask, vision)
     values: Tensor = critic(**inputs, **accepted_keywords(critic, optional))
     if values.shape != sequences.shape:

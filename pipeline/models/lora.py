@@ -1,8 +1,8 @@
-"""LoRA (arXiv:2106.09685): a few small matrices are trained in place of the model, and they alone are published.
+"""LoRA (arXiv:2106.09685): adapters, small matrices, are trained in place of the model, and they alone are published.
 
-A linear layer y = W x becomes y = W x + (alpha / rank) B A x, with W as it was and B zero at first. Worker and trainer
-compute it in the same way, unmerged, so that the importance ratio of fresh experience is 1; both have the base model.
-Names are peft's without its prefix: ``model.layers.0.self_attn.q_proj.lora_A.weight`` beside the layer's own.
+A linear layer y = W x becomes y = W x + (alpha / rank) B A x, with W frozen and B initially zero. Worker and trainer
+both have the base model and compute this in the same way, unmerged, so that the importance ratio of fresh experience is
+1. Names are peft's without its prefix: ``model.layers.0.self_attn.q_proj.lora_A.weight`` beside the layer's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MATRICES = ("lora_A", "lora_B")
 
 
 class LoraSettings(Protocol):
-    """What is read of `pipeline.config.schema.ModelConfig`."""
+    """The part of `pipeline.config.schema.ModelConfig` that this module reads."""
 
     @property
     def lora_rank(self) -> int: ...  # noqa: D102
@@ -38,18 +38,18 @@ class LoraSettings(Protocol):
 
 
 def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
-    """Give a model's linear layers adapters and freeze all else; with rank 0, leave it alone.
+    """Add adapters to a model's linear layers and freeze all other parameters; with rank 0, do nothing.
 
     Args:
-        actor: Changed in place.
-        settings: Rank, alpha, and the last part of the names of the layers that get one.
-        seed: Of A's values; B starts at zero, so that nothing is changed at first.
+        actor: The model, changed in place.
+        settings: Rank, alpha, and the last part of the names of the layers to adapt.
+        seed: Seed of A's values; B starts at zero, so that the model's outputs are unchanged at first.
 
     Returns:
         The actor.
 
     Raises:
-        ConfigError: If a target is the name of no linear layer.
+        ConfigError: If no linear layer has the name of a target.
     """
     if not settings.lora_rank:
         return actor
@@ -66,17 +66,17 @@ def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
-    """Return what is published of a model, live: its adapters, or all of it where it has none."""
+    """Return the published tensors of a model, not copied: its adapters, or its state dict if it has none."""
     return adapter_of(model) or dict(model.state_dict())
 
 
 def adapter_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's adapters by name, live; nothing where it has none."""
+    """Return a model's adapters by name, not copied; empty if it has none."""
     return {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[-2:-1] in _ENDS}
 
 
 def without_peft_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict under our names, whether it has those or peft's."""
+    """Return a state dict under our names, from one under our names or peft's."""
     return {name.removeprefix(_PEFT_PREFIX).replace(".default.", "."): tensor for name, tensor in state.items()}
 
 
@@ -92,11 +92,11 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Saved:
-    """An adapted model in a checkpoint: merged, for everyone, and its adapter beside it, to go on from and for peft.
+    """An adapted model in a checkpoint: merged weights for general use, and the adapter, for resuming and for peft.
 
     Args:
-        model: From `adapt`; one without adapters is saved as it is.
-        settings: Those it was adapted with.
+        model: A model from `adapt`; a model without adapters is saved unchanged.
+        settings: The settings it was adapted with.
     """
 
     def __init__(self, model: Any, settings: LoraSettings) -> None:
@@ -104,7 +104,7 @@ class Saved:
         self._settings = settings
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write both into a directory."""
+        """Write merged weights and adapter into a directory."""
         from safetensors.torch import save_file
 
         adapter = adapter_of(self._model)
@@ -129,7 +129,7 @@ def load_adapter(folder: Path) -> dict[str, Tensor]:
     """Return the adapter that `Saved` wrote into a checkpoint.
 
     Raises:
-        CheckpointError: If there is none, or it cannot be read.
+        CheckpointError: If the checkpoint has no adapter, or the adapter cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -148,13 +148,13 @@ def _add(layer: nn.Linear, rank: int, scale: float, draws: torch.Generator) -> N
     place: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     down = nn.Linear(layer.in_features, rank, bias=False, **place)
     up = nn.Linear(rank, layer.out_features, bias=False, **place)
-    # As peft draws it: uniform within 1 / sqrt(in_features).
+    # peft's initialization: uniform within 1 / sqrt(in_features).
     bound = 1 / math.sqrt(layer.in_features)
     with torch.no_grad():
         down.weight.copy_(torch.rand(down.weight.shape, generator=draws) * 2 * bound - bound)
         up.weight.zero_()
     layer.lora_A, layer.lora_B, layer.lora_scale = down, up, scale  # type: ignore[assignment]
-    # A hook, not a layer of another class: the base keeps its names, and whoever looks for linear layers finds them.
+    # A hook, not a layer of another class: the base keeps its names, and a search for linear layers still finds it.
     layer.register_forward_hook(_adapted)
 
 

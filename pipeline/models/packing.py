@@ -1,8 +1,8 @@
-"""Forward passes over rows laid end to end, ``(1, T)``, without a padding column.
+"""Forward passes over packed rows, concatenated to ``(1, T)`` without a padding column.
 
-Position ids start anew at each row. From them transformers keeps the rows apart under eager and sdpa attention, with a
-block-diagonal mask; the variable-length kernels of flash attention are given where each row starts. A model that pays
-heed to neither would let a row see the one before it, so the first packed pass of a model tries it on two tokens.
+Position ids restart at 0 in each row. From them transformers builds a block-diagonal mask under eager and sdpa
+attention; the variable-length kernels of flash attention receive the start of each row. A model that ignores both would
+let a row attend to the row before it, so the first packed pass of a model tests it on two tokens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, 
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import accepted_keywords
 
-_keeps_apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_isolates_rows: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows laid end to end; T tokens of B rows, of which N are actions.
+    """B rows, concatenated: T tokens, of which N are actions.
 
     Attributes:
         input_ids: ``(1, T)`` int64.
         position_ids: ``(1, T)`` int64, 0 at the start of each row.
-        cu_seqlens: ``(B + 1,)`` int32, where each row starts, and the end.
+        cu_seqlens: ``(B + 1,)`` int32, the start of each row, and T.
         max_seqlen: Tokens of the longest row.
-        before: ``(N,)`` int64, the place of the token before each action.
-        num_actions: Actions of each row, at its end; they add up to N.
+        before: ``(N,)`` int64, the index of the token before each action.
+        num_actions: Actions of each row, at its end; their sum is N.
     """
 
     input_ids: Tensor
@@ -45,17 +45,17 @@ class PackedRows:
 
     @classmethod
     def of(cls, experience: Experience) -> Self:
-        """Lay the rows of a packed batch end to end.
+        """Return the rows of a packed batch, concatenated.
 
         Args:
-            experience: From `make_experience_batch(..., packing_samples=True)`, with an `action_mask`.
+            experience: A batch from `make_experience_batch(..., packing_samples=True)`, with an `action_mask`.
 
         Raises:
-            FieldError: If the batch is not packed, is of vision and language, or has no action mask.
+            FieldError: If the batch is not packed, is a vision-language one, or has no action mask.
             ShapeError: If a row has no token before its first action.
         """
         if is_vl_experience(experience):
-            raise FieldError("a vision-language experience: rows are laid end to end of text alone")
+            raise FieldError("a vision-language experience cannot be packed, only one of text alone")
         mask, starts, position_ids = experience.action_mask, experience.cu_seqlens, experience.position_ids
         if isinstance(experience.sequences, Tensor) or starts is None or position_ids is None:
             raise FieldError("the batch is padded; packed rows come from make_experience_batch(packing_samples=True)")
@@ -78,7 +78,7 @@ class PackedRows:
         )
 
     def keywords(self) -> dict[str, Any]:
-        """What a backbone gets beside the ids; transformers passes the last four on to its attention."""
+        """Return a backbone's keywords besides the ids; transformers passes the last four to its attention."""
         return {
             "position_ids": self.position_ids,
             "use_cache": False,
@@ -92,20 +92,21 @@ class PackedRows:
 def packed_action_log_probs(
     model: nn.Module, experience: Experience, *, temperature: float = 1.0, chunk_tokens: int | None = None
 ) -> list[Tensor]:
-    """Log-probs of the actions of a packed batch, in one forward pass; as `pipeline.models.log_probs.action_log_probs`.
+    """Return log-probs of the actions of a packed batch, from one forward pass; the packed form of `action_log_probs`.
 
     Args:
-        model: A causal language model of transformers. Its ``.logits`` are used where it has no `plain_head`.
-        experience: A packed batch; see `PackedRows.of`.
+        model: A causal language model of transformers. Its ``.logits`` are used if it has no `plain_head`.
+        experience: A batch from `make_experience_batch(..., packing_samples=True)`, with an `action_mask`.
         temperature: The sampling temperature, above 0.
-        chunk_tokens: Positions whose logits exist at once; None for about 256 MiB in float32.
+        chunk_tokens: Positions whose logits exist at once; None for 2**26 logits, 256 MiB in float32.
 
     Returns:
-        For each row ``(A_i,)`` float32, differentiable where gradients are enabled; the layout of the batch's own
-        per-action fields.
+        For each row ``(A_i,)`` float32, natural logarithms, differentiable if gradients are enabled: the layout of the
+        batch's per-action fields.
 
     Raises:
-        FieldError: If the batch is not packed, or rows would see each other in this model.
+        FieldError: If the batch is not packed, is a vision-language one or has no action mask, or if packed rows would
+            attend to each other in this model.
         ShapeError: If a row has no token before its first action.
         ValueError: If the temperature is not above 0.
     """
@@ -118,20 +119,29 @@ def packed_action_log_probs(
         states = packed_states(model.base_model, rows)
         log_probs, _ = head_log_probs(head, states, labels, temperature=temperature, chunk_tokens=chunk_tokens)
     else:
-        _check_apart(model, "logits", rows.input_ids.device)
+        _check_isolation(model, "logits", rows.input_ids.device)
         optional = accepted_keywords(model, {**rows.keywords(), "logits_to_keep": rows.before})
         logits = model(input_ids=rows.input_ids, **optional).logits[0]
-        # Fewer than T: every row has a token that is no action.
+        # N is less than T: every row has a token that is not an action.
         logits = logits if len(logits) == len(labels) else logits[rows.before]
         log_probs, _ = logits_log_probs(logits, labels, temperature=temperature, chunk_tokens=chunk_tokens)
     return list(log_probs.split(rows.num_actions))
 
 
 def packed_action_values(critic: Critic, experience: Experience) -> list[Tensor]:
-    """Value of the state before each action of a packed batch, in one forward pass; as `models.action_values`.
+    """Return the value of the state before each action of a packed batch; the packed form of `action_values`.
+
+    Args:
+        critic: A critic, as from `load_critic`; its backbone runs one forward pass.
+        experience: A batch from `make_experience_batch(..., packing_samples=True)`, with an `action_mask`.
 
     Returns:
-        For each row ``(A_i,)`` float32; errors as `packed_action_log_probs`.
+        For each row ``(A_i,)`` float32, differentiable if gradients are enabled.
+
+    Raises:
+        FieldError: If the batch is not packed, is a vision-language one or has no action mask, or if packed rows would
+            attend to each other in this model.
+        ShapeError: If a row has no token before its first action.
     """
     rows = PackedRows.of(experience)
     values: Tensor = critic.value_head(packed_states(critic.backbone, rows).float())
@@ -139,32 +149,32 @@ def packed_action_values(critic: Critic, experience: Experience) -> list[Tensor]
 
 
 def packed_states(backbone: Any, rows: PackedRows) -> Tensor:
-    """Last hidden states at the token before each action, ``(N, H)``.
+    """Return the last hidden states at the token before each action, ``(N, H)``.
 
     Raises:
-        FieldError: If rows would see each other in this backbone.
+        FieldError: If packed rows would attend to each other in this backbone.
     """
-    _check_apart(backbone, "last_hidden_state", rows.input_ids.device)
+    _check_isolation(backbone, "last_hidden_state", rows.input_ids.device)
     output = backbone(input_ids=rows.input_ids, **accepted_keywords(backbone, rows.keywords()))
     states: Tensor = output.last_hidden_state[0, rows.before]
     return states
 
 
 @torch.no_grad()
-def _check_apart(model: nn.Module, field: str, device: torch.device) -> None:
+def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None:
     """Refuse a model in which the second of two packed rows depends on the first."""
-    if model not in _keeps_apart:
+    if model not in _isolates_rows:
 
         def second_token(first: int) -> Tensor:
             ids = torch.tensor([[first, 0]], device=device)
             starts = torch.arange(3, dtype=torch.int32, device=device)
             rows = PackedRows(ids, torch.zeros_like(ids), starts, 1, ids.new_empty(0), [])
-            # From the same random state: the same dropout both times.
+            # The same random state, so the same dropout, in both calls.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 output = model(input_ids=ids, **accepted_keywords(model, rows.keywords()))
             outputs: Tensor = getattr(output, field)
             return outputs[0, 1].float()
 
-        _keeps_apart[model] = torch.allclose(second_token(0), second_token(1), rtol=1e-4, atol=1e-4)
-    if not _keeps_apart[model]:
-        raise FieldError(f"{type(model).__name__} lets a packed row see the row before it; make a padded batch")
+        _isolates_rows[model] = torch.allclose(second_token(0), second_token(1), rtol=1e-4, atol=1e-4)
+    if not _isolates_rows[model]:
+        raise FieldError(f"{type(model).__name__} lets a packed row attend to the row before it; use a padded batch")

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class SequenceReward:
-    """A sequence-classification model at the reward seam: one score a row, read at the last real token.
+    """A sequence-classification model as a reward function: one score a row, read at the last real token.
 
     Args:
-        model: A model with one label. Where it has a ``score`` head, the head is read at the last attended token: its
-            own ``logits`` are read before the last token equal to the pad token, which may be the stop itself.
+        model: A model with one label. If it has a ``score`` head, the head is applied at the last attended token. The
+            model's own ``logits`` come from the token before the last one equal to the pad token, which may be the
+            stop.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -26,7 +27,7 @@ class SequenceReward:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **_ignored: Any) -> Tensor:
-        """Score rows.
+        """Return the scores of rows.
 
         Args:
             input_ids: ``(B, S)`` int64.

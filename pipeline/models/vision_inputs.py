@@ -1,9 +1,9 @@
-"""What a vision-language model is called with: tokens in which images stand, their pixels, positions in three axes.
+"""Arguments of a vision-language model's forward pass: tokens with images, pixels, positions in three axes.
 
-Models of the Qwen2-VL kind: an image is a run of image tokens, as many as its grid has patches once merged, and the
-position of a token has a time, a height and a width. The positions of rows are computed from the rows each time, by the
-model's own `get_rope_index`, and handed to it: what it keeps between two calls (`rope_deltas`) is of the rows of the
-call before, and after another batch, or with finished rows gone, it is of others.
+In models of the Qwen2-VL kind an image is a sequence of image tokens, one for each merged patch of its grid, and the
+position of a token has a time, a height and a width. The positions are computed from the rows for each call, by the
+model's own `get_rope_index`, and passed to it. The state that the model keeps between two calls (`rope_deltas`) belongs
+to the rows of the previous call: after another batch, or without the finished rows, it is wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PLAIN_TOKEN = 0
 
 
 def vision_backbone(model: Any) -> Any | None:
-    """The part of a model that knows where images stand; None for a model of text alone.
+    """Return the part of a model that computes positions of images; None for a text-only model.
 
     Args:
-        model: A model of transformers, a `pipeline.models.critic.Critic` around one, or anything else.
+        model: A model of transformers, a `pipeline.models.critic.Critic` around one, or any other object.
     """
     for part in (model, getattr(model, "base_model", None), getattr(model, "backbone", None)):
         if hasattr(part, "get_rope_index"):
@@ -34,7 +34,7 @@ def vision_backbone(model: Any) -> Any | None:
 
 
 def is_vision_directory(path: str | Path) -> bool:
-    """Whether a local model directory holds a vision-language model of the kind that this module speaks to."""
+    """Return whether a local model directory holds a vision-language model of the kind that this module supports."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(path), local_files_only=True)
@@ -45,29 +45,30 @@ def is_vision_directory(path: str | Path) -> bool:
 def vision_inputs(
     backbone: Any, input_ids: Tensor, attention_mask: Tensor, vision: VisionRows | None
 ) -> dict[str, Tensor]:
-    """Keywords for a forward pass over whole rows.
+    """Return the keywords of a forward pass over whole rows.
 
-    A row's first image tokens are its images, as many as its grids ask for. Those that are left the actor has sampled
-    itself: they stand for no image, and the model reads token 0 in their place, here and in `plain_tokens`.
+    The first image tokens of a row belong to its images, as many as its grids require. Any further
+    ones were sampled by the actor: they belong to no image, and the model reads token 0 in their place, here and in
+    `plain_tokens`.
 
     Args:
-        backbone: Of `vision_backbone`.
+        backbone: Result of `vision_backbone`.
         input_ids: ``(B, S)`` int64.
-        attention_mask: ``(B, S)``, 1 where the token is real, on whichever side the padding is.
-        vision: Of the B rows; None only if no row has an image token, not even a sampled one.
+        attention_mask: ``(B, S)``, 1 where the token is real; the padding may be on either side.
+        vision: Images and videos of the B rows; None only if no row has an image token, not even a sampled one.
 
     Returns:
-        `input_ids`, `attention_mask`, `position_ids` ``(3, B, S)`` int64, and pixels and grids where there are any.
+        `input_ids`, `attention_mask`, `position_ids` ``(3, B, S)`` int64, and pixels and grids if there are any.
 
     Raises:
-        ShapeError: If a row has fewer image tokens than its grids ask for.
-        FieldError: If two images stand side by side without a token between them, or `vision` is missing.
+        ShapeError: If a row has fewer image tokens than its grids require.
+        FieldError: If two images have no token between them, or `vision` is missing.
     """
     device = input_ids.device
     if vision is None:
         vision = VisionRows.none(len(input_ids))
         check_prompt_images(backbone, input_ids, attention_mask, vision)
-    # On the CPU: whoever computes positions reads the tokens one by one.
+    # On the CPU: `get_rope_index` reads the tokens one by one.
     ids, real = input_ids.cpu(), (attention_mask != 0).long().cpu()
     kinds = token_kinds(backbone, ids, real, vision)
     keywords = vision.model_keywords(device)
@@ -86,9 +87,10 @@ def vision_inputs(
 
 
 def check_prompt_images(backbone: Any, input_ids: Tensor, attention_mask: Tensor, vision: VisionRows) -> None:
-    """Refuse rows that have more image tokens, or fewer, than their grids ask for; for rows that nobody sampled.
+    """Refuse prompts whose image tokens are not as many as their grids require; for rows without sampled tokens.
 
-    Arguments, errors: as in `vision_inputs`; a FieldError also where a row has more.
+    Arguments and errors: as in `vision_inputs`; a FieldError also if a row has more image tokens than its grids
+    require.
     """
     kinds = token_kinds(backbone, input_ids, attention_mask, vision)
     plain = plain_tokens(backbone, input_ids) != input_ids
@@ -99,21 +101,21 @@ def check_prompt_images(backbone: Any, input_ids: Tensor, attention_mask: Tensor
 
 
 def token_kinds(backbone: Any, input_ids: Tensor, attention_mask: Tensor, vision: VisionRows) -> Tensor:
-    """Which tokens stand for images (1), which for videos (2), ``(B, S)`` int64; arguments, errors: `vision_inputs`."""
+    """Return 1 for each token of an image, 2 for one of a video, else 0, ``(B, S)`` int64; as `vision_inputs`."""
     kinds = torch.zeros_like(input_ids)
     for kind, name, grids in (
         (_IMAGE, "image_token_id", vision.image_grid_thws),
         (_VIDEO, "video_token_id", vision.video_grid_thws),
     ):
         expected = _expected_tokens(backbone, grids).to(input_ids.device)
-        standing = (input_ids == getattr(backbone.config, name, -1)) & (attention_mask != 0)
-        kinds.masked_fill_(standing & (standing.cumsum(dim=1) <= expected.unsqueeze(1)), kind)
+        present = (input_ids == getattr(backbone.config, name, -1)) & (attention_mask != 0)
+        kinds.masked_fill_(present & (present.cumsum(dim=1) <= expected.unsqueeze(1)), kind)
         _check_tokens(kinds == kind, expected, grids if kind == _IMAGE else None)
     return kinds
 
 
 def plain_tokens(backbone: Any, tokens: Tensor) -> Tensor:
-    """Tokens that the actor sampled as the model is to read them: an image token among them stands for no image."""
+    """Return sampled tokens with token 0 for each image or video token: a sampled one belongs to no image."""
     for name in ("image_token_id", "video_token_id"):
         token = getattr(backbone.config, name, None)
         tokens = tokens if token is None else tokens.masked_fill(tokens == token, _PLAIN_TOKEN)
@@ -121,7 +123,7 @@ def plain_tokens(backbone: Any, tokens: Tensor) -> Tensor:
 
 
 def _expected_tokens(backbone: Any, grids: list[Tensor | None]) -> Tensor:
-    """Image or video tokens that each row must have, ``(B,)`` int64."""
+    """Return the number of image or video tokens that each row must have, ``(B,)`` int64."""
     merged = backbone.config.vision_config.spatial_merge_size**2
     return torch.tensor([0 if grid is None else int((grid.prod(dim=1) // merged).sum()) for grid in grids])
 

@@ -2,19 +2,19 @@
 
 generation       engines behind one interface
 insert_gate      checks of a rollout before it is sealed
-loader           a worker's models, reward and engine, loaded and tried
+loader           loading of a worker's models, reward and engine, tried on one prompt
 maker            `NaiveExperienceMaker`: prompts to Experience, PPO and GRPO
 metrics          a worker's metrics
-process          the worker process, or a worker's gateway to its Ray actor
-ray              Ray actors that hold the models; the only import of ray
-remote           a worker's models on another machine
+process          the worker process
+ray              the gateway to Ray actors that hold the models; the only import of ray
+remote           a worker's models on another machine, without Ray's part
 reward_pool      reward functions in processes that can be killed
 reward_process   the process of a reward pool
 reward_wire      messages of a reward pool
 rewards          reward functions as a reward model
-roller           prompts rendered, padded and handed to the maker
-rows             responses to rows of a batch
-sample_recorder  rollouts recorded for people to read
+roller           the interface of a worker to its models; prompts rendered, padded, passed to the maker
+rows             prompts and responses as rows of a batch
+sample_recorder  sampled rollouts, recorded for people to read
 vision_prompts   prompts with images
 worker           the worker's decisions: ticket, weights, message
 """

@@ -1,13 +1,13 @@
-"""The insert gate: what a rollout must be before its extent may be sealed.
+"""The insert gate: checks of a rollout before its extent is sealed.
 
-    reason      what is refused
+    reason      refused
     lengths     fields whose rows or columns disagree
-    mask        an action mask that is not that of the sampled tokens
+    mask        an action mask that does not match the sampled tokens
     vocabulary  a token that the model does not have
     not_finite  a log-prob, score or pixel that is NaN or infinite
 
-The worker asks, for the buffer sees no payload byte; the buffer asks what the worker cannot know, whether the weights
-were published and the sizes are possible (`pipeline.buffer.admission.refusal`).
+The worker makes these checks, because the buffer reads no payload byte. The buffer makes those that the worker cannot
+make: whether the weights were published, and whether the sizes are possible (`pipeline.buffer.admission.refusal`).
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ from pipeline.runtime.messages import FaultReason
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Why experience is refused: what it is counted by, and field, row and value."""
+    """Why experience is refused.
+
+    Attributes:
+        reason: The label it is counted under.
+        detail: Field, row and value.
+    """
 
     reason: FaultReason
     detail: str
 
 
 def find_fault(experience: Experience, *, vocabulary: int, pad_token_id: int) -> Fault | None:
-    """Look for the first thing that keeps experience out of the buffer.
+    """Find the first fault that keeps experience out of the buffer.
 
     Args:
         experience: On the CPU and as a maker leaves it, prompts padded on the left, responses on the right.
         vocabulary: Tokens that the model has; ids are below it.
-        pad_token_id: What stands behind the end of a response.
+        pad_token_id: The token after the end of a response.
 
     Returns:
-        The fault, or None if it may come in.
+        The fault; None if there is none.
     """
-    # In this order: each check relies on those before it.
+    # In this order: each check relies on those before.
     if problem := _problem_of_lengths(experience):
         return Fault("lengths", problem)
     if problem := _problem_of_masks(experience, pad_token_id):
@@ -85,18 +90,15 @@ def _problem_of_masks(experience: Experience, pad_token_id: int) -> str:
     real, actions = experience.attention_mask.numpy() != 0, experience.action_mask.numpy() != 0
     prompt = real.shape[1] - actions.shape[1]
     behind = ~actions & (experience.sequences.numpy()[:, prompt:] != pad_token_id)
-    runs = real[:, 0].astype(int) + (real[:, 1:] & ~real[:, :-1]).sum(axis=1)
-    for what, wrong in (
-        (
-            "attention_mask and action_mask do not say the same of its response",
-            (actions != real[:, prompt:]).any(axis=1),
-        ),
+    stretches = real[:, 0].astype(int) + (real[:, 1:] & ~real[:, :-1]).sum(axis=1)
+    for problem, wrong in (
+        ("attention_mask and action_mask disagree on its response", (actions != real[:, prompt:]).any(axis=1)),
         ("its response has no token in its first column", ~actions[:, 0]),
-        ("its tokens are not in one run", runs != 1),
+        ("its tokens are not contiguous", stretches != 1),
         ("a token of its response is outside action_mask", behind.any(axis=1)),
     ):
         if wrong.any():
-            return f"row {int(wrong.argmax())}: {what}"
+            return f"row {int(wrong.argmax())}: {problem}"
     return ""
 
 
@@ -121,7 +123,7 @@ def _problem_of_numbers(experience: Experience) -> str:
 
 
 def _other_numbers(experience: Experience) -> Iterator[tuple[str, Tensor]]:
-    """Yield what has no column an action: the tensors of `info`, and pixels."""
+    """Yield the tensors that have no column per action: those of `info`, and pixels."""
     yield from ((f"info[{name!r}]", value) for name, value in (experience.info or {}).items())
     for name, _, _ in VISION_FIELDS:
         value = getattr(experience, name, None)

@@ -37,7 +37,7 @@ from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.stops import parse_stop_token_ids
-from pipeline.rollout.generation.transformers import TransformersGenerator, fits_lean_loop
+from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from pipeline.rollout.reward_pool import RewardPool
 from pipeline.rollout.rewards import FunctionReward, checked_scores, vision_keywords
 from pipeline.rollout.rows import Rows, check_prompts
@@ -321,7 +321,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             if others:
                 raise FieldError(f"unknown generation keyword {others[0]}: the generator has no use for it")
             return self.generator
-        if not others and fits_lean_loop(self.actor):
+        if not others and can_replace_generate(self.actor):
             return TransformersGenerator(self.actor, self._on_progress)
         return ActorGenerator(self.actor, extra, self._on_progress)
 

@@ -1,4 +1,4 @@
-"""What a rollout worker counts."""
+"""The metrics of a rollout worker."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ class RolloutMetrics:
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
-        """Spend the block on an activity; its duration counts for the stage of that name."""
+        """Count the time of the block for an activity, and its duration for the stage of that name."""
         started_s = time.monotonic()
         with self.clock.during(name):
             yield
         self.staged(name, time.monotonic() - started_s)
 
     def staged(self, name: str, seconds: float) -> None:
-        """Count an activity that has ended for the stage of its name."""
+        """Count the duration of an ended activity for the stage of its name."""
         if name in self._stages:
             self._stages[name].observe(seconds)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Spend the block waiting for a ticket, for the reason the buffer gave last."""
+        """Count the time of the block as a wait for a ticket, for the last reason from the buffer."""
         with self.clock.during(self._waiting_for):
             yield
 
     def wait_for(self, reason: str) -> None:
-        """Note why there is no ticket; any other reason than a bound is a lack of data."""
+        """Set the reason of the wait for a ticket; any reason other than a bound counts as a lack of data."""
         self._waiting_for = _WAITS.get(reason, "wait_data")
         if self.clock.activity.startswith("wait_"):
             self.clock.enter(self._waiting_for)
@@ -101,7 +101,7 @@ class RolloutMetrics:
         Args:
             experience: Its rows, the G responses of a prompt contiguous.
             prompts: Prompts of the ticket.
-            prompts_failed: Those of them that were set aside.
+            prompts_failed: Prompts of the ticket that were set aside.
             group_size: Responses of a prompt (G).
             stopped: ``(B,)`` bool, whether the response ended by itself.
         """
@@ -127,15 +127,15 @@ class RolloutMetrics:
             self._groups["all_equal"].inc(len(responses) // group_size - mixed)
 
     def beat(self) -> None:
-        """Note that the work goes on."""
+        """Write a heartbeat."""
         self._writer.beat()
 
     def reward_errored(self, reason: str) -> None:
-        """Count a row whose functions gave no reward."""
+        """Count a row without a reward."""
         self._reward_errors[reason].inc()
 
     def failed(self, *, prompts: int, group_size: int, retried: bool) -> None:
-        """Count a ticket nothing came of."""
+        """Count a ticket without experience."""
         if not retried:
             self._prompts.inc(prompts)
             self._failed.inc(prompts * group_size)
@@ -149,11 +149,11 @@ class RolloutMetrics:
         self._sync_time.set(time.time())
 
     def weights_mismatch(self) -> None:
-        """Count a weight sync after which the model did not compute what its weights say."""
+        """Count a weight sync after which the model did not compute with its weights."""
         self._mismatches.inc()
 
     def in_flight(self, rollouts: int) -> None:
-        """Show how many tickets are in hand."""
+        """Show the number of tickets in hand."""
         self._in_flight.set(rollouts)
         for state, nbytes in allocator_bytes().items():
             self._writer.gauge("rlhfd_torch_memory_bytes", state=state).set(nbytes)

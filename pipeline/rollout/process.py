@@ -1,4 +1,4 @@
-"""A rollout worker's process: what it rolls out with, arena and ZeroMQ around `pipeline.rollout.worker`."""
+"""The process of a rollout worker: roller, arena and ZeroMQ around `pipeline.rollout.worker`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pipeline.errors import ExitCode, WeightsMismatchError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.pinned import pin_arena
-from pipeline.rollout.loader import Scored, load_models
+from pipeline.rollout.loader import RowCallback, load_roller
 from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.roller import Roller
 from pipeline.rollout.sample_recorder import RolloutSamples
-from pipeline.rollout.worker import RolloutWorker, RollsOut
+from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.storage.arena import Arena
@@ -28,12 +29,18 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, context: RoleContext, build: Builder | None = None) -> ExitCode:
-    """Roll out tickets until told to stop.
+    """Roll out tickets until a shutdown or the end of a drain.
 
     Args:
         config: The instance's.
         context: This process's.
-        build: Makes the worker; left out, `new_worker`, which computes in this process.
+        build: Makes the worker; without it `new_worker`, which computes in this process.
+
+    Returns:
+        OK, after a shutdown or a drain.
+
+    Raises:
+        WeightsMismatchError: If the model does not compute with its weights; the worker is reported as unusable.
     """
     torch.set_num_threads(config.rollout.threads)
     arena = Arena(context.folder / "arena")
@@ -82,22 +89,22 @@ def new_worker(
     """Load the models and the reward, try both on one prompt, and introduce the worker to the buffer.
 
     Raises:
-        ConfigError: If the reward function does not give one finite number a row.
+        ConfigError: If the reward function does not return one finite number a row.
     """
     tokenizer = load_tokenizer(config.model.actor)
     samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
-    scored: Scored = (lambda parts: None) if samples is None else samples.scored
-    models = load_models(config, tokenizer, process_device(), metrics, scored, texts=may_tell_texts(config, context))
-    return worker_with(models, config, context, arena, sender, metrics, samples)
+    on_row: RowCallback = (lambda parts: None) if samples is None else samples.scored
+    roller = load_roller(config, tokenizer, process_device(), metrics, on_row, texts=may_quote_texts(config, context))
+    return worker_with(roller, config, context, arena, sender, metrics, samples)
 
 
-def may_tell_texts(config: Config, context: RoleContext) -> bool:
-    """Whether an error may quote prompts and answers: at the first start somebody looks on, who needs the whole."""
+def may_quote_texts(config: Config, context: RoleContext) -> bool:
+    """Return whether an error may quote prompts and answers: at the first start a person reads it and needs them."""
     return config.daemon.log_texts or context.generation <= 1
 
 
 def worker_with(
-    models: RollsOut,
+    roller: Roller,
     config: Config,
     context: RoleContext,
     arena: Arena,
@@ -105,9 +112,9 @@ def worker_with(
     metrics: RolloutMetrics,
     samples: RolloutSamples | None,
 ) -> RolloutWorker:
-    """Return the worker of a configuration that rolls out with these models."""
+    """Return the worker of a configuration with this roller."""
     return RolloutWorker(
-        models,
+        roller,
         arena,
         context.folder / "weights",
         sender,

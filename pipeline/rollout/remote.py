@@ -1,7 +1,8 @@
-"""What a rollout worker rolls out with, on another machine than the worker itself.
+"""The models of a rollout worker, on another machine than the worker.
 
-The worker is a gateway then (`pipeline.rollout.ray`): tickets, arena and metrics are its own; each call here answers
-with what became of it and what is to be counted, and `look` says from another thread how a call goes.
+The worker is then a gateway (`pipeline.rollout.ray`) that keeps tickets, arena and metrics. Each call here returns a
+`CallResult`: value or error, and the events to count. `RolloutNode.status` returns the progress of a call under way; it
+runs in another thread.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.store import WeightsCopy
-from pipeline.rollout.loader import RolloutModels, load_models
+from pipeline.rollout.loader import load_roller
+from pipeline.rollout.roller import LocalRoller
 
 _MOST_RECORDS: Final = 1000
-_SILENCE: Final = 0.8
+_SILENT_SHARE: Final = 0.8
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -40,13 +42,14 @@ _ENVIRONMENT: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSpec:
-    """What there is to know to begin.
+    """The specification of a remote worker.
 
     Attributes:
         config: The instance's, as JSON.
-        working_directory: Where the daemon was started; reward functions are found there if it is on this machine too.
+        working_directory: Where the daemon was started; reward functions are imported from there if it exists on this
+            machine too.
         texts: Whether errors may quote prompts and answers.
-        release: Of this package, on the daemon's machine.
+        release: The version of this package on the daemon's machine.
     """
 
     config: str
@@ -57,15 +60,15 @@ class WorkerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CallResult:
-    """What became of a call: its value or its error, and what it was on the way.
+    """The result of a call: its value or its error, and the events during the call.
 
     Attributes:
-        value: What it returns.
-        error: What it raised in place of that.
+        value: The return value.
+        error: The error raised; None if there is a value.
         stages: Activities that ended, each with its seconds.
-        reward_errors: Why rows got no reward.
-        scores: The parts of each row's reward, None for one without.
-        records: What was logged since the last answer or look.
+        reward_errors: The reason of each row without a reward.
+        scores: The parts of each row's reward, None for a row without one.
+        records: Log records since the last result or status.
     """
 
     value: Any = None
@@ -78,7 +81,13 @@ class CallResult:
 
 @dataclasses.dataclass(frozen=True)
 class NodeStatus:
-    """How it goes: signs of life so far, what is done now ("" for nothing), what was logged since the last one."""
+    """The progress of a node.
+
+    Attributes:
+        beats: Heartbeats so far.
+        activity: The current activity, "" for none.
+        records: Log records since the last result or status.
+    """
 
     beats: int
     activity: str
@@ -86,7 +95,7 @@ class NodeStatus:
 
 
 class NodeTelemetry:
-    """Keeps what the work tells until somebody asks."""
+    """Collects the progress of a call until the gateway fetches it."""
 
     def __init__(self) -> None:
         self.beats = 0
@@ -98,7 +107,7 @@ class NodeTelemetry:
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
-        """Spend the block on an activity."""
+        """Count the time of the block for an activity."""
         started_s, before = time.monotonic(), self.current
         self.current = name
         try:
@@ -108,113 +117,117 @@ class NodeTelemetry:
         self._stages.append((name, time.monotonic() - started_s))
 
     def beat(self) -> None:
-        """Note that the work goes on."""
+        """Count a heartbeat."""
         self.beats += 1
         self.beat_s = time.monotonic()
 
     def reward_errored(self, reason: str) -> None:
-        """Note a row whose functions gave no reward."""
+        """Record a row without a reward."""
         self._reward_errors.append(reason)
 
-    def scored(self, parts: Sequence[float] | None) -> None:
-        """Note the parts of a row's reward."""
+    def on_row(self, parts: Sequence[float] | None) -> None:
+        """Record the parts of a row's reward."""
         self._scores.append(parts)
 
-    def taken(self, value: Any, error: RlhfdError | None) -> CallResult:
-        """Return all that was noted since the last time, with what became of the call."""
-        answer = CallResult(value, error, self._stages, self._reward_errors, self._scores)
+    def take(self, value: Any, error: RlhfdError | None) -> CallResult:
+        """Return the result of a call with all events since the last one, and start anew."""
+        result = CallResult(value, error, self._stages, self._reward_errors, self._scores)
         self._stages, self._reward_errors, self._scores = [], [], []
-        return answer
+        return result
 
 
 class RolloutNode:
-    """The models of one worker, where they compute; called by one thread, and by another one for `look`."""
+    """The models of one worker on their machine; one thread calls it, a second one calls `status`."""
 
-    def __init__(self, errand: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         os.environ.update(_ENVIRONMENT)
-        self._errand = errand
+        self._spec = spec
         self._config: Config | None = None
         self._telemetry = NodeTelemetry()
         self._records = _Records()
-        self._works = False
-        self._told_stacks = False
-        self._models: RolloutModels | None = None
+        self._is_busy = False
+        self._has_logged_stacks = False
+        self._roller: LocalRoller | None = None
         logging.getLogger().addHandler(self._records)
 
     def load(self) -> CallResult:
-        """Load models and reward, and try both; answers with this machine's name and this process's id.
+        """Load models and reward, and try both; the value is this machine's name and this process's id.
 
-        The answer's error is a ConfigError if something is not here, naming the machine.
+        The error is a ConfigError that names the machine if a file or module is missing here.
         """
-        return self._answer(self._load, 1)
+        return self._call(self._load, 1)
 
     def roll(self, position: int, prompts: int) -> CallResult:
-        """Roll out the prompts from a position on; answers with a `pipeline.rollout.roller.Rolled`."""
-        models, config = self._loaded()
-        return self._answer(lambda: models.roll(position, prompts), config.rollout.threads)
+        """Roll out prompts; the value is a `pipeline.rollout.roller.Rolled`."""
+        roller, config = self._loaded()
+        return self._call(lambda: roller.roll(position, prompts), config.rollout.threads)
 
     def fetch(self, weights: WeightsCopy) -> CallResult:
-        """Compute with these weights from here on; answers with their `WeightsVersion`."""
-        models, config = self._loaded()
-        return self._answer(lambda: models.fetch(weights), config.rollout.threads)
+        """Replace the weights by these; the value is their `WeightsVersion`."""
+        roller, config = self._loaded()
+        return self._call(lambda: roller.fetch(weights), config.rollout.threads)
 
     def close(self) -> None:
-        """Let go of what it holds, and of this process's log."""
+        """Close the roller, and detach from this process's log."""
         logging.getLogger().removeHandler(self._records)
-        if self._models is not None:
-            self._models.close()
+        if self._roller is not None:
+            self._roller.close()
 
-    def look(self, log_level: int, hang_timeout_s: float) -> NodeStatus:
-        """Return how the call under way goes; to be called from another thread.
+    def status(self, log_level: int, hang_timeout_s: float) -> NodeStatus:
+        """Return the progress of the call under way; to be called from another thread.
 
         Args:
-            log_level: What is logged from here on.
-            hang_timeout_s: Silence after which a process counts as hung; a bit before, all stacks are logged. 0: never.
+            log_level: The log level from here on.
+            hang_timeout_s: Time without a heartbeat after which a process counts as hung; shortly before, all stacks
+                are logged. 0: never.
+
+        Returns:
+            Heartbeats, activity and new log records.
         """
         logging.getLogger().setLevel(log_level)
         silent_s = time.monotonic() - self._telemetry.beat_s
-        is_due = self._works and self._models is not None and not self._told_stacks
-        if is_due and hang_timeout_s and silent_s > _SILENCE * hang_timeout_s:
-            self._told_stacks = True
-            self._records.emit(_silence(silent_s))
-        return NodeStatus(self._telemetry.beats, self._telemetry.current, self._records.taken())
+        is_due = self._is_busy and self._roller is not None and not self._has_logged_stacks
+        if is_due and hang_timeout_s and silent_s > _SILENT_SHARE * hang_timeout_s:
+            self._has_logged_stacks = True
+            self._records.emit(_hang_record(silent_s))
+        return NodeStatus(self._telemetry.beats, self._telemetry.current, self._records.take())
 
-    def _loaded(self) -> tuple[RolloutModels, Config]:
-        assert self._models is not None and self._config is not None
-        return self._models, self._config
+    def _loaded(self) -> tuple[LocalRoller, Config]:
+        assert self._roller is not None and self._config is not None
+        return self._roller, self._config
 
-    def _answer(self, call: Callable[[], Any], threads: int) -> CallResult:
-        # A pool of threads serves the calls; how many threads torch takes is each one's own.
+    def _call(self, call: Callable[[], Any], threads: int) -> CallResult:
+        # A pool of threads serves the calls; torch's number of threads is a setting of each thread.
         torch.set_num_threads(threads)
         self._telemetry.beat()
-        self._works, self._told_stacks = True, False
+        self._is_busy, self._has_logged_stacks = True, False
         value, error = None, None
         try:
             value = call()
         except RlhfdError as raised:
-            # Without its frames, which hold whatever they worked on.
+            # Without its frames, which refer to the tensors they worked on.
             error = raised.with_traceback(None)
             error.__cause__ = error.__context__ = None
         finally:
-            self._works = False
-        return dataclasses.replace(self._telemetry.taken(value, error), records=self._records.taken())
+            self._is_busy = False
+        return dataclasses.replace(self._telemetry.take(value, error), records=self._records.take())
 
     def _load(self) -> tuple[str, int]:
         machine, release = socket.gethostname(), importlib.metadata.version("rlhfd")
-        # Before its configuration is read, which may have keys that this release does not know.
-        if release != self._errand.release:
-            raise ConfigError(f"{machine} has rlhfd {release}, the daemon's machine {self._errand.release}")
-        self._config = Config.model_validate_json(self._errand.config)
+        # Before the configuration is read, which may have keys that this release does not know.
+        if release != self._spec.release:
+            raise ConfigError(f"{machine} has rlhfd {release}, the daemon's machine {self._spec.release}")
+        self._config = Config.model_validate_json(self._spec.config)
         torch.set_num_threads(self._config.rollout.threads)
-        if os.path.isdir(self._errand.working_directory):
-            # Scorers are started from here, and look for reward functions where they were started.
-            os.chdir(self._errand.working_directory)
-            sys.path.append(self._errand.working_directory)
+        if os.path.isdir(self._spec.working_directory):
+            # Scorers import reward functions from the folder they are started in, which is this process's.
+            os.chdir(self._spec.working_directory)
+            sys.path.append(self._spec.working_directory)
         try:
             tokenizer = load_tokenizer(self._config.model.actor)
-            self._models = load_models(
-                self._config, tokenizer, process_device(), self._telemetry, self._telemetry.scored,
-                texts=self._errand.texts,
+            self._roller = load_roller(
+                self._config, tokenizer, process_device(), self._telemetry, self._telemetry.on_row,
+                texts=self._spec.texts,
             )  # fmt: skip
         except ConfigError as error:
             raise ConfigError(f"on {machine}: {error}", bare=f"on {machine}: {error.bare}") from error
@@ -222,7 +235,7 @@ class RolloutNode:
 
 
 class _Records(logging.Handler):
-    """Keeps log records in a form that another process can log as its own."""
+    """Keeps log records in a form that another process can log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,22 +248,22 @@ class _Records(logging.Handler):
             return
         try:
             self._kept.append(_plain_record(record))
-        except Exception:  # noqa: BLE001 - what somebody else logs may not be formattable: no reason to end a rollout
+        except Exception:  # noqa: BLE001 - a record of user code may not be formattable: no reason to end a rollout
             self.handleError(record)
 
-    def taken(self) -> list[logging.LogRecord]:
-        taken = [self._kept.popleft() for _ in range(len(self._kept))]
+    def take(self) -> list[logging.LogRecord]:
+        records = [self._kept.popleft() for _ in range(len(self._kept))]
         if self._left_out:
             log, count, self._left_out = logging.getLogger(__name__), self._left_out, 0
-            told = log.makeRecord(log.name, logging.WARNING, __file__, 0, "records left out: count=%d", (count,), None)
-            taken.append(told)
-        return taken
+            message, values = "records left out: count=%d", (count,)
+            records.append(log.makeRecord(log.name, logging.WARNING, __file__, 0, message, values, None))
+        return records
 
 
 def _plain_record(record: logging.LogRecord) -> logging.LogRecord:
     plain = {name: value for name, value in vars(record).items() if _is_plain(value)}
     if isinstance(record.msg, str) and isinstance(record.args, tuple) and all(map(_is_plain, record.args)):
-        # Fields that are formatted later keep their names.
+        # Formatted by the gateway: the fields of the message keep their names.
         record.getMessage()
         plain["args"] = record.args
     else:
@@ -264,13 +277,13 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (str, int, float))
 
 
-def _silence(silent_s: float) -> logging.LogRecord:
-    """Return what tells of a hang, with the stacks of all threads of this process."""
+def _hang_record(silent_s: float) -> logging.LogRecord:
+    """Return the log record of a hang, with the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = [
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
         for number, frame in sys._current_frames().items()
     ]
-    told, values = "no sign of life: machine=%s silent_s=%.0f", (socket.gethostname(), silent_s)
+    message, values = "no heartbeat: machine=%s silent_s=%.0f", (socket.gethostname(), silent_s)
     log = logging.getLogger(__name__)
-    return log.makeRecord(log.name, logging.ERROR, __file__, 0, told, values, None, sinfo="\n".join(stacks))
+    return log.makeRecord(log.name, logging.ERROR, __file__, 0, message, values, None, sinfo="\n".join(stacks))

@@ -1,14 +1,14 @@
-"""Reward functions in processes that can be killed: one that hangs or crashes costs its row, no other.
+"""Reward functions in processes that can be killed: a function that hangs or crashes costs its own row only.
 
-    worker                                      scorer (`pipeline.rollout.reward_process`), one a row at a time
+    worker                                      scorer (`pipeline.rollout.reward_process`), one row at a time
       RowToScore                      ------>   calls the functions; over a socket of this scorer's own
                                       <------   Loaded once, with that socket's other end, then a RowScore a row
-                                      <------   Died: the scorer is gone, from the process that forked it
+                                      <------   Died: the scorer has ended, from the process that forked it
 
-What is half said to a scorer goes with its socket: the next one never reads the rest of a row that was not its own.
-A scorer gives up on a row by itself after `timeout_s`: it writes where it hangs to the log and ends. The worker waits a
-little longer, then kills a scorer that cannot even do that. Its place is taken within milliseconds by a fork of a
-process that has torch and the tokenizer loaded already and has never called anybody's function.
+A row that a scorer has read in part is lost with its socket: the next scorer never reads the rest. A scorer ends a row
+by itself after `timeout_s`: it logs the stack of the hang and exits. The worker waits a little longer, then kills a
+scorer that has not exited. It is replaced within milliseconds by a fork of a process that has torch and the tokenizer
+loaded, and has never called a reward function.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from pipeline.rollout.reward_wire import (
     Problem,
     RowScore,
     RowToScore,
-    _decoder,
-    _with_images,
+    decoder,
     frame,
     unframe,
+    with_images,
 )
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 
@@ -58,22 +58,22 @@ _PROBLEMS_LOGGED = 8
 
 
 class RewardPool:
-    """Reward functions by name, at the reward seam; a row without a reward scores NaN.
+    """Reward functions by name, with the interface of a reward model; a row without a reward scores NaN.
 
     Not thread-safe; close it, or use it as a context manager. Its processes die with this one.
 
     Args:
         functions: ``module:function`` each; their results add up.
-        tokenizer: Directory of the tokenizer that is handed to them.
+        tokenizer: Directory of the tokenizer that is passed to the functions.
         timeout_s: Longest time the functions may take for one row.
-        processes: How many rows are scored at the same time.
-        on_problem: Told why a row has no score, once a row.
-        on_progress: Called once a second at least while rows are scored.
-        on_row: Told what each function gave for a row, None where it has no reward; in the order of rows.
-        log_texts: Whether what a function raised or returned is logged in its own words.
+        processes: Rows that are scored at the same time.
+        on_problem: Called with the reason of each row without a score.
+        on_progress: Called at least once a second while rows are scored.
+        on_row: Called with the results of the functions for each row, None for a row without a reward; in order.
+        log_texts: Whether the log quotes the exception or the result of a function.
 
     Attributes:
-        problem: The first problem of the last call, if it had one.
+        problem: The first row without a score of the last call; None if all had one.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class RewardPool:
                 json.dumps([list(functions), tokenizer, timeout_s]),
             ],
             stdin=subprocess.DEVNULL,
-            # What a function prints belongs into the worker's log.
+            # The output of functions goes into the worker's log.
             stdout=2,
             pass_fds=descriptors,
-            # A process with threads of a library could not be forked safely.
+            # No library threads: a process with threads cannot be forked safely.
             env={
                 **os.environ,
                 PARENT_VARIABLE: str(os.getpid()),
@@ -128,7 +128,7 @@ class RewardPool:
         """
         deadline_s = time.monotonic() + timeout_s
         while waiting := [scorer for scorer in self._scorers if not scorer.pid]:
-            if not self._hear(waiting, deadline_s) and time.monotonic() > deadline_s:
+            if not self._receive(waiting, deadline_s) and time.monotonic() > deadline_s:
                 raise DeadlineError(f"the reward functions were not loaded within {timeout_s:g} s")
 
     def __call__(
@@ -148,13 +148,13 @@ class RewardPool:
             response_start: ``(B,)`` int64, column of the first response token.
             response_end: ``(B,)`` int64, column after the last response token.
             gt_answer: One JSON value a row.
-            vision: Images and videos of the rows; they go to functions that name them.
+            vision: Images and videos of the rows, for the functions that name them.
 
         Returns:
             ``(B,)`` float32, NaN where the functions gave no finite number in time.
 
         Raises:
-            RlhfdError: If the processes have ended or do not answer, or a new one can no longer load the functions.
+            RlhfdError: If the processes have ended or do not answer, or a new one cannot load the functions.
         """
         columns = zip(
             input_ids.cpu().numpy(),
@@ -169,7 +169,7 @@ class RewardPool:
             for ids, mask, start, end, answer in columns
         ]
         if vision is not None and any(scorer.sees_images for scorer in self._scorers):
-            rows = [_with_images(row, vision.rows([place])) for place, row in enumerate(rows)]
+            rows = [with_images(row, vision.rows([place])) for place, row in enumerate(rows)]
         scores = self._score(rows)
         for score in scores:
             self._on_row(None if score.problem else score.parts)
@@ -186,7 +186,7 @@ class RewardPool:
         """End the processes."""
         for scorer in self._scorers:
             scorer.close()
-        # Its scorers die with it, the hanging ones too.
+        # Its scorers die with it, hanging ones too.
         self._process.kill()
         self._process.wait()
 
@@ -205,9 +205,9 @@ class RewardPool:
             for scorer in self._scorers:
                 if waiting and scorer.pid and scorer.row is None:
                     scorer.begin(waiting.popleft(), rows, self._timeout_s)
-            for row, score, died in self._hear(self._scorers, min(scorer.deadline_s for scorer in self._scorers)):
+            for row, score, died in self._receive(self._scorers, min(scorer.deadline_s for scorer in self._scorers)):
                 if died and row not in tried_again:
-                    # It may have been dead before it saw the row.
+                    # The scorer may have died before it read the row.
                     tried_again.add(row)
                     waiting.appendleft(row)
                     continue
@@ -218,28 +218,28 @@ class RewardPool:
                 scores |= {row: RowScore(problem="timeout", text=text) for row in waiting}
                 waiting.clear()
             for scorer in self._scorers:
-                scorer.press_on()
+                scorer.kill_if_overdue()
         return [scores[row] for row in range(len(rows))]
 
-    def _hear(self, scorers: list[_Scorer], deadline_s: float) -> list[tuple[int, RowScore, bool]]:
-        """Take note of what these scorers say, waiting for the first word until the deadline; return rows done."""
+    def _receive(self, scorers: list[_Scorer], deadline_s: float) -> list[tuple[int, RowScore, bool]]:
+        """Handle the messages of these scorers; wait for the first one until the deadline. Return the rows done."""
         with selectors.DefaultSelector() as selector:
             for scorer in scorers:
                 selector.register(scorer.link, selectors.EVENT_READ, scorer)
-            # No longer than a second: this pool is the watchdog of its scorers, and not itself at a loss.
+            # At most a second: the worker's heartbeat goes on while this pool, their watchdog, waits for its scorers.
             ready = selector.select(min(1.0, max(0.0, deadline_s - time.monotonic())))
         self._on_progress()
         return [done for key, _ in ready for done in key.data.receive(self._timeout_s)]
 
 
 class _Scorer:
-    """The link to one scorer, and to those that take its place.
+    """The link to one scorer and to its successors.
 
     Attributes:
         pid: The scorer that is ready; 0 while none is.
         sees_images: Whether its functions name images among their parameters.
-        row: What it works on; None for nothing.
-        deadline_s: When it will have taken too long, for its row or for its start.
+        row: The row in work; None for none.
+        deadline_s: The end of the time for its row, or for its start.
     """
 
     def __init__(self, link: socket.socket) -> None:
@@ -254,23 +254,23 @@ class _Scorer:
         self._read = bytearray()
 
     def begin(self, row: int, rows: list[RowToScore], timeout_s: float) -> None:
-        """Hand a row over."""
-        assert self._rows is not None, "no scorer has said that it is there"
+        """Send a row to the scorer."""
+        assert self._rows is not None, "no scorer has sent Loaded"
         self.row = row
         self._began_s = time.monotonic()
         self.deadline_s = self._began_s + timeout_s + _GRACE_S
-        # One that was stopped or has died takes nothing, or a part; `press_on` sees to it.
+        # A stopped or dead scorer reads nothing, or a part; `kill_if_overdue` handles it.
         with contextlib.suppress(OSError):
             self._rows.sendall(frame(rows[row]))
 
     def close(self) -> None:
-        """Say no more, and hear nothing."""
+        """Close the sockets."""
         self.link.close()
         if self._rows is not None:
             self._rows.close()
 
     def receive(self, timeout_s: float) -> list[tuple[int, RowScore, bool]]:
-        """Take note of what was said; return the row that is done, if one is, and whether its scorer died of it.
+        """Handle the messages of the link; return the rows done, each with its score and whether its scorer died.
 
         Raises:
             ConfigError: If the functions cannot be loaded.
@@ -278,13 +278,13 @@ class _Scorer:
         """
         data, descriptors, _, _ = socket.recv_fds(self.link, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
-            self._talk_over(socket.socket(fileno=descriptor))
+            self._connect(socket.socket(fileno=descriptor))
         if not data:
             raise RlhfdError("the process that scores rewards has ended; the log may say why")
         self._read += data
         done = []
         while (body := unframe(self._read)) is not None:
-            match _decoder.decode(body):
+            match decoder.decode(body):
                 case Loaded(error=error) if error:
                     raise ConfigError(error)
                 case Loaded(pid=pid, sees_images=sees_images):
@@ -300,12 +300,12 @@ class _Scorer:
                     self.pid, self.row, self.deadline_s = 0, None, time.monotonic() + STARTUP_TIMEOUT_S
         return done
 
-    def press_on(self) -> None:
-        """Kill a scorer that is overdue; that it is dead will be told.
+    def kill_if_overdue(self) -> None:
+        """Kill a scorer that is overdue; a `Died` reports its death.
 
         Raises:
-            DeadlineError: If there is none to kill, because the next one is not ready in time; or if the process that
-                is to tell of its death does not.
+            DeadlineError: If the next scorer is not ready in time, or the process that forks scorers does not report
+                the death.
         """
         if time.monotonic() < self.deadline_s:
             return
@@ -319,7 +319,7 @@ class _Scorer:
         self._kills += 1
         self.deadline_s = time.monotonic() + _GRACE_S
 
-    def _talk_over(self, rows: socket.socket) -> None:
+    def _connect(self, rows: socket.socket) -> None:
         if self._rows is not None:
             self._rows.close()
         rows.settimeout(_GRACE_S)

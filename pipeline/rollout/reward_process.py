@@ -1,7 +1,6 @@
-"""The process behind a `pipeline.rollout.reward_pool`: loads what is slow to load, then forks scorers, and again when one dies.
+"""The forkserver of a `pipeline.rollout.reward_pool`: loads torch and the tokenizer, forks scorers, replaces dead ones.
 
-It never calls a reward function itself, nor imports a module of the user's; so it has no thread and no device that a
-fork could break.
+It never calls a reward function and imports no user module; so it has no thread and no device that a fork could break.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
 
 def main(links: list[socket.socket], functions: list[str], tokenizer_path: str, timeout_s: float) -> None:
-    """Keep one scorer alive at each link until the worker goes."""
+    """Keep one scorer alive at each link until the worker exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("rlhfd: reward")
     torch.set_num_threads(1)
@@ -46,30 +45,30 @@ def main(links: list[socket.socket], functions: list[str], tokenizer_path: str, 
             try:
                 link.sendall(frame(Died(code)))
             except BrokenPipeError:
-                # The worker has gone.
+                # The worker has exited.
                 return
             scorers[fork(link)] = link
 
 
 def _serve(link: socket.socket, functions: list[str], tokenizer: Any, timeout_s: float) -> NoReturn:
-    """Score one row after another until the worker goes; this is the forked process."""
+    """Score rows until the worker exits; runs in the forked process."""
     code = ExitCode.FAILED
     try:
         die_with_parent()
-        # The user's modules are found where the daemon was started, as in the worker.
+        # User modules are imported from the folder where the daemon was started, as in the worker.
         sys.path.append(os.getcwd())
         parts: list[float] = []
         loaded = [load_reward_function(name) for name in functions]
         reward = FunctionReward(loaded, tokenizer, on_row=parts.extend)
-        # One a scorer: what a dead one has not read of its last row is nobody else's to read.
-        rows, theirs = socket.socketpair()
-        socket.send_fds(link, [frame(Loaded(os.getpid(), sees_images=reward.sees_images))], [theirs.fileno()])
-        theirs.close()
+        # One socket a scorer: the next scorer must not read the unread rest of a dead scorer's row.
+        rows, workers_end = socket.socketpair()
+        socket.send_fds(link, [frame(Loaded(os.getpid(), sees_images=reward.sees_images))], [workers_end.fileno()])
+        workers_end.close()
         read = bytearray()
         while data := rows.recv(1 << 16):
             read += data
             while (body := unframe(read)) is not None:
-                # A function may hang with the interpreter's lock held: only the C timer still runs then.
+                # A function may hang with the GIL held: only a C timer runs then.
                 faulthandler.dump_traceback_later(timeout_s, exit=True)
                 parts.clear()
                 score = _score(reward, msgspec.msgpack.decode(body, type=RowToScore))
@@ -80,7 +79,7 @@ def _serve(link: socket.socket, functions: list[str], tokenizer: Any, timeout_s:
         link.sendall(frame(Loaded(os.getpid(), str(error))))
         code = ExitCode.BAD_CONFIG
     finally:
-        # Not back into the loop of the process that forked this one.
+        # Never return into the loop of the process that forked this one.
         os._exit(code)
 
 

@@ -12,13 +12,13 @@ import torch
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 
 Problem = Literal["", "timeout", "exception", "invalid"]
-"""Why a row has no score: its function took too long, raised or died, or returned what is no finite number."""
+"""Why a row has no score: its function took too long, raised or died, or did not return a finite number."""
 
 _LENGTH = struct.Struct("<I")
 
 
 class Pixels(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a row's images."""
+    """A tensor of one row's images."""
 
     dtype: str
     shape: list[int]
@@ -26,7 +26,7 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowToScore(msgspec.Struct, frozen=True, array_like=True):
-    """One row for a scorer: int64 ids, one byte of mask a token, the answer as JSON."""
+    """A row to score: int64 ids, one byte of mask a token, the answer as JSON."""
 
     ids: bytes
     mask: bytes
@@ -38,7 +38,7 @@ class RowToScore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A scorer has loaded the functions, or why it could not; whether they want to see images."""
+    """A scorer has loaded the functions, or failed with an error; whether a function takes images."""
 
     pid: int
     error: str = ""
@@ -46,7 +46,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What came of the row, by function too; a problem in words, and in words fit for a log."""
+    """The score of a row and its parts by function; or a problem, its text, and its text without user data."""
 
     score: float = 0.0
     problem: Problem = ""
@@ -56,22 +56,22 @@ class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A scorer has ended with this exit code, or minus the signal; another one is on its way."""
+    """A scorer has ended, with an exit code or minus the signal; another one is being forked."""
 
     code: int
 
 
-_decoder = msgspec.msgpack.Decoder(Loaded | RowScore | Died)
+decoder = msgspec.msgpack.Decoder(Loaded | RowScore | Died)
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return a message with its length in front."""
+    """Return a message's bytes, preceded by their length."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def unframe(data: bytearray) -> bytes | None:
-    """Take the first whole message off what was read; None if there is none yet."""
+    """Remove the first complete message from the bytes read, and return it; None if there is none yet."""
     if len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
         return None
     end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
@@ -80,8 +80,8 @@ def unframe(data: bytearray) -> bytes | None:
     return body
 
 
-def _with_images(row: RowToScore, vision: VisionRows) -> RowToScore:
-    """Add the images of one row."""
+def with_images(row: RowToScore, vision: VisionRows) -> RowToScore:
+    """Return the row with its images."""
     tensors = [getattr(vision, name)[0] for name in MODEL_KEYWORDS]
     pixels = [
         None
@@ -97,7 +97,7 @@ def _with_images(row: RowToScore, vision: VisionRows) -> RowToScore:
 
 
 def vision_of(row: RowToScore) -> VisionRows | None:
-    """Return the images that came with a row."""
+    """Return the images of a row; None if it has none."""
     if not row.vision:
         return None
     tensors = [

@@ -1,6 +1,6 @@
-"""Rewards: functions of a row at the seam of a reward model, and what a score must be.
+"""Rewards: functions of a row with the interface of a reward model, and the check of scores.
 
-A reward that is no finite number ends the experience with `RewardError`; it never becomes reward 0.
+A reward that is not a finite number ends the experience with `RewardError`; it never becomes reward 0.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 RewardFunction = Callable[..., Any]
 """``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
 
-One that names `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` or `raw_images` among its
-parameters gets those of the row too, None where the row has none."""
+A function with parameters named `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` or
+`raw_images` gets these of the row too, None where the row has none."""
 
 _VISION_PARAMETERS = (*MODEL_KEYWORDS.values(), "raw_images")
 
 
 class FunctionReward:
-    """Functions at the reward seam, in coati's convention for verifiable rewards; their results add up.
+    """Functions with the interface of a reward model, in coati's convention for verifiable rewards; results add up.
 
     Args:
         functions: At least one; each is called once a row with right-padded ids and the columns of the response
             (`response_end` exclusive, the stop included), and returns a number or a tensor with one element.
-        tokenizer: Handed to every function.
+        tokenizer: Passed to every function.
         on_progress: Called after each row: a function that never returns ends these calls.
-        on_row: Told what each function gave for a row, before `on_progress`.
+        on_row: Called with the results of the functions for a row, before `on_progress`.
 
     Raises:
         ConfigError: If there are no functions.
@@ -82,7 +82,7 @@ class FunctionReward:
             ``(B,)`` float32.
 
         Raises:
-            RewardError: If a function raises or returns something else than one finite number.
+            RewardError: If a function raises, or does not return one finite number.
         """
         scores = []
         for row, (ids, mask, start, end, answer) in enumerate(
@@ -108,17 +108,17 @@ class FunctionReward:
 def vision_keywords(
     reward_model: Callable[..., Any], vision: VisionRows | None, device: torch.device
 ) -> dict[str, Any]:
-    """What a reward model is told of its rows' images: what its signature names, and nothing else.
+    """Return the keywords about images that a reward model's signature names.
 
     Args:
         reward_model: Its ``__call__``, or ``forward``, may name `pixel_values`, `image_grid_thw`,
             `pixel_values_videos`, `video_grid_thw` (of all rows end to end; None where there is none), `image_num`,
             `video_num` (``(B,)`` float32), `raw_images` (one element a row) or `vision` (`VisionRows`).
         vision: Images and videos of the rows; None where there are none.
-        device: Where tensors go.
+        device: Of the tensors.
 
     Returns:
-        Keywords.
+        The keywords, None for each that the rows lack.
     """
     names = _named(reward_model, (*_VISION_PARAMETERS, "image_num", "video_num", "vision"))
     if vision is None or not names:
@@ -133,7 +133,7 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
 
     Args:
         name: ``module:function``; the module is imported from ``sys.path``.
-        field: The configuration field that named it, for the error.
+        field: The configuration field with this name, for the error.
 
     Returns:
         The function.
@@ -146,7 +146,7 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")
     try:
         module = importlib.import_module(module_name)
-    # Somebody else's code may raise anything while it is imported, and would again at the next start.
+    # User code may raise any exception at import, and would again at the next start.
     except Exception as error:
         kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
         raise ConfigError(f"{field}: cannot import {module_name}: {kind}{error}") from error
@@ -158,19 +158,19 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
 
 
 def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: bool = False) -> Tensor:
-    """Take what a reward model returned as one finite number a row.
+    """Return the result of a reward model as one finite number a row.
 
     Args:
-        scores: What it returned.
-        batch_size: Rows it was given (B).
-        source: Its name, for the error.
-        keep_errored: Return what is no finite number as NaN in place of refusing it.
+        scores: The result.
+        batch_size: Rows that were scored (B).
+        source: The model's name, for the error.
+        keep_errored: Return NaN for a score that is not a finite number, in place of refusing it.
 
     Returns:
         ``(B,)`` float32.
 
     Raises:
-        RewardError: If it is anything else; the message names the first row that is wrong.
+        RewardError: If the shape differs, or a score is not finite; the message names the first such row.
     """
     tensor = torch.as_tensor(scores)
     if tensor.shape != (batch_size,):
@@ -186,18 +186,18 @@ def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: b
 
 
 def _named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Which of the names a function has for parameters of its own."""
+    """Return the names that are parameters of a function."""
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = inspect.signature(target).parameters
-    # Some of what is written in C has no signature; then it names nothing.
+    # Some functions written in C have no signature, and so no named parameters.
     except (TypeError, ValueError):
         return []
     return [name for name in names if name in parameters]
 
 
 def _seen(vision: VisionRows | None) -> dict[str, Any]:
-    """What is known of the images of one row."""
+    """Return the image keywords of one row."""
     if vision is None:
         return dict.fromkeys(_VISION_PARAMETERS)
     seen = {model_name: getattr(vision, name)[0] for name, model_name in MODEL_KEYWORDS.items()}
@@ -208,13 +208,13 @@ def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywor
     name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
     try:
         result = function(ids, mask, **keywords)
-    # Somebody else's code may raise anything, and which row did must be told.
+    # User code may raise any exception; the error names the row.
     except Exception as error:
         bare = f"{name} raised {type(error).__name__} for row {row}"
         raise RewardError(f"{name} raised {error!r} for row {row}", bare=bare, raised=True) from error
     try:
         score = float(result)
-    # What is returned may be anything too.
+    # The result may be of any type.
     except Exception as error:
         returned = "{} returned {} for row {}; a reward is a finite number".format
         bare = returned(name, f"a {type(result).__name__}", row)
@@ -225,6 +225,6 @@ def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywor
 
 
 def _shown(result: Any) -> str:
-    """Return what a function returned on one short line: an array by its shape, for it would fill a screen."""
+    """Return a function's result as one short line; an array as its shape, because its values would fill a screen."""
     shape = getattr(result, "shape", ())
     return f"shape {tuple(shape)}" if len(shape) else f"{result!r:.80}"

@@ -1,10 +1,14 @@
-"""Prompts in, experience out: tokenizes, pads, calls the experience maker, and looks at what it made."""
+"""Rollers: prompts in, experience out.
+
+A worker rolls out with a `Roller`: `LocalRoller` in its own process, `pipeline.rollout.ray.RemoteRoller` in front of a
+`LocalRoller` on another machine. The worker does not depend on which of the two it has.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +18,12 @@ from pipeline.config.sizes import extent_bytes_bound
 from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
+from pipeline.models.weights.store import WeightsReader
 from pipeline.prompts import Prompt, PromptSource, render
+from pipeline.rollout.generation.interface import ResponseGenerator
 from pipeline.rollout.insert_gate import Fault, find_fault
 from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts
+from pipeline.storage.weights_header import WeightsVersion
 
 _TRIED_PROMPTS = 64
 _TRIED_ROLLOUTS = 3
@@ -25,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Maker(Protocol):
-    """What a rollout needs of an experience maker (`NaiveExperienceMaker`)."""
+    """The method of an experience maker (`NaiveExperienceMaker`) that a rollout calls."""
 
     def make_experience(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, gt_answer: Any = None, **generate_kwargs: Any
@@ -33,13 +40,24 @@ class Maker(Protocol):
         """Return the experience of a left-padded batch of prompts."""
 
 
+class WeightsSource(Protocol):
+    """Source of published weights: shared memory (`WeightsReader`), or a copy sent over the network (`WeightsCopy`)."""
+
+    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
+        """Copy the newest version into tensors, by published name; return that version."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rolled:
-    """What came of a ticket: experience of the prompts that could be rolled out (None if none could).
+    """The result of a rollout.
 
-    `stopped` is ``(B,)`` bool: whether the response ended by itself. `answers` has the right one of each prompt.
-    `refused` tells why the last prompt that could not be rolled out was set aside, `fault` why the experience must not
-    be sealed.
+    Attributes:
+        experience: Rows of the prompts that could be rolled out; None if none could.
+        prompts_failed: Prompts set aside.
+        refused: Why the last prompt set aside could not be rolled out.
+        fault: Why the experience must not be sealed.
+        stopped: ``(B,)`` bool, whether the response ended by itself; None without experience or with a fault.
+        answers: The right answer of each prompt rolled out.
     """
 
     experience: Experience | None
@@ -50,14 +68,65 @@ class Rolled:
     answers: Sequence[Any] = ()
 
 
-class Roller:
-    """Prompts in, experience out: tokenizes, pads, calls the maker. What it samples depends on the position alone."""
+class Roller(Protocol):
+    """The interface of a rollout worker to its models: `LocalRoller`, or `RemoteRoller` for an actor of a cluster."""
+
+    def roll(self, position: int, prompts: int) -> Rolled:
+        """Roll out the prompts at ``position ... position + prompts - 1``."""
+
+    def fetch(self, source: WeightsReader) -> WeightsVersion:
+        """Replace the weights by the newest version; return that version."""
+
+    def close(self) -> None:
+        """Release the prompts, or the actor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWeights:
+    """The weights of a roller's models, replaced in place.
+
+    Attributes:
+        targets: The tensors that published weights are copied into, by published name.
+        engine: Paused during the copy, then notified of the new weights; None if there is none.
+        check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
+    """
+
+    targets: Mapping[str, torch.Tensor]
+    engine: ResponseGenerator | None = None
+    check: Callable[[WeightsVersion], None] = lambda fetched: None
+
+    def fetch(self, source: WeightsSource) -> WeightsVersion:
+        """Replace the weights by the newest version.
+
+        Args:
+            source: Holds the newest version.
+
+        Returns:
+            The version fetched.
+
+        Raises:
+            WeightsMismatchError: If the model does not compute with the version fetched.
+            WeightsError: If the weights are torn, or another model's.
+        """
+        if self.engine is not None:
+            self.engine.pause()
+        fetched = source.fetch(self.targets)
+        if self.engine is not None:
+            self.engine.update_weights(_of_actor(self.targets))
+            self.engine.resume()
+        self.check(fetched)
+        return fetched
+
+
+class LocalRoller:
+    """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone."""
 
     def __init__(
         self,
         maker: Maker,
         source: PromptSource,
         tokenizer: Any,
+        weights: ModelWeights,
         *,
         seed: int,
         max_length: int,
@@ -68,11 +137,28 @@ class Roller:
         vision: VisionPrompts | None = None,
         log_texts: bool = False,
     ) -> None:
+        """Take over the prompts.
+
+        Args:
+            maker: Makes experience of prompts.
+            source: The prompts; closed with the roller.
+            tokenizer: The actor's.
+            weights: Those that the maker computes with.
+            seed: Of the run.
+            max_length: Tokens of prompt and response together, at most.
+            vocabulary: Tokens of the model; ids are below it.
+            template: As in `pipeline.prompts.render`.
+            generate_kwargs: Passed to the maker with each batch.
+            device: Of the batches.
+            vision: Renders prompts with images; None for a model of text alone.
+            log_texts: Whether the log may quote prompts.
+        """
         self._vision = vision
         self._log_texts = log_texts
         self._maker = maker
         self._source = source
         self._tokenizer = tokenizer
+        self._weights = weights
         self._seed = seed
         self._max_length = max_length
         self._vocabulary = vocabulary
@@ -87,7 +173,7 @@ class Roller:
         read, is set aside and logged.
 
         Raises:
-            RewardError: If a reward is no finite number, or the reward function raised.
+            RewardError: If a reward is not a finite number, or the reward function raised.
             ConfigError: If a prompt has images and the model takes text alone, or is chat messages and there is no
                 template for them.
         """
@@ -98,7 +184,7 @@ class Roller:
             try:
                 kept.append((prompt, self._render(prompt)))
             except PromptError as error:
-                # Another one: what is kept must not hold this one's frames, and by them the arena.
+                # A new error: the frames of the one raised refer to the arena, and the result is kept.
                 refused = PromptError(str(error), bare=error.bare)
                 log.warning("prompt set aside: position=%d line=%d reason=%s",
                             place, prompt.index + 1, error.told(texts=self._log_texts))  # fmt: skip
@@ -120,6 +206,10 @@ class Roller:
         answers = [prompt.answer for prompt, _ in kept]
         return Rolled(experience, prompts - len(kept), refused, None, self._stopped(experience), answers)
 
+    def fetch(self, source: WeightsSource) -> WeightsVersion:
+        """Replace the weights by the newest version; see `ModelWeights.fetch`."""
+        return self._weights.fetch(source)
+
     def close(self) -> None:
         """Close the prompts."""
         self._source.close()
@@ -139,7 +229,7 @@ class Roller:
         return rendered
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
-        """A response that leaves room stopped by itself; one that fills it did if it ends with eos."""
+        """Return ``(B,)`` bool: the response is shorter than the room for it, or ends with eos."""
         assert experience.action_mask is not None
         lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
         ends_with_eos = experience.sequences[:, -1] == self._tokenizer.eos_token_id
@@ -156,7 +246,7 @@ class Roller:
 
 
 def _vision_keywords(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
-    """Pixels of all prompts end to end, how many images each has, and their paths: pixels travel, files do not."""
+    """Return pixels of all prompts end to end, images per prompt, and their paths, for files are not stored."""
     keywords: dict[str, Any] = {
         name: torch.cat(parts)
         for name in ("pixel_values", "image_grid_thws")
@@ -170,23 +260,23 @@ def _vision_keywords(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any
 
 
 def seed_of(run_seed: int, position: int) -> int:
-    """Return the sampling seed of the ticket that starts at a prompt position: the same on any worker."""
+    """Return the sampling seed of the ticket that starts at a prompt position; it is the same on any worker."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}".encode()) >> 1
 
 
 def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
-    """Roll prompts out before the first ticket, so that a broken reward or model ends the start and not the night.
+    """Roll prompts out before the first ticket, so that a broken reward or model ends the start, not the run later.
 
     Args:
         roller: The worker's.
-        row_bytes: Room that is reserved for a row; pixels may be larger.
+        row_bytes: Bytes reserved for a row; pixels may be larger.
 
     Raises:
         ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one do not fit into
             `row_bytes`.
         RewardError: If none of the first usable prompts gets a reward.
         FieldError: If none of their rollouts passes the insert gate.
-        RlhfdError: Whatever else the rollout of a usable prompt raises.
+        RlhfdError: Any other error of the rollout of a usable prompt.
     """
     refused: list[RewardError | FieldError] = []
     set_aside: PromptError | None = None
@@ -196,7 +286,7 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
             if rolled.fault is not None:
                 raise FieldError(f"a rollout before the first ticket is refused: {rolled.fault.detail}")
         except (RewardError, FieldError) as error:
-            # One prompt may fail; where the first few do all will.
+            # One prompt may fail; if the first few do, all will.
             refused.append(error)
             if len(refused) == _TRIED_ROLLOUTS:
                 break
@@ -214,5 +304,9 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
     if refused:
         raise refused[0]
     assert set_aside is not None
-    told = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
-    raise ConfigError(f"{told} {set_aside}", bare=f"{told} {set_aside.bare}")
+    message = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
+    raise ConfigError(f"{message} {set_aside}", bare=f"{message} {set_aside.bare}")
+
+
+def _of_actor(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}

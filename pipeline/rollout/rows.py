@@ -1,4 +1,4 @@
-"""Sampled rows in the two layouts they are read in: the maker's own, and right-padded without a gap."""
+"""Sampled rows in two layouts: the maker's (prompts on the left, responses on the right), and right-padded, no gap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rows:
         action_mask: ``(B, A)`` bool.
         prompt_lengths: ``(B,)`` int64, real tokens of each prompt.
         lengths: ``(B,)`` int64, tokens of each response, from 1 to A.
-        pad_token_id: What stands in the padding.
+        pad_token_id: The token in padding.
         vision: Images and videos of the rows; None where rows are text alone.
     """
 
@@ -38,12 +38,12 @@ class Rows:
     def of(
         cls, prompt_mask: Tensor, responses: Responses, sampling: Sampling, *, vision: VisionRows | None = None
     ) -> Rows:
-        """Put prompts' masks and an engine's responses together.
+        """Combine the masks of prompts with the responses of an engine.
 
         Args:
             prompt_mask: ``(B, P)``, 1 where the token of the prompt is real.
-            responses: What the engine returned for these B rows.
-            sampling: What it was asked for.
+            responses: The engine's result for these B rows.
+            sampling: The engine's argument.
             vision: Images and videos of these B rows.
 
         Returns:
@@ -82,7 +82,7 @@ class Rows:
         return self.action_mask.shape[1]
 
     def rows(self, index: Tensor) -> Rows:
-        """Choose rows, ``(rows,)`` int64, at the same widths."""
+        """Return the rows at an index ``(rows,)`` int64, at the same widths."""
         return dataclasses.replace(
             self,
             sequences=self.sequences[index],
@@ -94,15 +94,15 @@ class Rows:
         )
 
     def vision_of(self, index: Tensor | slice) -> VisionRows | None:
-        """Images and videos of some rows."""
+        """Return images and videos of some rows; None where rows are text alone."""
         return None if self.vision is None else self.vision.rows(index)
 
     def padded(self, index: Tensor, *, trim: bool) -> tuple[Tensor, Tensor, int]:
-        """Ids and mask of some rows as they stand, and how many of their columns are actions.
+        """Return ids and mask of some rows in the maker's layout, and the number of action columns.
 
         Args:
-            index: Which rows, ``(rows,)`` int64.
-            trim: Leave out the columns that are padding in all of them.
+            index: The rows, ``(rows,)`` int64.
+            trim: Leave out the columns that are padding in all rows.
 
         Returns:
             ``(rows, width)`` int64 both, and the number of action columns at their right end.
@@ -115,11 +115,11 @@ class Rows:
         return self.sequences[index, columns], self.attention_mask[index, columns], longest
 
     def right_padded(self, part: slice, *, trim: bool) -> tuple[Tensor, Tensor]:
-        """Ids and mask of some rows, the first real token in column 0.
+        """Return ids and mask of some rows, the first real token in column 0.
 
         Args:
-            part: Which rows.
-            trim: Make them as wide as the longest one, not `max_length`.
+            part: The rows.
+            trim: Make the result as wide as the longest row, in place of `max_length`.
 
         Returns:
             ``(rows, width)`` int64 both.
@@ -143,7 +143,7 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
 
     Raises:
         ShapeError: If the shapes differ, or a prompt has no real token.
-        FieldError: If a prompt has padding after a real token, ids are no integers, or one is no tensor.
+        FieldError: If a prompt has padding after a real token, ids are not integers, or an argument is not a tensor.
     """
     for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
         if not isinstance(given, Tensor):

@@ -1,7 +1,7 @@
-"""What a rollout worker keeps for people to read: now and then one group of a ticket, token by token.
+"""Samples of a rollout worker, for people to read: at intervals one group of a ticket, token by token.
 
-Choosing, decoding and writing take no more than a two-hundredth of the worker's time: after a sample that took long the
-next one comes later. What is sampled by the policy does not depend on it, nor on whether it is there at all.
+Selection, decoding and writing take at most 1/200 of the worker's time: after a sample that took long the next one is
+delayed. The policy's sampling does not depend on the recorder.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Parts = Sequence[float]
 
 
 class RolloutSamples:
-    """Decides which tickets to look into, and keeps one group of each.
+    """Selects tickets, and records one group of each.
 
     Args:
-        writer: Where samples go.
-        tokenizer: Gives the text of tokens.
-        worker: Number of the worker.
+        writer: Writes the samples.
+        tokenizer: Decodes tokens.
+        worker: The worker's number.
         group_size: Responses of a prompt (G).
         per_minute: Samples a minute, at most.
-        reward_names: What the parts of a reward are called, in order.
+        reward_names: Names of the parts of a reward, in order.
         clock: Monotonic seconds.
     """
 
@@ -71,7 +71,7 @@ class RolloutSamples:
     def of(
         cls, config: Config, tokenizer: Any, worker: int, clock: Callable[[], float] = time.monotonic
     ) -> RolloutSamples | None:
-        """Return what a configuration asks for; None if it asks for none, or nothing can be written."""
+        """Return the recorder of a configuration; None if samples are off, or the folder cannot be written."""
         if not config.samples.per_minute:
             return None
         workers = max(1, config.rollout.workers or 1)
@@ -91,27 +91,27 @@ class RolloutSamples:
         )
 
     def begin(self) -> None:
-        """Decide whether the ticket that is begun now is looked into."""
+        """Decide whether to record a group of the ticket that begins now."""
         self._scored.clear()
         self._is_wanted = self._clock() >= self._due_s
 
     def scored(self, parts: Parts | None) -> None:
-        """Take note of the parts of a row's reward, None if it has none; rows come in their order."""
+        """Record the parts of a row's reward, None for a row without one; to be called in the order of rows."""
         if self._is_wanted:
             self._scored.append(parts)
 
     def keep(
         self, experience: Experience, stopped: Any, answers: Sequence[Any], *, ticket: int, position: int, version: int
     ) -> None:
-        """Keep one group of a ticket's experience, if it is due.
+        """Write one group of a ticket's experience, if a sample is due.
 
         Args:
-            experience: Its rows in the maker's layout, the G responses of a prompt contiguous.
+            experience: Rows in the maker's layout, the G responses of a prompt contiguous.
             stopped: ``(B,)`` bool, whether the response ended by itself.
-            answers: The right answer of each prompt, None where there is none.
-            ticket: Its number.
-            position: Of its first prompt.
-            version: Of the weights.
+            answers: The right answer of each prompt, None for a prompt without one.
+            ticket: The ticket's number.
+            position: Position of the ticket's first prompt.
+            version: Policy version of the weights.
         """
         if not self._is_wanted:
             return
@@ -146,14 +146,14 @@ class RolloutSamples:
         self._writer.close()
 
     def _kept_scores(self, rows: int) -> list[Parts] | None:
-        """Return the parts of each row that is left, groups with an errored row left out as the maker leaves them."""
+        """Return the parts of each row of the experience, which lacks the groups with an errored row."""
         size = self._group_size
         groups = [self._scored[at : at + size] for at in range(0, len(self._scored), size)]
         kept = [parts for group in groups if None not in group for parts in group if parts is not None]
         return kept if len(kept) == rows else None
 
     def _sources(self, rows: int, answers: Sequence[Any]) -> list[tuple[int, Any]] | None:
-        """Return the place in the ticket and the answer of each group; None if that cannot be told."""
+        """Return the place in the ticket and the answer of each group; None if they are ambiguous."""
         size = self._group_size
         groups = len(self._scored) // size
         if rows == len(answers) * size:
@@ -177,7 +177,7 @@ class RolloutSamples:
         return {"prompt": text, "prompt_tokens": len(ids)}
 
     def _runs(self, ids: list[int]) -> list[tuple[str, int]]:
-        """Decode, with the long runs of one token, which stand for an image, apart."""
+        """Decode ids; return texts with repeats. A long repetition of one token, an image, is an entry of its own."""
         runs: list[tuple[str, int]] = []
         between: list[int] = []
         for token, same in itertools.groupby(ids):
@@ -217,7 +217,7 @@ class RolloutSamples:
     def _named(self, parts: Parts, reward: float) -> dict[str, float]:
         if not parts or len(self._reward_names) < len(parts):
             return {}
-        # A reward model's part is what the functions' leave of the whole.
+        # A reward model's part is the whole less the functions' parts.
         values = [*parts, reward - sum(parts)][: len(self._reward_names)]
         return {name: round(value, 6) for name, value in zip(self._reward_names, values, strict=True)}
 
@@ -226,18 +226,18 @@ class RolloutSamples:
 
 
 def reward_names(config: Config) -> list[str]:
-    """Return what the parts of a reward are called: the functions in their order, then the model."""
+    """Return the names of the parts of a reward: the functions in their order, then the model."""
     model = ["model"] if config.model.reward is not None and config.rollout.reward_functions else []
     return [*config.rollout.reward_functions, *model]
 
 
 def pieces(text_of: Callable[[list[int]], str], ids: list[int]) -> list[str]:
-    """Return the text that each token adds; together they are the text of all.
+    """Return the text that each token adds; joined they are the text of all tokens.
 
-    A token may be a part of a character only: then its piece is empty and the last of them has the character.
+    A character may take several tokens: the last one has the character, the others have empty pieces.
     """
     found: list[str] = []
-    # Decoded with the tokens before it, for a tokenizer may put a space between; with few of them, for it takes time.
+    # Decoded with tokens before it, because a tokenizer may insert a space; with few, because decoding is slow.
     start = shown = 0
     for end in range(1, len(ids) + 1):
         before, now = text_of(ids[start:shown]), text_of(ids[start:end])

@@ -1,8 +1,8 @@
-"""Prompts with images, as a vision-language model takes them: token ids with room for each image, and its pixels.
+"""Prompts with images as inputs of a vision-language model: token ids with room for each image, and its pixels.
 
-An image processor and the tokenizer do it, both from the model's directory. The processor classes that join the two in
-transformers are left alone: that of Qwen2-VL wants a video processor, which wants torchvision, and all that it adds is
-to write an image token as often as the image takes.
+The image processor and the tokenizer of the model's directory make them. The processor classes of transformers, which
+combine the two, are not used: that of Qwen2-VL requires a video processor, which requires torchvision, and its only
+addition is to repeat an image token as often as the image needs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class VisionPrompts:
             ConfigError: If the directory has no image processor, or pillow is not installed.
         """
         try:
-            import PIL.Image  # noqa: F401 - the image processor asks for it at its first image only
+            import PIL.Image  # noqa: F401 - the image processor imports it at its first image only
         except ImportError as error:
             raise ConfigError(
                 f"{field}: a vision-language model, and images are read with pillow: pip install 'rlhfd[vision]'"
@@ -52,7 +52,7 @@ class VisionPrompts:
         from transformers import AutoConfig, AutoImageProcessor
 
         try:
-            # Named, or it would be the one of torchvision where that is installed, whose pixels differ by rounding.
+            # Named: the default is torchvision's backend if that is installed, and its pixels differ by rounding.
             self._processor = AutoImageProcessor.from_pretrained(str(path), local_files_only=True, backend="pil")
             config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as error:
@@ -65,10 +65,10 @@ class VisionPrompts:
         self._image_in_front = [*start, self._image_token, *end]
 
     def render(self, prompt: Prompt, template: Template = "auto") -> RenderedPrompt:
-        """Make token ids and pixels of a prompt.
+        """Return token ids and pixels of a prompt.
 
         Args:
-            prompt: A text that names no image token has its images in front.
+            prompt: A text without an image token gets its images in front.
             template: As in `pipeline.prompts.render`.
 
         Returns:
@@ -96,18 +96,18 @@ class VisionPrompts:
         )
 
     def _pixels(self, paths: tuple[str, ...]) -> dict[str, Tensor]:
-        made: list[Any] = []
+        processed: list[Any] = []
         for path in paths:
             try:
-                made.append(self._processor(images=_read(path), return_tensors="pt"))
+                processed.append(self._processor(images=_read(path), return_tensors="pt"))
             except OSError as error:
                 raise PromptError(f"image {path}: {error.strerror or error}") from error
-            # A decoder meets a broken file with whatever its format's code raises: SyntaxError, ValueError, its own ...
+            # Decoders of broken files raise SyntaxError, ValueError, errors of their own ...
             except Exception as error:
                 raise PromptError(f"image {path}: {type(error).__name__}: {error}") from error
         return {
-            "pixel_values": torch.cat([one["pixel_values"] for one in made]),
-            "image_grid_thws": torch.cat([one["image_grid_thw"] for one in made]),
+            "pixel_values": torch.cat([one["pixel_values"] for one in processed]),
+            "image_grid_thws": torch.cat([one["image_grid_thw"] for one in processed]),
         }
 
 
@@ -115,5 +115,5 @@ def _read(path: str) -> Any:
     from PIL import Image
 
     with Image.open(path) as image:
-        # Three colours whatever the file has: a palette, shades of gray, four with an alpha.
+        # Always three channels: the file may have a palette, gray levels, or an alpha channel.
         return image.convert("RGB")

@@ -1,4 +1,4 @@
-"""A rollout worker: takes a ticket, rolls its prompts out with the newest weights, seals the experience."""
+"""The rollout worker: takes a ticket, rolls its prompts out with the newest weights, seals the experience."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from pipeline.errors import (
     ArenaFullError,
@@ -22,7 +21,7 @@ from pipeline.experience.types import Experience
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout.insert_gate import Fault
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import Rolled
+from pipeline.rollout.roller import Rolled, Roller
 from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.runtime.messages import (
     Drain,
@@ -49,25 +48,12 @@ Outcome = Sealed | Faulty | Failed
 log = logging.getLogger(__name__)
 
 
-class RollsOut(Protocol):
-    """What a worker rolls out with (`pipeline.rollout.loader.RolloutModels`), here or on another machine."""
-
-    def roll(self, position: int, prompts: int) -> Rolled:
-        """Roll out the prompts from a position on."""
-
-    def fetch(self, source: WeightsReader) -> WeightsVersion:
-        """Compute with the newest weights from here on; return which they are."""
-
-    def close(self) -> None:
-        """Let go of what they hold."""
-
-
 class RolloutWorker:
-    """The worker's decisions: which ticket next, with which weights, and what to tell the buffer."""
+    """The worker's decisions: the next ticket, the weights for it, the message to the buffer."""
 
     def __init__(
         self,
-        models: RollsOut,
+        roller: Roller,
         arena: Arena,
         weights_path: Path,
         sender: Sender,
@@ -84,22 +70,22 @@ class RolloutWorker:
         """Introduce this worker to the buffer.
 
         Args:
-            models: Make experience of prompts, with the weights that they fetched last.
+            roller: Makes experience of prompts, with the weights that it fetched last.
             arena: Mapped with its payload.
-            weights_path: File of the published weights; it appears with the first publish.
+            weights_path: File of the published weights; the first publish creates it.
             sender: To the buffer.
-            metrics: Where the work is counted.
+            metrics: This worker's.
             index: This worker's number.
             clock: Monotonic seconds.
             group_size: Responses of a prompt (G).
-            checksum: Whether sealed extents carry one.
-            initial_version: The version of the weights as loaded; -1 if only published ones count.
+            checksum: Whether sealed extents carry a checksum.
+            initial_version: The version of the weights as loaded; -1 if only published weights have a version.
             log_texts: Whether reasons may quote prompts, responses and answers.
-            samples: Keeps some rollouts for people to read.
+            samples: Records some rollouts for people to read.
         """
         self.draining = False
         self.held = WeightsVersion(initial_version, 0)
-        self._models = models
+        self._roller = roller
         self._arena = arena
         self._weights_path = weights_path
         self._sender = sender
@@ -124,14 +110,14 @@ class RolloutWorker:
 
     @property
     def finished(self) -> bool:
-        """Whether a drain is complete: nothing in hand, nothing the buffer does not know of."""
+        """Whether a drain is complete: no ticket in hand, no outcome that the buffer has not settled."""
         return self.draining and not self._tickets and not self._unsettled
 
     def handle(self, message: Message) -> None:
-        """Take note of what the buffer says."""
+        """Handle a message of the buffer."""
         match message:
             case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
-                self._meet(incarnation)
+                self._connect(incarnation)
             case Ticket(to=self._incarnation):
                 if message.ticket not in self._unsettled and all(t.ticket != message.ticket for t in self._tickets):
                     self._tickets.append(message)
@@ -155,8 +141,8 @@ class RolloutWorker:
         self._metrics.in_flight(len(self._tickets))
 
     def close(self) -> None:
-        """Unmap the weights, and let go of the models."""
-        self._models.close()
+        """Unmap the weights, and close roller and samples."""
+        self._roller.close()
         if self._reader is not None:
             self._reader.close()
         if self._samples is not None:
@@ -165,14 +151,14 @@ class RolloutWorker:
     def _hello(self) -> Hello:
         held = [*self._unsettled.values(), *self._tickets]
         return Hello(
-            self._name, self._incarnation, [word.ticket for word in held],
-            pid=os.getpid(), attempts=[word.attempt for word in held],
+            self._name, self._incarnation, [message.ticket for message in held],
+            pid=os.getpid(), attempts=[message.attempt for message in held],
         )  # fmt: skip
 
-    def _meet(self, incarnation: int) -> None:
+    def _connect(self, incarnation: int) -> None:
         if self._buffer_incarnation is not None:
-            # Tickets of the dead one that are still unread are void: it is told of those in hand, and gives the others,
-            # with their room, to whoever comes.
+            # Unread tickets of the dead buffer are void: the new buffer learns the tickets in hand from this Hello, and
+            # issues the others, with their room, to any worker.
             self._incarnation = random.getrandbits(62)
         self._buffer_incarnation = incarnation
         self._sender.send(self._hello())
@@ -186,7 +172,7 @@ class RolloutWorker:
         if self._samples is not None:
             self._samples.begin()
         try:
-            rolled = self._models.roll(ticket.position, ticket.prompts)
+            rolled = self._roller.roll(ticket.position, ticket.prompts)
             if rolled.experience is None:
                 return self._failed(ticket, "all its prompts were set aside", retry=False)
             if self._clock() > ticket.deadline_s:
@@ -197,8 +183,8 @@ class RolloutWorker:
         except (FieldError, ShapeError) as error:
             return self._faulty(ticket, Fault(_reason_of(error), error.told(texts=self._log_texts)), None)
         except (RewardError, ArenaFullError) as error:
-            # The rollout itself is unusable: the same prompts would give the same again.
-            # As text: a kept record must not hold the error's frames, and by them the arena.
+            # Not retried: the same prompts would give the same rollout.
+            # As text: the frames of the error refer to the arena, and a log record may be kept.
             reason = error.told(texts=self._log_texts)
             log.error("rollout failed: ticket=%d position=%d reason=%s", ticket.ticket, ticket.position, reason)
             return self._failed(ticket, reason, retry=False)
@@ -227,12 +213,12 @@ class RolloutWorker:
         )  # fmt: skip
 
     def _faulty(self, ticket: Ticket, fault: Fault, experience: Experience | None) -> Faulty:
-        """Say what is wrong with a rollout; what there is of it goes into the extent, for the quarantine."""
+        """Return the message of a refused rollout; its rows, if any, are written to the extent, for the quarantine."""
         log.error("rollout refused: ticket=%d position=%d reason=%s detail=%s",
                   ticket.ticket, ticket.position, fault.reason, fault.detail)  # fmt: skip
         self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=False)
         rows, encoded = 0, codec.Encoded(0, 0)
-        # Fields whose lengths disagree have no place in an extent.
+        # Fields whose lengths disagree cannot be encoded.
         if experience is not None and fault.reason != "lengths":
             try:
                 encoded, rows = self._encode(ticket, experience), len(experience.sequences)
@@ -251,7 +237,7 @@ class RolloutWorker:
         return Failed(self._name, ticket.ticket, reason, retry, ticket.attempt)
 
     def _must_fetch(self, ticket: Ticket) -> bool:
-        """Whether the weights in hand are not those that the ticket is for, or were rolled back."""
+        """Return whether the weights in hand are not those of the ticket, or were rolled back."""
         if self._reader is None and self._weights_path.exists():
             self._reader = WeightsReader(self._weights_path)
         newest = None if self._reader is None else self._reader.newest()
@@ -264,7 +250,7 @@ class RolloutWorker:
         with self._metrics.activity("fetch_weights"):
             started_s = self._clock()
             try:
-                self.held = self._models.fetch(self._reader)
+                self.held = self._roller.fetch(self._reader)
             except WeightsMismatchError:
                 self._metrics.weights_mismatch()
                 raise
@@ -272,7 +258,7 @@ class RolloutWorker:
 
 
 def _reason_of(error: FieldError | ShapeError) -> FaultReason:
-    """Return what a rollout counts as that its maker refused: there is nothing of it that could be kept."""
+    """Return the fault reason of a rollout that its maker refused; it has no rows to keep."""
     if isinstance(error, TokenError):
         return "vocabulary"
     return "lengths" if isinstance(error, ShapeError) else "malformed"

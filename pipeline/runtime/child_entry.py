@@ -29,8 +29,8 @@ _GATEWAY = "pipeline.rollout.ray"
 def main(reports: int, spec_json: str) -> int:
     """Run a role until it ends; return its exit code."""
     # At SIGUSR1, the signal of hang detection, the stacks of all threads are written, also while Python hangs in a C
-    # call. The handler below is "ignore", not the default: Python removes its handlers at its exit, and a signal in that
-    # second would kill the process. The forkserver has registered a handler already.
+    # call. The handler below is "ignore", not the default: Python removes its handlers at its exit, and a signal in
+    # that second would kill the process. The forkserver has registered a handler already.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)

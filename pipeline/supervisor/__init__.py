@@ -1,6 +1,7 @@
 """The supervisor: starts, watches, restarts and ends the processes; no torch.
 
 diagnosis   the cause of a slow or stopped run, in sentences
+exits       the consequence of each child's exit
 fleet       the child processes; the OOM killer's count
 gpus        GPU readings from NVML
 hangs       hang detection, pure

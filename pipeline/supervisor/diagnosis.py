@@ -1,6 +1,6 @@
-"""What holds a run back, in sentences: what `rlhfd why` prints, and who is to blame when nothing moves.
+"""The cause of a slow or stopped run: the sentences of `rlhfd why`, and the process at fault for a standstill.
 
-Pure: a view of the run comes in, text comes out.
+Pure: a view of the run in, text out.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from pipeline.supervisor.hangs import HangLimits, Standing
+from pipeline.supervisor.hangs import HangLimits, Observation
 
 _SUSPICIOUS_S = 5.0
-"""Silence worth a word; an idle process beats four times a second."""
-_WORTH_SAYING = 0.02
+"""Time without a heartbeat after which a process is named; an idle process beats four times a second."""
+_LEAST_SHARE = 0.02
 _WAITS = {
     "wait_ticket_full": "waiting because the buffer is full",
     "wait_ticket_staleness": "waiting for the next version (buffer.max_staleness)",
@@ -25,16 +25,17 @@ Shares = Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class ProcessView:
-    """One process: how it stands, what it spent the last minute on, and what else its slot knows.
+    """One process: the observation of it, its time by activity, and the state of its slot.
 
     Attributes:
-        state: Of its slot: starting, ready, backoff, ...
-        state_since_s: Monotonic time of its start; when the next start is due, in backoff.
+        observed: The process, as hang detection sees it.
+        state: The slot's state: starting, ready, backoff, ...
+        state_since_s: Monotonic time of its start; in backoff, of its next start.
         shares: Share of the last minute by activity.
-        last_line: What it printed last.
+        last_line: Its error, else the last line that it printed.
     """
 
-    standing: Standing
+    observed: Observation
     state: str
     state_since_s: float
     shares: Shares
@@ -42,8 +43,8 @@ class ProcessView:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether another process is to move first."""
-        return self.standing.progress.activity.startswith("wait_") or self.standing.role == "buffer"
+        """Whether it waits for another process."""
+        return self.observed.progress.activity.startswith("wait_") or self.observed.role == "buffer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,8 @@ class RunView:
         now_s: Monotonic time.
         state: starting, ready, paused, stuck or draining.
         batch_rows: Rows of one batch.
-        is_external: Whether somebody else's trainer takes the batches.
-        quiet_s: How long nothing has moved although it could have.
+        is_external: Whether an external trainer takes the batches.
+        quiet_s: Time without progress although the run could have made some.
     """
 
     now_s: float
@@ -70,11 +71,11 @@ class RunView:
 
     def of(self, role: str) -> list[ProcessView]:
         """Return the processes of a role."""
-        return [process for process in self.processes if process.standing.role == role]
+        return [process for process in self.processes if process.observed.role == role]
 
 
 class ShareWindow:
-    """What each process spent a window of time on, from counters that never fall."""
+    """Time by activity of each process over a window, from counters that never fall."""
 
     def __init__(self, window_s: float = 60.0, every_s: float = 1.0) -> None:
         self._window_s = window_s
@@ -82,7 +83,7 @@ class ShareWindow:
         self._samples: collections.deque[tuple[float, Mapping[tuple[str, ...], float]]] = collections.deque()
 
     def add(self, now_s: float, seconds: Mapping[tuple[str, ...], float]) -> None:
-        """Take the seconds so far by (role, worker, activity), unless the last ones are a moment old."""
+        """Add a sample of the seconds so far by (role, worker, activity), unless the last one is too recent."""
         if self._samples and now_s - self._samples[-1][0] < self._every_s:
             return
         self._samples.append((now_s, seconds))
@@ -90,7 +91,7 @@ class ShareWindow:
             self._samples.popleft()
 
     def shares(self, role: str, worker: str | None = None) -> dict[str, float]:
-        """Return the share of each activity, largest first; of one process, or of all of a role together."""
+        """Return the share of each activity, largest first; of one worker, or of all processes of a role together."""
         if len(self._samples) < 2:
             return {}
         (_, first), (_, last) = self._samples[0], self._samples[-1]
@@ -104,7 +105,7 @@ class ShareWindow:
 
 
 def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
-    """Return what the run waits for, at most five sentences, the most important first."""
+    """Return the cause of a slow or stopped run, at most five sentences, the most important first."""
     sentences = [_absent(run, process) for process in run.processes if process.state in ("starting", "backoff")]
     sentences += [_failed(process) for process in run.processes if process.state == "failed"]
     sentences += [_suspect(run, process) for process in suspects(run)]
@@ -113,82 +114,82 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     if run.state == "draining":
         busy = [process for process in run.processes if process.state == "draining"]
         sentences.append(f"The run drains: {_all_at(run, busy) if busy else 'the buffer finishes'}.")
-    elif run.state != "starting" and any(process.standing.is_ready for process in run.processes):
+    elif run.state != "starting" and any(process.observed.is_ready for process in run.processes):
         sentences.append(_bottleneck(run))
-    spoken = [f"{role} {_shown(shares, role)}" for role, shares in role_shares.items() if shares]
-    if spoken:
-        sentences = [*sentences[:4], f"The last minute: {'; '.join(spoken)}."]
+    summaries = [f"{role} {_shown(shares, role)}" for role, shares in role_shares.items() if shares]
+    if summaries:
+        sentences = [*sentences[:4], f"The last minute: {'; '.join(summaries)}."]
     return sentences[:5]
 
 
 def suspects(run: RunView) -> list[ProcessView]:
-    """Return the processes that are ready and silent, or stopped, and not merely because other ranks are."""
+    """Return the ready processes without a heartbeat, or stopped; not those that only wait for another rank."""
     found = [
         process
         for process in run.processes
-        if process.standing.is_ready
-        and (process.standing.is_stopped or run.now_s - process.standing.progress.beat_s > _SUSPICIOUS_S)
-        and (process.standing.is_stopped or not process.standing.progress.meets)
+        if process.observed.is_ready
+        and (process.observed.is_stopped or run.now_s - process.observed.progress.beat_s > _SUSPICIOUS_S)
+        and (process.observed.is_stopped or not process.observed.progress.in_collective)
     ]
-    return sorted(found, key=lambda process: process.standing.progress.beat_s)
+    return sorted(found, key=lambda process: process.observed.progress.beat_s)
 
 
 def culprit(run: RunView) -> ProcessView | None:
-    """Return who keeps a run from moving: who is silent, else who is longest at one thing, else the buffer.
+    """Return the process at fault for a standstill: without a heartbeat, else the longest busy one, else the buffer.
 
-    Where everybody waits for somebody else, a message was lost on its way; a new buffer greets all and asks again.
+    If every process waits for another one, a message was lost; a new buffer connects to all peers and requests again.
     """
-    ready = [process for process in run.processes if process.standing.is_ready]
-    busy = sorted((p for p in ready if not p.is_waiting), key=lambda p: p.standing.progress.since_s)
-    buffers = [process for process in ready if process.standing.role == "buffer"]
+    ready = [process for process in run.processes if process.observed.is_ready]
+    busy = sorted((p for p in ready if not p.is_waiting), key=lambda p: p.observed.progress.since_s)
+    buffers = [process for process in ready if process.observed.role == "buffer"]
     return next(iter([*suspects(run), *busy, *buffers]), None)
 
 
-def waits_outside(run: RunView) -> bool:
-    """Whether the run waits for a trainer that is not its own: it holds batches, or is not there to take them."""
+def waits_for_external_trainer(run: RunView) -> bool:
+    """Whether the run waits for an external trainer: it holds batches, or takes none although rows are ready."""
     workers = run.of("rollout")
-    held_up = all(process.standing.progress.activity.startswith("wait_ticket") for process in workers)
+    held_up = all(process.observed.progress.activity.startswith("wait_ticket") for process in workers)
     return run.is_external and (run.leases_active > 0 or run.ready_items >= run.batch_rows or held_up)
 
 
 def _absent(run: RunView, process: ProcessView) -> str:
-    name = process.standing.name
+    name = process.observed.name
     if process.state == "backoff":
-        return f"{name} ended and is started again in {duration(max(0.0, process.state_since_s - run.now_s))}: " + (
-            process.last_line or "it said nothing."
+        return f"{name} ended and restarts in {duration(max(0.0, process.state_since_s - run.now_s))}: " + (
+            process.last_line or "it printed nothing."
         )
-    said = f"; its last line: {process.last_line}" if process.last_line else ""
-    stopped = ", and is stopped (SIGSTOP, or a debugger)" if process.standing.is_stopped else ""
-    return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{stopped}{said}."
+    last_line = f"; its last line: {process.last_line}" if process.last_line else ""
+    stopped = ", and is stopped (SIGSTOP, or a debugger)" if process.observed.is_stopped else ""
+    return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{stopped}{last_line}."
 
 
 def _failed(process: ProcessView) -> str:
-    return f"{process.standing.name} has failed and is not started again: {process.last_line or 'it said nothing.'}"
+    return f"{process.observed.name} has failed and is not started again: {process.last_line or 'it printed nothing.'}"
 
 
 def _suspect(run: RunView, process: ProcessView) -> str:
-    silent_s = run.now_s - process.standing.progress.beat_s
-    how = "is stopped (SIGSTOP, or a debugger) and" if process.standing.is_stopped else "hangs or is very slow: it"
+    silent_s = run.now_s - process.observed.progress.beat_s
+    how = "is stopped (SIGSTOP, or a debugger) and" if process.observed.is_stopped else "hangs or is very slow: it"
     limit_s = run.limits.hang_timeout_s
-    then = f"; after {duration(limit_s)} it is killed and started again" if limit_s else ""
+    then = f"; after {duration(limit_s)} it is killed and restarted" if limit_s else ""
     return f"{_named(process)} {how} has made no progress for {duration(silent_s)} in {_task(process)}{then}."
 
 
 def _bottleneck(run: RunView) -> str:
-    trainers, workers = ([p for p in run.of(role) if p.standing.is_ready] for role in ("trainer", "rollout"))
+    trainers, workers = ([p for p in run.of(role) if p.observed.is_ready] for role in ("trainer", "rollout"))
     rows = f"{run.ready_items:,} of {run.batch_rows:,} rows are ready"
     working = [process for process in workers if not process.is_waiting]
     if run.is_external:
-        if not waits_outside(run):
-            return f"The trainer outside waits for data: {rows}; {_all_at(run, working or workers)}."
+        if not waits_for_external_trainer(run):
+            return f"The external trainer waits for data: {rows}; {_all_at(run, working or workers)}."
         if run.leases_active:
-            return f"The run waits for the trainer outside, which holds {run.leases_active} batches; {rows}."
-        return f"The run waits for a trainer outside to connect and take a batch; {rows}."
+            return f"The run waits for the external trainer, which holds {run.leases_active} batches; {rows}."
+        return f"The run waits for an external trainer to connect and take a batch; {rows}."
     if not trainers:
         return f"No trainer is ready; {_all_at(run, working or workers)}; {rows}."
     waiting = [process for process in trainers if process.is_waiting]
     if len(waiting) == len(trainers):
-        names = " and ".join(process.standing.name for process in waiting)
+        names = " and ".join(process.observed.name for process in waiting)
         verb = "waits" if len(waiting) == 1 else "wait"
         share = waiting[0].shares.get("wait_data")
         lately = f" ({share:.0%} of the last minute)".replace("%", " %") if share is not None else ""
@@ -196,36 +197,36 @@ def _bottleneck(run: RunView) -> str:
     training = [process for process in trainers if not process.is_waiting]
     if workers and not working:
         return f"The workers wait for the trainer: {_all_at(run, training)}; {_all_at(run, workers)}."
-    return f"Nothing is waited for: {_all_at(run, [*training, *working])}; {rows}."
+    return f"No process waits: {_all_at(run, [*training, *working])}; {rows}."
 
 
 def _all_at(run: RunView, processes: Sequence[ProcessView]) -> str:
-    """Say what some processes are at; of many, those that are at it longest."""
-    longest = sorted(processes, key=lambda process: process.standing.progress.since_s)
+    """Return the activities of some processes; of many, the two that have been at theirs longest."""
+    longest = sorted(processes, key=lambda process: process.observed.progress.since_s)
     more = f" and {len(longest) - 2} more" if len(longest) > 2 else ""
     return ", ".join(_at(run, process) for process in longest[:2]) + more or "no worker is ready"
 
 
 def _at(run: RunView, process: ProcessView) -> str:
-    since_s = process.standing.progress.since_s
+    since_s = process.observed.progress.since_s
     if process.is_waiting:
-        return f"{_named(process)} is {_waiting(process.standing.progress.activity, process.standing.role)}"
+        return f"{_named(process)} is {_waiting(process.observed.progress.activity, process.observed.role)}"
     return f"{_named(process)} has been in {_task(process)} for {duration(run.now_s - since_s)}"
 
 
 def _task(process: ProcessView) -> str:
-    progress = process.standing.progress
-    what = {"rollout": "ticket", "trainer": "lease"}.get(process.standing.role)
-    on = f" on {what} {progress.working_on:,}" if what and progress.working_on >= 0 else ""
+    progress = process.observed.progress
+    unit = {"rollout": "ticket", "trainer": "lease"}.get(process.observed.role)
+    on = f" on {unit} {progress.working_on:,}" if unit and progress.working_on >= 0 else ""
     return f"{progress.activity or 'other'}{on}"
 
 
 def _named(process: ProcessView) -> str:
-    return f"{process.standing.name} (pid {process.standing.pid})"
+    return f"{process.observed.name} (pid {process.observed.pid})"
 
 
 def _shown(shares: Shares, role: str) -> str:
-    named = [f"{share * 100:.0f} % {_waiting(name, role)}" for name, share in shares.items() if share >= _WORTH_SAYING]
+    named = [f"{share * 100:.0f} % {_waiting(name, role)}" for name, share in shares.items() if share >= _LEAST_SHARE]
     return ", ".join(named)
 
 
@@ -235,10 +236,15 @@ def _waiting(activity: str, role: str) -> str:
     return _WAITS.get(activity, activity)
 
 
-def duration(seconds: float) -> str:
-    """Return seconds as people say them."""
-    if seconds < 10:
+def duration(seconds: float, *, whole: bool = False) -> str:
+    """Return a duration as text: ``8.3 s``, ``41 s``, ``2 min 05 s``, ``3 h 07 min``.
+
+    Args:
+        seconds: The duration, 0 or more.
+        whole: Cut to whole seconds; else they are rounded, and below 10 s they have one decimal.
+    """
+    if seconds < 10 and not whole:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest = divmod(int(seconds) if whole else round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -6,17 +6,17 @@ import dataclasses
 import logging
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, GaveUpError
-from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, executed
+from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, child_environment, executed
 from pipeline.runtime.forkserver import Forkserver
 from pipeline.runtime.role import Report
-from pipeline.supervisor import fleet
 from pipeline.supervisor.placement import Place
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
 from pipeline.telemetry.metrics import BY_NAME, START
@@ -25,33 +25,33 @@ from pipeline.telemetry.slab import MetricsSlab
 SlotState = Literal["idle", "waiting", "starting", "ready", "draining", "backoff", "failed", "ended"]
 
 _FORKED = ("trainer", "rollout", "setup")
-"""Roles that load torch: they are forked from the template, which has it."""
+"""Roles that load torch: they are forked from the forkserver, which has loaded it."""
 
 _LATE_STARTS = 2
-"""Starts in a row that take too long, after which the slot has failed: the first may have been bad luck."""
+"""Late starts in a row after which the slot has failed: a single one may have been bad luck."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
 class Slot:
-    """One child's place: what runs in it now, and what ran in it before.
+    """The place of one child: its present child, and the history of the earlier ones.
 
     Attributes:
-        error: The child's own last words, one line.
-        finished: Whether the child said that its work is complete.
-        unusable: Whether a child said that nothing it makes is of use; none is started again.
-        last_exit: Exit code of the last child, or minus its signal; None before the first ended.
-        due_s: When the next start is due, while in backoff.
+        error: The error that the child reported, one line.
+        finished: Whether the child reported that its work is complete.
+        unusable: Whether a child reported that its output is of no use; the slot is not started again.
+        last_exit: Exit code of the last child, or minus its signal; None before the first exit.
+        due_s: Monotonic time of the next start, in backoff.
         lines: Lines that the child has printed.
-        ended_by: Who killed the child, where that is known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
-        working_on: The ticket or lease that the last child was at when it died, -1 for none.
+        ended_by: Cause of the kill, if known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
+        working_on: Ticket or lease of the last child when it died, -1 for none.
         last_pid: The last child's pid.
-        is_late: Whether the child was condemned because it was not ready in time.
-        late_starts: Children in a row that ended so.
-        ready_s: Since when the child has been ready, None before.
-        has_no_place: Whether the child waits for a cluster to have room for it: neither late nor waited for.
-        lived_s: How long the last child made progress once it was ready: what it hung for in the end is no life.
+        is_late: Whether the watchdog kills the child because it was not ready in time.
+        late_starts: Children in a row that were killed for that reason.
+        ready_s: Monotonic time since which the child has been ready, None before.
+        is_pending: Whether the child's Ray actor waits for resources: it is neither late nor required for readiness.
+        lived_s: Time from ready to the last progress of the last child; the hang at its end does not count.
     """
 
     role: str
@@ -76,39 +76,70 @@ class Slot:
     is_late: bool = False
     late_starts: int = 0
     ready_s: float | None = None
-    has_no_place: bool = False
+    is_pending: bool = False
     lived_s: float = 0.0
 
     @property
     def name(self) -> str:
-        """How it is called in logs."""
-        return self.role if self.role in ("buffer", "setup", "template") else f"{self.role}-{self.index}"
+        """Name of the slot in logs."""
+        return self.role if self.role in ("buffer", "setup", "forkserver") else f"{self.role}-{self.index}"
 
     @property
     def works(self) -> bool:
-        """Whether it has a part in the run itself, and so a place in the metrics."""
-        return self.role not in ("setup", "template")
+        """Whether its role takes part in the run itself, and so has a slot in the metrics."""
+        return self.role not in ("setup", "forkserver")
 
     @property
     def shown_state(self) -> str:
-        """The state as people are shown it: whoever waits for the template is starting."""
+        """The state for display: a slot that waits for the forkserver is starting."""
         return "starting" if self.state == "waiting" else self.state
 
     @property
     def alive(self) -> bool:
-        """Whether a child runs."""
+        """Whether a child runs in the slot."""
         return self.child is not None
 
 
-class Fleet:
-    """Starts and watches children; what an end means for the whole is the supervisor's to decide (`on_end`).
+@dataclasses.dataclass(frozen=True)
+class ChildSettings:
+    """Settings of an instance that its children get at their start.
 
     Attributes:
-        slots: All of them.
-        prompts: Prompts in one epoch, told to each child; 0 if unknown.
-        threads: Threads that each role computes with, 1 for one that is not named.
         name: The instance's name.
-        model: Directory of the actor, whose code the template loads.
+        model: Directory of the actor, whose code the forkserver loads.
+        prompts: At least the number of prompts in one epoch; 0 if unknown.
+        threads: Compute threads by role; a role that is not listed gets 1.
+    """
+
+    name: str = ""
+    model: str = ""
+    prompts: int = 0
+    threads: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Config) -> ChildSettings:
+        """Return the settings of a configuration; reads its prompt file to count the lines."""
+        return cls(
+            name=config.daemon.name,
+            model=config.model.actor,
+            prompts=prompts_at_most(Path(config.prompts.path)),
+            threads={"trainer": config.trainer.threads, "rollout": config.rollout.threads},
+        )
+
+
+def prompts_at_most(path: Path) -> int:
+    """Return an upper bound of the prompts in a file, its lines; 0 while the embedded file is still to be made."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + 1
+
+
+class Fleet:
+    """Starts and watches children; `on_end` decides the consequence of an exit for the instance.
+
+    Attributes:
+        slots: All slots, in the order of their start.
     """
 
     def __init__(
@@ -122,15 +153,13 @@ class Fleet:
         on_change: Callable[[Slot], None],
         on_line: Callable[[Slot, str], None],
         limits: RestartLimits,
+        settings: ChildSettings | None = None,
     ) -> None:
         self._limits = limits
+        self._settings = settings or ChildSettings()
         self.slots: list[Slot] = []
-        self.prompts = 0
-        self.threads: dict[str, int] = {}
-        self.name = ""
-        self.model = ""
-        self._template = Forkserver()
-        self._template_slot = self.add("template", 0, Place("", ()))
+        self._forkserver = Forkserver()
+        self._forkserver_slot = self.add("forkserver", 0, Place("", ()))
         self._folder = folder
         self._slab = slab
         self._clock = clock
@@ -138,21 +167,21 @@ class Fleet:
         self._on_end = on_end
         self._on_change = on_change
         self._on_line = on_line
-        self._oom_kills = fleet.kill_count()
+        self._oom_kills = kill_count()
         self._metrics = slab.writer("supervisor")
 
     def add(self, role: str, index: int, place: Place) -> Slot:
-        """Make a slot; nothing runs in it yet."""
+        """Add a slot; no child runs in it yet."""
         slot = Slot(role, index, place, RestartPolicy(self._limits, random.Random()))
         self.slots.append(slot)
         if slot.works:
-            # From 0 on: Prometheus sees no increase in a counter that appears as 1.
+            # Counters start at 0: Prometheus sees no increase in a counter that appears as 1.
             for reason in BY_NAME["rlhfd_process_exits_total"].labels["reason"]:
                 self._metrics.counter("rlhfd_process_exits_total", role=role, reason=reason)
         return slot
 
     def limit(self, limits: RestartLimits) -> None:
-        """Let other bounds on restarts hold from now on."""
+        """Apply other bounds of restarts from now on."""
         self._limits = limits
         for slot in self.slots:
             slot.policy.limit(limits)
@@ -162,16 +191,16 @@ class Fleet:
         return (slot for slot in self.slots if slot.role in roles)
 
     def start(self, slot: Slot) -> None:
-        """Start a child in a slot; one that is forked from the template waits until that is ready.
+        """Start a child in a slot; a role that is forked waits until the forkserver is ready.
 
         Raises:
-            GaveUpError: If this machine has no process or file descriptor for it.
+            GaveUpError: If this machine has no free process or file descriptor.
         """
         if not self._can_start(slot):
             slot.state = "waiting"
             self._on_change(slot)
             return
-        forked = slot.role in _FORKED and self._template_slot.state == "ready"
+        forked = slot.role in _FORKED and self._forkserver_slot.state == "ready"
         before, slot.generation = slot.generation, self._next_generation(slot)
         if slot.works:
             self._slab.begin(slot.role, slot.index, activity=START)
@@ -179,21 +208,24 @@ class Fleet:
             slot.child = self._child(slot, forked=forked)
         except OSError as error:
             if not forked or not isinstance(error, ConnectionError | TimeoutError):
-                # No process or descriptor to be had: whoever waits for this child would wait for ever.
+                # No process or descriptor is free: a peer of this child would wait forever.
                 raise GaveUpError(f"{slot.name} cannot be started: {error}") from error
-            log.warning("the template does not answer and is replaced, %s waits for the next: %s", slot.name, error)
+            log.warning("the forkserver does not answer and is replaced, %s waits for the next: %s", slot.name, error)
             slot.generation = before
             if slot.works:
                 self._slab.fold(slot.role, slot.index)
             slot.state = "waiting"
-            self._template_slot.state = "draining"
-            self.signal([self._template_slot], signal.SIGKILL)
+            self._forkserver_slot.state = "draining"
+            self.signal([self._forkserver_slot], signal.SIGKILL)
         else:
             self._started(slot)
         self._on_change(slot)
 
     def _next_generation(self, slot: Slot) -> int:
-        """Ranks meet under one number: whoever joins those that run takes theirs, and the first a new one."""
+        """Return the generation of the next start.
+
+        A rank that joins running ranks reuses theirs; the first one starts a new one.
+        """
         if slot.role != "trainer":
             return slot.generation + 1
         running = [rank.generation for rank in self.alive("trainer")]
@@ -206,7 +238,7 @@ class Fleet:
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
-        slot.ready_s, slot.has_no_place = None, False
+        slot.ready_s, slot.is_pending = None, False
 
     def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
         return LocalChild(
@@ -217,23 +249,17 @@ class Fleet:
         )
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
-        environment = {
-            "CUDA_VISIBLE_DEVICES": slot.place.gpu,
-            "OMP_NUM_THREADS": str(self.threads.get(slot.role, 1)),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        if slot.role == "template":
-            return self._template.starter(self.name, self.model, environment)
-        spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, self.prompts, list(slot.place.cpus))
+        settings = self._settings
+        environment = child_environment(gpu=slot.place.gpu, threads=settings.threads.get(slot.role, 1))
+        if slot.role == "forkserver":
+            return self._forkserver.starter(settings.name, settings.model, environment)
+        spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, settings.prompts, list(slot.place.cpus))
         if forked:
-            return self._template.forked(spec, environment)
+            return self._forkserver.forked(spec, environment)
         return executed("pipeline.runtime.child_entry", [msgspec.json.encode(spec).decode()], environment)
 
     def retry(self, slot: Slot) -> float | None:
-        """Plan the next start of a slot whose child died; return the wait, or None if the slot has failed now."""
+        """Plan the next start of a slot whose child died; return the wait in s, or None if the slot has failed."""
         hopeless = slot.unusable or slot.late_starts >= _LATE_STARTS
         delay_s = None if hopeless else slot.policy.died(self._clock(), slot.lived_s)
         if delay_s is None:
@@ -244,8 +270,8 @@ class Fleet:
         self._on_change(slot)
         return delay_s
 
-    def again(self, slot: Slot) -> None:
-        """Plan another start of a slot whose child did nothing wrong, at once."""
+    def restart_now(self, slot: Slot) -> None:
+        """Plan an immediate start of a slot whose child was not at fault."""
         slot.state, slot.due_s = "backoff", self._clock()
         slot.restarts += 1
         self._on_change(slot)
@@ -258,35 +284,35 @@ class Fleet:
                 yield slot
 
     def _can_start(self, slot: Slot) -> bool:
-        """Whether what it is forked from is there; once the template has failed for good, roles are executed."""
-        return slot.role not in _FORKED or self._template_slot.state in ("ready", "failed")
+        """Whether the forkserver is ready; once it has failed for good, roles are executed as new programs."""
+        return slot.role not in _FORKED or self._forkserver_slot.state in ("ready", "failed")
 
     def close(self) -> None:
-        """End the template."""
-        self.signal([self._template_slot], signal.SIGKILL)
-        self._template.close()
+        """End the forkserver."""
+        self.signal([self._forkserver_slot], signal.SIGKILL)
+        self._forkserver.close()
 
     def signal(self, slots: Iterable[Slot], number: signal.Signals) -> None:
-        """Send a signal to whatever runs in these slots."""
+        """Send a signal to the children in these slots."""
         for slot in slots:
             if slot.child is not None:
                 slot.child.signal(number)
 
     def kill_group(self, slots: Iterable[Slot]) -> None:
-        """Kill ranks that cannot go on without another one."""
+        """Kill ranks that cannot continue without another rank."""
         for slot in slots:
             slot.ended_by = slot.ended_by or "group"
-            # Not one that starts any more: whoever joined it now would wait for the dead.
+            # No longer a starting rank: a rank that joined it now would wait for the dead.
             slot.state = "draining"
             self.signal([slot], signal.SIGKILL)
 
     def all_ready(self) -> bool:
-        """Whether every role but the setup is ready; rollout slots without a place, or failed, degrade a run alone."""
-        required = [slot for slot in self.slots if slot.works and slot.state != "failed" and not slot.has_no_place]
+        """Whether every role but the setup is ready; a pending or failed rollout slot only degrades a run."""
+        required = [slot for slot in self.slots if slot.works and slot.state != "failed" and not slot.is_pending]
         return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
 
     def now_s(self) -> float:
-        """Return the fleet's clock."""
+        """Return the time of the fleet's clock."""
         return self._clock()
 
     def alive(self, *roles: str) -> list[Slot]:
@@ -303,8 +329,8 @@ class Fleet:
         if report.state == "unusable":
             slot.unusable = True
         if report.state in ("pending", "placed"):
-            slot.has_no_place = report.state == "pending"
-            # How long it may take from here on is counted from here on.
+            slot.is_pending = report.state == "pending"
+            # The time limit of the start runs from here on.
             slot.started_s = self._clock()
         if report.state == "ready":
             slot.state, slot.is_late, slot.ready_s = "ready", False, self._clock()
@@ -322,20 +348,20 @@ class Fleet:
         self._on_line(slot, line)
 
     def _ended(self, slot: Slot, code: int) -> None:
-        # Its gauges go with the fold: a last look at what it showed.
+        # The fold removes its gauges: read them a last time.
         self._on_reaped(slot)
         booted = slot.state != "starting"
         slot.late_starts = slot.late_starts + 1 if slot.is_late else 0
         slot.last_pid = slot.child.pid if slot.child is not None else 0
         slot.lived_s = self._lived_s(slot)
         slot.child, slot.last_exit, slot.state = None, code, "ended"
-        if slot.role == "template" and not booted and code > 0:
-            # What it cannot load, the roles cannot either; theirs to say what it is.
+        if slot.role == "forkserver" and not booted and code > 0:
+            # A module that it cannot load, the roles cannot load either: they report the error.
             slot.unusable = True
         if slot.works:
             slot.working_on = self._slab.progress(slot.role, slot.index).working_on
             self._slab.fold(slot.role, slot.index)
-            kills = fleet.kill_count()
+            kills = kill_count()
             if code == -signal.SIGKILL and not slot.ended_by and kills > self._oom_kills:
                 slot.ended_by = "oom"
             self._oom_kills = kills
@@ -365,7 +391,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def kill_count() -> int:
-    """Return how many processes it has killed so far; 0 where that cannot be told."""
+    """Return the number of processes that the kernel's OOM killer has killed so far; 0 if it is not known."""
     for path in _counters():
         try:
             fields = dict(line.split() for line in path.read_text().splitlines())
@@ -376,7 +402,7 @@ def kill_count() -> int:
 
 
 def _counters() -> list[Path]:
-    """Return where the count may stand: version 2 of control groups, version 1, and both as a container shows them."""
+    """Return the files that may hold the count: of control groups version 2, version 1, and both within a container."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

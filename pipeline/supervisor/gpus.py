@@ -1,8 +1,8 @@
-"""What NVIDIA's driver says about the machine's GPUs, through NVML: memory and load.
+"""GPU readings from NVIDIA's driver through NVML: memory and utilization.
 
-By ctypes, for seven functions are needed and their interface has been fixed for a decade. A call into the driver of a
-GPU that has failed may take seconds or never return, so a thread of its own asks; the supervisor reads the last answer,
-and none once that is old.
+ctypes suffices: seven functions are needed, and their interface has been fixed for a decade. A call into the driver of
+a failed GPU may take seconds or never return, so a thread of its own makes the calls; the supervisor takes the last
+reading, and none once that is old.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Gpu:
     """One GPU at one moment.
 
     Attributes:
-        index: Its number in the order of NVML, as nvidia-smi shows it; CUDA's order may differ.
-        uuid: Its name for good.
-        utilization: Share of the driver's last sample period in which a kernel ran; None where it cannot tell.
+        index: Number of the GPU in NVML's order, as in nvidia-smi; CUDA's order may differ.
+        uuid: Permanent name of the GPU.
+        utilization: Share of the driver's last sample period in which a kernel ran; None if the driver has no value.
     """
 
     index: int
@@ -42,11 +42,11 @@ class Gpu:
 
 
 class NvmlError(Exception):
-    """A call of NVML's gave an error code."""
+    """A call of NVML returned an error code."""
 
 
 class Library(Protocol):
-    """What `ctypes.CDLL` gives: functions by name."""
+    """A loaded library, as `ctypes.CDLL` returns it: functions by name."""
 
     def __getattr__(self, name: str) -> Callable[..., int]: ...
 
@@ -78,7 +78,7 @@ class Nvml:
         self._devices = [self._open(index) for index in range(count.value)]
 
     def read(self) -> list[Gpu]:
-        """Return every GPU as it is now; one that does not answer is left out."""
+        """Return the present reading of every GPU; a GPU that does not answer is left out."""
         found = []
         for index, (device, uuid) in enumerate(self._devices):
             memory, load = _Memory(), _Utilization()
@@ -91,7 +91,7 @@ class Nvml:
                 self._call("nvmlDeviceGetUtilizationRates", device, ctypes.byref(load))
                 utilization = load.gpu / 100
             except NvmlError:
-                # A slice of a GPU (MIG) has no load of its own.
+                # A MIG slice of a GPU has no utilization of its own.
                 utilization = None
             found.append(Gpu(index, uuid, memory.used, memory.total, utilization))
         return found
@@ -113,10 +113,10 @@ class Nvml:
 
 
 class GpuWatch:
-    """Asks for the GPUs once a second, for as long as the process lives; nothing where there is no driver.
+    """Reads the GPUs once a second for as long as the process lives; without a driver it reads none.
 
     Args:
-        load: Gives NVML's functions.
+        load: Returns the loaded NVML library.
         clock_s: Monotonic seconds.
     """
 
@@ -133,15 +133,15 @@ class GpuWatch:
         self._thread = threading.Thread(target=self._watch, name="gpus", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more. A call that hangs in the driver is left to itself: the thread keeps no process alive."""
+        """Stop the readings; a call that hangs in the driver stays, its daemon thread keeps no process alive."""
         self._stopped.set()
 
     def gpus(self) -> Sequence[Gpu]:
-        """Return the last answer, none if that is older than 10 s."""
+        """Return the last reading, none if it is older than 10 s."""
         at_s, gpus = self._latest
         return gpus if self._clock_s() - at_s <= _MOST_AGE_S else ()
 
@@ -152,7 +152,7 @@ class GpuWatch:
             log.debug("no GPU metrics: error=%s", error)
             return
         while not self._stopped.is_set():
-            # The time before the question: an answer that took long is as old as that.
+            # The time before the call: a reading that took long is as old as its start.
             at_s = self._clock_s()
             self._latest = at_s, nvml.read()
             self._stopped.wait(_INTERVAL_S)
@@ -160,7 +160,7 @@ class GpuWatch:
 
 
 def gpu_series(gpus: Sequence[Gpu]) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return the families rlhfd_gpu_*, a series for each GPU by its labels gpu and uuid."""
+    """Return the metric families rlhfd_gpu_*, a series for each GPU by its labels gpu and uuid."""
     named = [((str(gpu.index), gpu.uuid), gpu) for gpu in gpus]
     return {
         "rlhfd_gpu_memory_used_bytes": {labels: float(gpu.used_bytes) for labels, gpu in named},

@@ -1,6 +1,6 @@
-"""Who hangs: a process that makes no progress or is late at its start, a ticket beyond its time, a run that stands.
+"""Hang detection: a process without progress or late at its start, an overdue ticket, a run without progress.
 
-Pure: processes as they stand and the time come in, verdicts come out. What is done about them is `pipeline.supervisor.watchdog`'s.
+Pure: observations and the time in, verdicts out. `pipeline.supervisor.watchdog` acts on the verdicts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pipeline.telemetry.metrics import Progress
 Reason = Literal["no progress", "stopped", "not ready in time", "ticket overdue", "the run stands still"]
 
 _BUFFER_ENDS_S = 60.0
-"""Silence of a buffer that writes the spool, with a beat at each piece; all that is left to end waits for it."""
+"""Limit for a buffer that writes the spool, with a heartbeat at each extent: the rest of the shutdown waits for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HangLimits:
-    """What is waited for, and for how long; 0 turns a rule off.
+    """Time limits of the rules; 0 turns a rule off.
 
     Attributes:
-        hang_timeout_s: Silence of a process that is ready, or that is stopped.
-        startup_timeout_s: From start to ready.
-        ticket_grace_s: How long after its deadline a ticket may be worked on.
-        progress_timeout_s: How long no row is sealed, trained or dropped, no step taken and no version published.
+        hang_timeout_s: Longest time without a heartbeat of a process that is ready, or without continuing if stopped.
+        startup_timeout_s: Longest time from start to ready.
+        ticket_grace_s: Longest work on a ticket after its deadline.
+        progress_timeout_s: Longest time without a row sealed, trained or dropped, a step, or a version published.
     """
 
     hang_timeout_s: float
@@ -36,14 +36,14 @@ class HangLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
-    """A process as it stands.
+class Observation:
+    """One process at one moment.
 
     Attributes:
-        is_ready: Whether it said so; before that only its start is judged, and that it is stopped.
-        stopped_since_s: Since when it is seen in the kernel's state T (monotonic), as after SIGSTOP; None if it is not.
-        starting_since_s: When it was started (monotonic), None for one that is past its start or not alive.
-        is_ending: Whether it was told to end.
+        is_ready: Whether it has reported ready; before that only the rules for a start and for a stop apply.
+        stopped_since_s: Monotonic time since which it is seen in the kernel's state T, as after SIGSTOP; None if not.
+        starting_since_s: Monotonic time of its start; None if it is past its start, or not alive.
+        is_ending: Whether it was sent SIGTERM.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Standing:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is in the kernel's state T."""
+        """Whether it is in the kernel's state T (stopped)."""
         return self.stopped_since_s is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A process that hangs: at what, and since when (monotonic)."""
+    """A process that hangs: the stage, and the monotonic time since which it hangs."""
 
     name: str
     pid: int
@@ -73,7 +73,7 @@ class Verdict:
     since_s: float
 
     @classmethod
-    def on(cls, process: Standing, reason: Reason, since_s: float) -> Verdict:
+    def on(cls, process: Observation, reason: Reason, since_s: float) -> Verdict:
         """Return the verdict on a process."""
         progress = process.progress
         stage = "start" if process.starting_since_s is not None else progress.activity or "other"
@@ -81,19 +81,22 @@ class Verdict:
 
 
 def hung(
-    processes: Sequence[Standing], now_s: float, limits: HangLimits, *, watched_since_s: float = 0.0
+    processes: Sequence[Observation], now_s: float, limits: HangLimits, *, watched_since_s: float = 0.0
 ) -> list[Verdict]:
     """Return a verdict on each process that hangs.
 
-    A rank that waits in a collective is silent because another one is: that one hangs, or has no data yet. Only where
-    all ranks wait in it, the one that came first is named. Ranks start together: their time runs from the last one's
-    start, and where some of them are stopped, those are to blame.
+    A rank that waits in a collective has no heartbeat because another rank is missing: that rank hangs, or has no data
+    yet. Only if all ranks wait in the collective, the first one in it is named. Ranks start together: the time limit of
+    their start runs from the last rank's start, and if some of them are stopped, only those hang.
 
     Args:
-        processes: All of them, those that are still starting or yet to come too; not who has ended for good.
+        processes: All processes, also those that are starting or in backoff; none that has ended for good.
         now_s: Monotonic time.
-        limits: What may last how long.
-        watched_since_s: Silence before this moment does not count: the watcher itself was not running.
+        limits: The time limits.
+        watched_since_s: Silence before this moment does not count: the supervisor itself was not running.
+
+    Returns:
+        The verdicts, at most one a process.
     """
     verdicts = []
     for process in processes:
@@ -108,7 +111,7 @@ def hung(
         if (silent_since_s := _silent_since(process)) is not None
         and now_s - max(silent_since_s, watched_since_s) > _silence_s(process, limits)
     ]
-    waiting = [process for process in silent if process.progress.meets and not process.is_stopped]
+    waiting = [process for process in silent if process.progress.in_collective and not process.is_stopped]
     culprits = [process for process in silent if process not in waiting]
     ranks = [process for process in processes if process.role == "trainer"]
     if waiting and len(waiting) == len(ranks):
@@ -120,23 +123,23 @@ def hung(
     return verdicts
 
 
-def _silence_s(process: Standing, limits: HangLimits) -> float:
+def _silence_s(process: Observation, limits: HangLimits) -> float:
     longest_s = limits.hang_timeout_s or math.inf
     return min(longest_s, _BUFFER_ENDS_S) if process.role == "buffer" and process.is_ending else longest_s
 
 
-def _silent_since(process: Standing) -> float | None:
-    """Return since when a process is silent; nobody expects a word of one that starts, unless it is stopped."""
+def _silent_since(process: Observation) -> float | None:
+    """Return the time of the last heartbeat; None for a process that is starting, unless it is stopped."""
     if process.is_ready:
         return process.progress.beat_s
     return None if process.starting_since_s is None else process.stopped_since_s
 
 
-def _late(processes: Sequence[Standing], now_s: float, limits: HangLimits, watched_since_s: float) -> list[Verdict]:
+def _late(processes: Sequence[Observation], now_s: float, limits: HangLimits, watched_since_s: float) -> list[Verdict]:
     ranks = [process for process in processes if process.role == "trainer"]
     last_s = max([rank.starting_since_s or 0.0 for rank in ranks], default=0.0)
-    # One that is not there yet is waited for by those that are.
-    all_there = all(rank.is_ready or rank.starting_since_s is not None for rank in ranks)
+    # Ranks that are up wait for a rank that has not been started yet.
+    all_started = all(rank.is_ready or rank.starting_since_s is not None for rank in ranks)
     some_stopped = any(rank.is_stopped for rank in ranks)
     verdicts = []
     for process in processes:
@@ -144,7 +147,7 @@ def _late(processes: Sequence[Standing], now_s: float, limits: HangLimits, watch
         if since_s is None:
             continue
         if process in ranks:
-            if not all_there or (some_stopped and not process.is_stopped):
+            if not all_started or (some_stopped and not process.is_stopped):
                 continue
             since_s = last_s
         if now_s > max(since_s, watched_since_s) + limits.startup_timeout_s:
@@ -153,7 +156,7 @@ def _late(processes: Sequence[Standing], now_s: float, limits: HangLimits, watch
 
 
 class PauseWatch:
-    """When the watcher last began to watch without a pause: its own silence is nobody else's hang."""
+    """Pauses of the supervisor itself: time in which it did not run is no hang of another process."""
 
     def __init__(self, longest_gap_s: float) -> None:
         self._longest_gap_s = longest_gap_s
@@ -161,11 +164,11 @@ class PauseWatch:
         self.since_s = 0.0
 
     def limit(self, longest_gap_s: float) -> None:
-        """Let another gap count as a pause from now on."""
+        """Set the shortest gap that counts as a pause."""
         self._longest_gap_s = longest_gap_s
 
     def look(self, now_s: float) -> bool:
-        """Note that the watcher runs; return whether it had paused."""
+        """Record that the supervisor runs; return whether it had paused."""
         paused = self._seen_s is None or now_s - self._seen_s > self._longest_gap_s
         self._seen_s = now_s
         if paused:
@@ -174,11 +177,11 @@ class PauseWatch:
 
 
 class RunWatch:
-    """Whether a run moves: a first time without progress somebody is restarted, a second time the run gives up.
+    """Progress of a run: after the first timeout a process is restarted, after the second the run gives up.
 
     Attributes:
-        quiet_since_s: Since when nothing has moved although it could have.
-        strikes: How often that took too long, since something moved last.
+        quiet_since_s: Monotonic time since which the run has made no progress although it could have.
+        strikes: Timeouts since the last progress.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -188,16 +191,16 @@ class RunWatch:
         self.strikes = 0
 
     def limit(self, timeout_s: float) -> None:
-        """Let another timeout hold from now on, 0 for none."""
+        """Set the timeout from now on, 0 for none."""
         self._timeout_s = timeout_s
 
     def look(self, now_s: float, marks: tuple[float, ...], *, is_judged: bool) -> bool:
-        """Take note of how far the run has come; return whether it stands still for too long, once each time.
+        """Compare the counts with the last ones; return whether the timeout has passed, once each time.
 
         Args:
             now_s: Monotonic time.
-            marks: Counts of which any change is progress.
-            is_judged: False while nobody can be blamed: something starts, or somebody outside is waited for.
+            marks: Counts; a change of any of them is progress.
+            is_judged: False while a standstill is not a fault: a process is starting, or the external trainer is due.
         """
         if marks != self._marks:
             self._marks, self.strikes, self.quiet_since_s = marks, 0, now_s

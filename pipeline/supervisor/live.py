@@ -1,7 +1,7 @@
-"""What the foreground shows: a live panel on a terminal, one line a step anywhere else.
+"""The output of `rlhfd start`: a live panel on a terminal, one line a step on any other stream.
 
-A run outlives whoever watches it. Output that cannot be written now is left out, and a terminal or pipe that is gone
-silences the view; neither stops the supervisor's loop.
+A run outlives its viewers. Output that cannot be written now is left out, and after the loss of a terminal or pipe no
+more is written; neither stops the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -39,7 +39,7 @@ class LiveView:
     """Shows snapshots until it is stopped.
 
     Args:
-        stream: Where; standard output by default. A terminal gets the panel, anything else lines.
+        stream: The output, standard output by default. A terminal gets the panel, any other stream lines.
         clock_s: Monotonic seconds.
     """
 
@@ -54,7 +54,7 @@ class LiveView:
         self._shown_s = -_QUIET_S
 
     def start(self) -> None:
-        """Begin; from now on, what is written to a terminal's standard error appears above the panel."""
+        """Start the panel; lines on a terminal's standard error appear above it from now on."""
         if not self._stream.isatty() or self._console.is_dumb_terminal:
             return
         # Redirecting a standard error that is a file would put its lines on the terminal instead.
@@ -62,7 +62,7 @@ class LiveView:
         self._attempt(self._live.start)
 
     def update(self, snapshot: Snapshot) -> None:
-        """Show a snapshot, unless the last one was shown a moment ago."""
+        """Show a snapshot, unless the last one was shown too recently."""
         self._latest = snapshot
         now_s = self._clock_s()
         if self._is_due(snapshot, now_s) and self._is_writable():
@@ -70,7 +70,7 @@ class LiveView:
 
     def log(self, line: str) -> None:
         """Pass a child's line on to standard error, above the panel."""
-        # Whoever read it may be gone; the run goes on.
+        # The reader may be gone; the run continues.
         with contextlib.suppress(OSError):
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
@@ -105,7 +105,7 @@ class LiveView:
         self._stream.flush()
 
     def _is_writable(self) -> bool:
-        """Whether a write would not block: neither a pipe nobody reads nor a stopped terminal may hold up the run."""
+        """Whether a write would not block: an unread pipe or a stopped terminal must not hold up the run."""
         if self._is_gone:
             return False
         try:
@@ -123,7 +123,7 @@ class LiveView:
             write()
         except (OSError, ValueError) as error:
             self._is_gone = True
-            # What the stream still holds would fail again at exit, and change the exit code.
+            # Data still buffered in the stream would fail again at exit, and change the exit code.
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
             log.warning("output is gone, the run goes on: error=%s", error)
@@ -133,8 +133,8 @@ def line(snapshot: Snapshot, *, introduce: bool = False) -> str:
     """Return a snapshot as one line of ``key=value``; keys and their order stay.
 
     Args:
-        snapshot: What to show.
-        introduce: Name what never changes too: algorithm, model, where the metrics are.
+        snapshot: The reading.
+        introduce: Add the constant fields: algorithm, model, address of the metrics.
     """
     steps = f"{snapshot.step}/{snapshot.max_steps}" if snapshot.max_steps else str(snapshot.step)
     capacity = f"/{snapshot.items_capacity}" if snapshot.items_capacity else ""
@@ -173,17 +173,14 @@ def panel(snapshot: Snapshot, *, ascii_only: bool = False) -> RenderableType:
     rows.add_row("staleness", f"{_shown(snapshot.staleness_mean, '.2f')} versions")
     rows.add_row("policy", f"version {_shown(snapshot.policy_version, 'd')}")
     rows.add_row("workers", f"{snapshot.workers_ready} / {snapshot.workers_total} ready")
-    # Text, not str: a path may hold what rich takes for markup.
-    parts: list[RenderableType] = [rows]
-    if snapshot.last_event:
-        parts.append(Text(snapshot.last_event, style="dim", no_wrap=True, overflow="ellipsis"))
+    # Text, not str: rich would interpret brackets in a path as markup.
     colour = _COLOURS.get(snapshot.state, "yellow")
     title = Text.assemble("rlhfd ", (snapshot.state, colour), f" {snapshot.algorithm} {snapshot.model}".rstrip())
-    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(snapshot.metrics_url, style="dim"))
+    return Panel(rows, title=title, title_align="left", subtitle=Text(snapshot.metrics_url, style="dim"))
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str:
-    """Return at most `width` blocks, each the mean of as many values; the least is the lowest block."""
+    """Return at most `width` blocks, each the mean of an equal part of the values; the least mean is lowest."""
     columns = min(width, len(values))
     means = []
     for column in range(columns):

@@ -1,4 +1,4 @@
-"""What the page shows: the run at this moment, its history, and the rollouts that were kept for people."""
+"""Data of the page's requests: the present state of the run, its history, and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class PageData:
     """Answers the page's requests from the supervisor's loop, and keeps the history.
 
     Args:
-        config: The instance's.
-        workspace: Names the run.
-        status: What is known of it.
-        guard: Why it does what it does.
-        is_local: Whether only this machine reaches the page.
+        config: The instance's configuration.
+        workspace: The instance's workspace, which names the run.
+        status: The instance's status.
+        watchdog: The instance's watchdog, which explains a slow run.
+        is_local: Whether the page is reachable from this machine only.
     """
 
     def __init__(
-        self, config: Config, workspace: Workspace, status: InstanceStatus, guard: Watchdog, *, is_local: bool
+        self, config: Config, workspace: Workspace, status: InstanceStatus, watchdog: Watchdog, *, is_local: bool
     ) -> None:
         self._config = config
         self._status = status
-        self._guard = guard
+        self._watchdog = watchdog
         self._history = History(config.daemon.state_dir / "history.msgpack", workspace.run.identity)
         self._recorder = HistoryRecorder(self._history)
         self._saved_s = time.monotonic()
@@ -54,15 +54,15 @@ class PageData:
         elif not is_local and not config.samples.remote:
             self._hidden = "Rollouts are shown on the loopback address only, unless samples.remote is true."
         self._reader = SampleReader(folder_of(config.daemon.state_dir), newest=_MOST_SAMPLES)
-        # A cursor of another daemon, or of another life of this one, means nothing here.
+        # A cursor of another daemon, or of an earlier start of this one, is not valid.
         self._feed = secrets.token_hex(4)
         self._kept: collections.deque[tuple[int, bytes]] = collections.deque()
         self._number = 0
 
     def sample(self, now_s: float) -> None:
-        """Take note of the supervisor's newest reading."""
-        books = self._status.books()
-        self._recorder.add(now_s, time.time(), self._status.reading, books.ready_items if books else 0)
+        """Add the supervisor's newest reading to the history."""
+        counts = self._status.conservation()
+        self._recorder.add(now_s, time.time(), self._status.reading, counts.ready_items if counts else 0)
         if now_s - self._saved_s >= _SAVE_INTERVAL_S:
             self._saved_s = now_s
             self.save()
@@ -75,16 +75,16 @@ class PageData:
             log.warning("history not written: error=%s", error)
 
     def live(self, after_s: float) -> bytes:
-        """Return the run at this moment, and the points of its history that end after a Unix time, as JSON."""
+        """Return the present state of the run, and the points of its history that end after a Unix time, as JSON."""
         now_s = time.monotonic()
         if now_s - self._now_s >= _FRESH_S:
-            # However many look on.
-            self._now_s, self._now = now_s, self._look()
+            # One reading serves all viewers.
+            self._now_s, self._now = now_s, self._read()
         points = [point.shown() for point in self._history.points(after_s)]
         return msgspec.json.encode({**self._now, "history": points})
 
     def samples(self, cursor: str) -> bytes:
-        """Return the rollouts kept since an earlier answer as JSON, and the cursor for the next; at most the newest."""
+        """Return the newest rollouts recorded since an earlier answer, and the next cursor, as JSON."""
         if self._hidden:
             return msgspec.json.encode({"hidden": self._hidden})
         for sample in self._reader.read():
@@ -98,8 +98,8 @@ class PageData:
         shown = [msgspec.Raw(text) for at, text in self._kept if at > after]
         return msgspec.json.encode({"cursor": f"{self._feed}.{self._number}", "samples": shown})
 
-    def _look(self) -> dict[str, Any]:
-        why = self._guard.why()
+    def _read(self) -> dict[str, Any]:
+        why = self._watchdog.why()
         activity = {process["name"]: process["activity"] for process in why["processes"]}
         status = self._status.status()
         status["buffer"]["capacity_items"] = capacity_items(self._config)

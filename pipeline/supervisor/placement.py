@@ -1,4 +1,4 @@
-"""Which GPU and which CPU cores each process gets; found without importing torch."""
+"""GPU and CPU cores of each process, found without torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pipeline.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """Where one process runs: GPU (an entry of CUDA_VISIBLE_DEVICES, "" for none) and CPU cores (empty: any)."""
+    """Devices of one process: GPU (an entry of CUDA_VISIBLE_DEVICES, "" for none) and CPU cores (empty: any)."""
 
     gpu: str
     cpus: tuple[int, ...]
 
 
 def visible_gpus(environ: Mapping[str, str], device_folder: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs this process may use: what CUDA_VISIBLE_DEVICES lists, else all that the driver shows."""
+    """Return the GPUs that this process may use: the list in CUDA_VISIBLE_DEVICES, else all that the driver shows."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [gpu for gpu in listed.replace(" ", "").split(",") if gpu and gpu != "-1"]
@@ -34,12 +34,15 @@ def visible_gpus(environ: Mapping[str, str], device_folder: Path = Path("/dev"))
 def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tuple[str, int], Place]:
     """Assign GPUs and cores to trainer ranks and rollout workers.
 
-    With ``auto``, ranks take the first GPUs and workers the others, one each; where none is left they share the ranks'.
-    With at least one core a process, each gets its own cores; with fewer, none is pinned. Workers whose models compute
-    elsewhere in a cluster get neither.
+    With ``auto``, ranks take the first GPUs and workers the others, one each; if none is left, workers share the ranks'
+    GPUs. With at least one core a process, each process gets its own cores; with fewer, no process is pinned. Workers
+    whose models run on other nodes of a cluster get neither.
+
+    Returns:
+        The place of each (role, index).
 
     Raises:
-        ConfigError: If a device is named that is not there, or there are fewer GPUs than ranks.
+        ConfigError: If a configured device does not exist, or there are fewer GPUs than ranks.
     """
     ranks = config.trainer.world_size if config.trainer.kind == "builtin" else 0
     trainer_gpus = _chosen(config.trainer.devices, gpus, "trainer.devices") or list(gpus[:ranks])
@@ -60,9 +63,9 @@ def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tupl
 
 
 def worker_count(config: Config, gpus: Sequence[str]) -> int:
-    """Return the number of rollout workers: one a GPU of theirs, or `rollout.workers` where that is more.
+    """Return the number of rollout workers: one for each of their GPUs, or `rollout.workers` if that is more.
 
-    In a cluster it is `rollout.workers`: which GPUs there are is not known here.
+    In a cluster it is `rollout.workers`: the GPUs of the other nodes are not known here.
     """
     if config.cluster.engine == "ray":
         return config.rollout.workers
@@ -93,5 +96,5 @@ def _shares(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
 
 
 def usable_cpus() -> list[int]:
-    """Return the cores this process may run on."""
+    """Return the CPU cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))

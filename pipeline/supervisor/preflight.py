@@ -14,7 +14,7 @@ from pipeline.supervisor import placement
 
 
 def problems_of_files(loaded: LoadedConfig) -> list[str]:
-    """Return the problems of the models, prompts, secrets, GPUs and folders that a configuration names, a line each."""
+    """Return the problems of the models, prompts, secrets, GPUs and folders in a configuration, a line each."""
     errors = []
     for key in MODEL_KEYS:
         source = get(loaded.config, key)
@@ -28,7 +28,7 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
         try:
             prompts.check(loaded.config.prompts.path)
         except ConfigError as error:
-            # Lines about the prompts' own content begin with the place there.
+            # Errors in the prompts' content begin with their place in that file.
             where, name = loaded.where("prompts.path"), "prompts.path:"
             errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
     errors += [problem for key in SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
@@ -47,7 +47,7 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
 
 
 def _problem_of_secret(loaded: LoadedConfig, key: str) -> str:
-    """What is wrong with a file of the HTTP server: whether it can be used shows when it is."""
+    """Return the problem of a file of the HTTP server, else an empty text; the server itself checks its content."""
     path: Path | None = get(loaded.config, key)
     if path is None:
         return ""

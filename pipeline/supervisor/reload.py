@@ -1,10 +1,10 @@
 """`rlhfd reload` and SIGHUP: the configuration is read again while the instance runs.
 
-All or nothing: the file, the environment and ``--set`` of the start are checked as a start checks them, and what the
-HTTP server's keys name is read. Only then is anything changed, and what is changed then cannot fail. Keys whose field
-says so (`pipeline.config.schema.LIVE`) are in force from there on; the others are named and wait for a restart. Processes
-learn of it from config.json in the instance's folder, which they look at between two pieces of work
-(`RoleContext.reloaded`); one that starts reads it anyway.
+All or nothing: the file, the environment and ``--set`` of the start are checked as at a start, and the files of the
+HTTP server are read. Only then are changes applied, and applying them cannot fail. Keys whose field is marked
+`pipeline.config.schema.LIVE` are in force from then on; the others are listed and need a restart. Processes read the
+change from config.json in the instance's folder, which they check between two units of work
+(`RoleContext.reloaded`); a process that starts reads it in any case.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Reload:
-    """Reads the configuration again; one at a time.
+    """Reloads the configuration; one reload at a time.
 
     Attributes:
-        pending: Keys whose value in the file, as it was last read, needs a restart.
+        pending: Keys whose value in the file, at its last reading, needs a restart.
     """
 
     def __init__(
@@ -46,26 +46,26 @@ class Reload:
         http: HttpServer | None,
         writer: SlotWriter,
         *,
-        on_taken: Callable[[Config], None],
+        on_reloaded: Callable[[Config], None],
     ) -> None:
         """Reload for one instance.
 
         Args:
-            loaded: As it was started.
-            config: What it made of that, paths and numbers filled in.
-            workspace: Where the processes read it.
-            http: Whose token, certificate and key are read again.
+            loaded: The configuration of the start.
+            config: The same with paths and numbers filled in.
+            workspace: The instance's workspace, which holds config.json.
+            http: The HTTP server, whose token, certificate and key are read again.
             writer: The supervisor's metrics.
-            on_taken: Called with a configuration that is in force from now on; must not fail.
+            on_reloaded: Called with the new configuration in force; must not fail.
         """
         self.pending: list[str] = []
-        # Errors name the file to whoever asks, from wherever that is.
+        # Errors name the file to callers in other working directories.
         self._loaded = dataclasses.replace(loaded, path=loaded.path and loaded.path.absolute())
         self._running = loaded.config
         self._config = config
         self._workspace = workspace
         self._http = http
-        self._on_taken = on_taken
+        self._on_reloaded = on_reloaded
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._lock = asyncio.Lock()
         self._successful = writer.gauge("rlhfd_config_last_reload_successful")
@@ -73,21 +73,21 @@ class Reload:
         self._successful.set(1.0)
         self._success_unix_s.set(time.time())
 
-    def soon(self) -> None:
-        """Do it for a caller that cannot wait; what came of it is logged."""
+    def schedule(self) -> None:
+        """Reload in the background; the result is logged."""
         task = asyncio.get_running_loop().create_task(self.run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def run(self) -> dict[str, Any]:
-        """Read it again and put it in force, or change nothing; return what `rlhfd reload` shows."""
+        """Reload the configuration, or change nothing if it has errors; return the answer of `rlhfd reload`."""
         async with self._lock:
             try:
                 # In a thread: the prompts may be a large file.
-                wanted = await asyncio.to_thread(config_load.load_again, self._loaded, problems_of_files)
-                changes = compare(self._running, wanted.config)
-                running = with_live(self._running, wanted.config)
-                config = with_live(self._config, wanted.config)
+                reloaded = await asyncio.to_thread(config_load.load_again, self._loaded, problems_of_files)
+                changes = compare(self._running, reloaded.config)
+                running = with_live(self._running, reloaded.config)
+                config = with_live(self._config, reloaded.config)
                 self._put_in_force(config)
             except (ConfigError, OSError) as error:
                 return self._refuse(str(error).splitlines())
@@ -103,7 +103,7 @@ class Reload:
                 log.info("configuration reloaded: nothing has changed")
             return {
                 "ok": True,
-                "config": str(wanted.path or ""),
+                "config": str(reloaded.path or ""),
                 "in_force": [_shown(change) for change in changes.live],
                 "needs_restart": [_shown(change) for change in changes.restart],
             }
@@ -115,12 +115,12 @@ class Reload:
         # From here on nothing fails.
         staged.replace(self._workspace.config_path)
         logging.getLogger().setLevel(config.daemon.log_level.upper())
-        self._on_taken(config)
+        self._on_reloaded(config)
 
     def _refuse(self, errors: list[str]) -> dict[str, Any]:
         self._successful.set(0.0)
         for line in errors:
-            log.error("configuration not reloaded, what was in force stays: %s", line)
+            log.error("configuration not reloaded, the previous one stays in force: %s", line)
         return {"ok": False, "config": str(self._loaded.path or ""), "errors": errors}
 
 
@@ -129,9 +129,9 @@ def _shown(change: Change) -> dict[str, Any]:
 
 
 class Hangup:
-    """What SIGHUP asks for: whoever closes the terminal of a run ends it, anybody else wants a reload.
+    """The meaning of SIGHUP: the closed terminal of a run stops the run, any other SIGHUP reloads.
 
-    To be made at the start, which sees whether there is a terminal, and whether nohup keeps its closing from the run.
+    Construct it at the start, when it is known whether there is a terminal and whether nohup ignores SIGHUP.
     """
 
     def __init__(self) -> None:
@@ -139,14 +139,14 @@ class Hangup:
         self._is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
     def meaning(self) -> Literal["reload", "stop", "nothing"]:
-        """Return what a SIGHUP that came just now asks for."""
+        """Return the meaning of a SIGHUP that has just come."""
         if not self._had_terminal or _has_terminal():
             return "reload"
         return "nothing" if self._is_ignored else "stop"
 
 
 def _has_terminal() -> bool:
-    """Whether there is a controlling terminal; the kernel takes it away before it tells of its closing."""
+    """Whether there is a controlling terminal; the kernel removes it before it sends SIGHUP for its closing."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:

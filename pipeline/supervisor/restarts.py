@@ -1,4 +1,4 @@
-"""When a dead process is started again: backoff with jitter, and a limit beyond which its slot has failed."""
+"""Restarts of dead processes: backoff with jitter, and a limit after which the slot has failed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipeline.config.schema import DaemonConfig
 
 @dataclasses.dataclass(frozen=True)
 class RestartLimits:
-    """Bounds of restarting one slot.
+    """Bounds of the restarts of one slot.
 
     Attributes:
-        first_delay_s: Wait before the first restart; doubles with each one that follows.
+        first_delay_s: Wait before the first restart; doubles with each further restart.
         longest_delay_s: Cap of the wait.
-        healthy_s: A process that made progress for this long, from ready on, starts the doubling anew.
-        starts: Starts within `window_s` after which the slot has failed, and deaths in a row without a healthy life.
-        window_s: Length of that window; a start of a large model may take so long that it never holds so many.
+        healthy_s: Progress for this long, from ready on, resets the wait to `first_delay_s`.
+        starts: Starts within `window_s` after which the slot has failed, and deaths in a row without `healthy_s`.
+        window_s: Length of that window; starts of a large model may take so long that it never holds that many.
     """
 
     first_delay_s: float = 0.5
@@ -39,7 +39,7 @@ class RestartLimits:
 
 
 class RestartPolicy:
-    """One slot's history of starts and deaths; the clock and the random numbers are the caller's."""
+    """One slot's history of starts and deaths; the caller passes the time and the random numbers."""
 
     def __init__(self, limits: RestartLimits, rng: random.Random) -> None:
         self._limits = limits
@@ -49,21 +49,24 @@ class RestartPolicy:
         self._unhealthy = 0
 
     def limit(self, limits: RestartLimits) -> None:
-        """Let other bounds hold from now on; a wait that has grown beyond the new cap is cut to it."""
+        """Apply other bounds from now on; a wait above the new cap is cut to it."""
         is_first = self._delay_s == self._limits.first_delay_s
         self._delay_s = limits.first_delay_s if is_first else min(self._delay_s, limits.longest_delay_s)
         self._limits = limits
 
     def started(self, now_s: float) -> None:
-        """Note a start."""
+        """Record a start."""
         self._starts.append(now_s)
 
     def died(self, now_s: float, lived_s: float) -> float | None:
-        """Note a death; return how long to wait before the next start, or None if the slot has failed.
+        """Record a death.
 
         Args:
             now_s: Monotonic time.
-            lived_s: From ready to its last progress; 0 for one that was never ready.
+            lived_s: Time from ready to the last progress; 0 if the process was never ready.
+
+        Returns:
+            The wait before the next start, in s; None if the slot has failed.
         """
         limits = self._limits
         self._unhealthy += 1

@@ -8,15 +8,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """One instance at one moment; None is not known yet.
+    """One instance at one moment; None means not known yet.
 
     Attributes:
-        state: What the instance does: starting, ready, draining, ...
+        state: State of the instance: starting, ready, draining, ...
         max_steps: Steps after which the run ends, 0 for never.
         reward_history: Mean reward of each step so far, or of the latest ones, oldest first.
         tokens_per_s: Response tokens a second over the last minute.
         items_ready: Experiences that wait for a trainer.
-        items_capacity: Most that may wait, 0 if only bytes bound them.
+        items_capacity: Upper bound of `items_ready`, 0 if only bytes bound it.
         staleness_mean: Versions between the policy that wrote an experience and the one that trains on it.
     """
 
@@ -35,15 +35,14 @@ class Snapshot:
     workers_ready: int = 0
     workers_total: int = 0
     metrics_url: str = ""
-    last_event: str = ""
 
 
 class RateWindow:
     """The rate of a counter that never falls over a window of time: Prometheus' ``rate(counter[window])``.
 
-    The increase between the first and the last sample in the window, over the time between them. Prometheus stretches
-    that to the window's edges and divides by the window, which is the same once samples fill it; before that it divides
-    by a window that has not passed yet, this does not.
+    The increase between the first and the last sample in the window, divided by the time between them. Prometheus
+    extrapolates to the window's edges and divides by the window. Both agree once samples fill the window; before that
+    Prometheus divides by time that has not passed yet.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -51,13 +50,13 @@ class RateWindow:
         self._samples: collections.deque[tuple[float, float]] = collections.deque()
 
     def add(self, now_s: float, total: float) -> None:
-        """Take a sample; `now_s` ascends."""
+        """Add a sample; `now_s` must ascend."""
         self._samples.append((now_s, total))
         while self._samples[0][0] < now_s - self._window_s:
             self._samples.popleft()
 
     def rate(self) -> float | None:
-        """Return the increase a second at the last sample; None before there are two in the window."""
+        """Return the increase a second at the last sample; None with fewer than two samples in the window."""
         if len(self._samples) < 2:
             return None
         (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]

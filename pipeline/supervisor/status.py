@@ -1,4 +1,4 @@
-"""One instance at a glance: what the status command, the terminal and the health endpoints show."""
+"""One reading of metrics and children, for `rlhfd status`, the terminal, the page and the health endpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class InstanceStatus:
         workspace: Workspace,
         slab: MetricsSlab,
         fleet: Fleet,
-        guard: Watchdog,
+        watchdog: Watchdog,
         *,
         metrics_url: Callable[[], str],
         path: Path | None = None,
@@ -54,7 +54,7 @@ class InstanceStatus:
         self._workspace = workspace
         self._slab = slab
         self._fleet = fleet
-        self._guard = guard
+        self._watchdog = watchdog
         self._metrics_url = metrics_url
         self._path = path
         self._writer = slab.writer("supervisor")
@@ -80,17 +80,17 @@ class InstanceStatus:
         self._writer.gauge("rlhfd_start_time_seconds").set(time.time())
 
     def sample(self, now_s: float) -> None:
-        """Take the reading that everything else here shows until the next one."""
+        """Take the reading that all other methods use until the next one."""
         if self.state == "starting" and self._fleet.all_ready():
             self.state = "ready"
         self._writer.gauge("rlhfd_ready").set(float(self._fleet.all_ready()))
         self._writer.beat()
         self._sample_processes()
         self._sample_memory()
-        self._reader.told.update(gpu_series(self._gpus.gpus()))
+        self._reader.external.update(gpu_series(self._gpus.gpus()))
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
-        self._guard.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
+        self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
         self._tokens.add(now_s, self._value("rlhfd_tokens_total", kind="response") or 0.0)
@@ -102,7 +102,7 @@ class InstanceStatus:
             self._rewards.append(reward)
 
     def changed(self, slot: Slot) -> None:
-        """Show a slot's new state."""
+        """Set the metrics of a slot's new state."""
         if not slot.works:
             return
         for state in _SLOT_STATES:
@@ -115,12 +115,12 @@ class InstanceStatus:
 
     @property
     def reading(self) -> Reading:
-        """The newest one."""
+        """The newest reading of the metrics."""
         return self._reading
 
-    def books(self) -> Conservation | None:
-        """Return where every row is; None before the buffer has said so."""
-        return self._reading.books
+    def conservation(self) -> Conservation | None:
+        """Return the counts of rows by state; None before the buffer has published them."""
+        return self._reading.conservation
 
     @property
     def phase(self) -> str:
@@ -130,40 +130,40 @@ class InstanceStatus:
     @property
     def shown_state(self) -> str:
         """The state, or paused, or stuck."""
-        return "stuck" if self.state == "ready" and self._guard.is_stuck else self.phase
+        return "stuck" if self.state == "ready" and self._watchdog.is_stuck else self.phase
 
     @property
     def is_buffer_paused(self) -> bool | None:
-        """Whether the buffer said, when it was read last, that it issues no tickets; None while there is no buffer."""
+        """Whether the buffer issued no tickets at the last reading; None while there is no buffer."""
         paused = self._value("rlhfd_paused")
         return None if paused is None else paused > 0
 
     def steps_and_version(self) -> tuple[float, float]:
-        """Return how far training has come."""
+        """Return the optimizer steps so far and the newest policy version."""
         return self._value("rlhfd_train_steps_total") or 0.0, float(self._policy_version)
 
-    # What others ask for.
+    # Answers.
 
     def metrics(self, openmetrics: bool) -> bytes:
         """Return the exposition text."""
         text = self._reader.openmetrics() if openmetrics else self._reader.text()
-        # After the reading: what was shown is never more than the next supervisor takes over.
+        # After the reading, so that a value shown here is never above that which a next supervisor takes over.
         self._writer.beat()
         return text
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether supervisor and buffer go on; a supervisor that hangs does not answer, which tells as much."""
-        silent = self._guard.is_buffer_silent()
+        """Return whether supervisor and buffer make progress; a supervisor that hangs does not answer at all."""
+        silent = self._watchdog.is_buffer_silent()
         return not silent, {"state": self.shown_state, "pid": os.getpid(), **({"hung": "buffer"} if silent else {})}
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether every required role is ready, and which are not."""
+        """Return whether every required role is ready, and the names of those that are not."""
         waiting = [slot.name for slot in self._fleet.slots if slot.works and slot.state != "ready"]
         return self._fleet.all_ready() and self.state == "ready", {"state": self.shown_state, "waiting_for": waiting}
 
     def snapshot(self) -> Snapshot:
-        """Return what the terminal shows."""
-        books = self._reading.books
+        """Return the reading for the terminal."""
+        counts = self._reading.conservation
         rollout = list(self._fleet.of("rollout"))
         return Snapshot(
             state=self.shown_state,
@@ -171,11 +171,11 @@ class InstanceStatus:
             model=self._config.model.actor,
             step=int(self._value("rlhfd_train_steps_total") or 0),
             max_steps=self._config.trainer.max_steps,
-            # A rank that has ended shows nothing any more; what it last showed is still the newest there is.
+            # A rank that has ended has no gauge any more; its last value is still the newest.
             reward_mean=self._rewards[-1] if self._rewards else None,
             reward_history=tuple(self._rewards),
             tokens_per_s=self._tokens.rate(),
-            items_ready=books.ready_items if books else 0,
+            items_ready=counts.ready_items if counts else 0,
             items_capacity=capacity_items(self._config),
             staleness_mean=self._staleness(),
             policy_version=self._policy_version,
@@ -185,16 +185,16 @@ class InstanceStatus:
         )
 
     def status(self) -> dict[str, Any]:
-        """Return what `rlhfd status` shows."""
-        # Of one reading: rows that were read later than the steps would not add up with them.
-        shot, books = self.snapshot(), self._reading.books
+        """Return the answer of `rlhfd status`."""
+        # All from one reading: rows that were read later than the steps would not add up with them.
+        shot, counts = self.snapshot(), self._reading.conservation
         return {
             "state": self.shown_state,
             "run_id": self._workspace.run.run_id,
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "config": str(self._path or ""),
-            "why": next(iter(self._guard.why()["sentences"]), ""),
+            "why": next(iter(self._watchdog.why()["sentences"]), ""),
             "needs_restart": [*self._pending],
             "metrics_url": shot.metrics_url,
             "algorithm": shot.algorithm,
@@ -211,30 +211,30 @@ class InstanceStatus:
             "buffer": {
                 "ready_items": shot.items_ready,
                 "capacity_items": shot.items_capacity,
-                "leased_items": books.leased_items if books else 0,
-                "reserved_items": books.writing_items if books else 0,
+                "leased_items": counts.leased_items if counts else 0,
+                "reserved_items": counts.writing_items if counts else 0,
                 "capacity_bytes": self._config.buffer.arena_bytes,
-                "used_bytes": (books.ready_bytes + books.leased_bytes + books.writing_bytes) if books else 0,
-                "sealed": books.sealed if books else 0,
-                "trained": books.trained if books else 0,
-                "dropped": books.dropped_by_reason() if books else {},
-                "unaccounted": books.unaccounted if books else 0,
+                "used_bytes": (counts.ready_bytes + counts.leased_bytes + counts.writing_bytes) if counts else 0,
+                "sealed": counts.sealed if counts else 0,
+                "trained": counts.trained if counts else 0,
+                "dropped": counts.dropped_by_reason() if counts else {},
+                "unaccounted": counts.unaccounted if counts else 0,
             },
             "processes": [self._process(slot) for slot in self._fleet.slots if slot.works],
         }
 
     def summary(self) -> list[str]:
-        """Return the last lines of a run: what was done, and that the books balance."""
-        books = self._slab.conservation()
-        if books is None or not books.sealed:
+        """Return the last lines of a run: steps and rewards, and the counts of rows by state, which add up."""
+        counts = self._slab.conservation()
+        if counts is None or not counts.sealed:
             return []
         shot, dropped = (
             self.snapshot(),
-            ", ".join(f"{reason} {n}" for reason, n in books.dropped_by_reason().items() if n),
+            ", ".join(f"{reason} {n}" for reason, n in counts.dropped_by_reason().items() if n),
         )
         lines = [
-            f"experiences: sealed {books.sealed} = trained {books.trained} + dropped {sum(books.dropped)}"
-            f"{f' ({dropped})' if dropped else ''} + ready {books.ready_items} + leased {books.leased_items}"
+            f"experiences: sealed {counts.sealed} = trained {counts.trained} + dropped {sum(counts.dropped)}"
+            f"{f' ({dropped})' if dropped else ''} + ready {counts.ready_items} + leased {counts.leased_items}"
         ]
         if tenth := len(self._rewards) // 10:
             rewards = list(self._rewards)
@@ -288,7 +288,7 @@ class InstanceStatus:
 
 
 def trend(rewards: tuple[float, ...]) -> float | None:
-    """Return the mean of the last tenth of the steps less that of the first tenth; None before there are ten."""
+    """Return the mean of the last tenth of the steps less that of the first tenth; None for fewer than ten steps."""
     tenth = len(rewards) // 10
     if not tenth:
         return None

@@ -27,16 +27,17 @@ from pipeline.runtime.messages import PeerDied
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
 from pipeline.runtime.signals import hold_signals, release_signals
-from pipeline.runtime.transport import BUFFER, Outbox, trainer_name, worker_name
+from pipeline.runtime.transport import BUFFER, Outbox, worker_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor import placement
-from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.exits import ExitHandler
+from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
 from pipeline.supervisor.live import LiveView
 from pipeline.supervisor.page import PageData
 from pipeline.supervisor.placement import Place
 from pipeline.supervisor.reload import Hangup, Reload
 from pipeline.supervisor.restarts import RestartLimits
-from pipeline.supervisor.shutdown import Ending
+from pipeline.supervisor.shutdown import Shutdown
 from pipeline.supervisor.status import InstanceStatus
 from pipeline.supervisor.systemd import Notifier, Service
 from pipeline.supervisor.watchdog import Watchdog
@@ -54,28 +55,28 @@ log = logging.getLogger(__name__)
 
 
 def run(loaded: LoadedConfig) -> ExitCode:
-    """Run an instance in the foreground until it has ended; return why.
+    """Run an instance in the foreground until it has ended; return its exit code.
 
     Raises:
-        ConfigError: If the configuration cannot be run here; nothing is left behind then.
+        ConfigError: If the configuration cannot be run on this machine; nothing is left behind then.
     """
-    # What systemd's watchdog kills leaves its stack in the journal.
+    # A process that systemd's watchdog kills writes its stacks to the journal.
     faulthandler.enable()
-    notifier = Notifier.take(os.environ)
+    notifier = Notifier.from_environ(os.environ)
     config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
     if config.cluster.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "cluster.engine: Ray is not installed here; "
-            f"{sys.executable} -m pip install -c constraints.txt -e '.[ray]' in the checkout does it"
+            f"{sys.executable} -m pip install -c constraints.txt -e '.[ray]' in the checkout installs it"
         )
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     children = 1 + config.rollout.workers + config.trainer.world_size
     clients = MOST_CONNECTIONS if config.metrics.enabled else 0
     allow_descriptors(children, config.rollout.reward_processes, clients)
     hold_signals()
-    # First of all: whoever does not read what the loop prints must not stop the loop.
+    # First of all: a reader that does not read the output must not stop the loop.
     with never_blocking(), InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "supervisor") as run_log:
-        # Bound before anything is made: a port in use is the commonest reason why a start fails.
+        # Bound before anything is created: a port in use is the most frequent reason for a failed start.
         web = config.metrics
         http = HttpServer.bind(web.host, web.port, Access.of(web)) if web.enabled else None
         try:
@@ -88,12 +89,12 @@ def run(loaded: LoadedConfig) -> ExitCode:
 
 
 def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> ExitCode:
-    """Run an instance; its shared memory goes only once what lay there is on disk, or if nothing was begun in it."""
+    """Run an instance; remove its shared memory only if its content is on disk, or if no process was started."""
     try:
         code = asyncio.run(supervisor.serve())
     except BaseException:
         if supervisor.has_begun:
-            log.error("an error that nobody foresaw, all of the run stays for the next start: folder=%s",
+            log.error("unexpected error, the run stays in shared memory for the next start: folder=%s",
                       workspace.folder)  # fmt: skip
         else:
             workspace.undo()
@@ -107,24 +108,16 @@ def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> Exit
 
 
 def with_workers(config: Config, gpus: list[str]) -> Config:
-    """Return the configuration with the number of workers that these GPUs make of it."""
+    """Return the configuration with the number of workers that follows from these GPUs."""
     workers = placement.worker_count(config, gpus)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": workers})})
-
-
-def prompts_at_most(path: Path) -> int:
-    """Return the lines of the prompt file; 0 while the embedded one is still to be made."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + 1
 
 
 class Supervisor:
     """One instance from its first child to its last.
 
     Attributes:
-        has_begun: Whether it has started processes, or tried to.
+        has_begun: Whether it has started processes, or has tried to.
     """
 
     def __init__(
@@ -142,17 +135,16 @@ class Supervisor:
         self._http = http
         self._run_log = run_log
         self._notifier = notifier
-        self._finished_ranks: set[int] = set()
         self._hangup = Hangup()
         self.has_begun = False
 
     @property
     def has_saved(self) -> bool:
-        """Whether what was taken over need not be kept; asked once `serve` has returned."""
-        return not self._end.is_unsaved
+        """Whether the shared memory need not be kept; valid once `serve` has returned."""
+        return not self._shutdown.is_unsaved
 
     async def serve(self) -> ExitCode:
-        """Start everything, watch until all has ended; the folder in shared memory is the caller's to remove."""
+        """Start all processes and watch them until all have ended; the caller removes the folder in shared memory."""
         self._loop = asyncio.get_running_loop()
         adopt_orphans()
         self._prepare()
@@ -165,21 +157,22 @@ class Supervisor:
             await self._http.start(self._status.metrics, self._status.health, self._status.ready, self._page)
         self._view.start()
         try:
-            # What came meanwhile is answered once the loop turns; a child would inherit that they are held.
+            # Signals that came meanwhile are handled once the loop runs; a child would inherit the blocked signals.
             release_signals()
             self.has_begun = True
-            self._do(self._start_first)
-            while not self._end.over:
-                self._do(self._tick)
-                await asyncio.sleep(_TICK_S) if not self._end.over else None
+            self._guarded(self._start_first)
+            while not self._shutdown.over:
+                self._guarded(self._tick)
+                await asyncio.sleep(_TICK_S) if not self._shutdown.over else None
         finally:
             hold_signals()
-            await self._leave(control)
-        return self._end.exit_code
+            await self._close(control)
+        return self._shutdown.exit_code
 
-    def _do(self, part: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step; an error of ours ends the instance in order."""
         try:
-            part()
+            step()
         except RlhfdError as error:
             self._abort(error.exit_code, str(error))
 
@@ -199,20 +192,17 @@ class Supervisor:
             on_reaped=lambda slot: self._status.sample(monotonic_s()),
             on_end=self._child_ended,
             on_change=self._child_changed,
-            on_line=self._child_spoke,
+            on_line=self._child_printed,
             limits=RestartLimits.of(config.daemon),
+            settings=ChildSettings.of(config),
         )
-        self._fleet.prompts = prompts_at_most(Path(config.prompts.path))
-        self._fleet.name = config.daemon.name
-        self._fleet.model = config.model.actor
-        self._fleet.threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}
         nowhere = Place("", ())
         if not self._is_prepared():
             self._fleet.add("setup", 0, nowhere)
         self._fleet.add("buffer", 0, nowhere)
         for (role, index), place in places.items():
             self._fleet.add(role, index, place)
-        self._guard = Watchdog(
+        self._watchdog = Watchdog(
             config,
             self._slab,
             self._fleet,
@@ -220,13 +210,13 @@ class Supervisor:
             gave_up=lambda reason: self._abort(ExitCode.GAVE_UP, reason),
         )
         writer = self._slab.writer("supervisor")
-        self._reload = Reload(self._loaded, config, self._workspace, self._http, writer, on_taken=self._take)
+        self._reload = Reload(self._loaded, config, self._workspace, self._http, writer, on_reloaded=self._apply)
         self._status = InstanceStatus(
             config,
             self._workspace,
             self._slab,
             self._fleet,
-            self._guard,
+            self._watchdog,
             metrics_url=self._metrics_url,
             path=self._loaded.path,
             pending=self._reload.pending,
@@ -234,15 +224,23 @@ class Supervisor:
         self._page = None
         if self._http is not None and config.metrics.page:
             local = self._http.is_loopback
-            self._page = PageData(config, self._workspace, self._status, self._guard, is_local=local)
+            self._page = PageData(config, self._workspace, self._status, self._watchdog, is_local=local)
         self._view = LiveView()
         self._service = Service(
-            self._notifier, snapshot=self._status.snapshot, is_buffer_silent=self._guard.is_buffer_silent
+            self._notifier, snapshot=self._status.snapshot, is_buffer_silent=self._watchdog.is_buffer_silent
         )
         self._to_buffer = Outbox(self._workspace.folder, BUFFER)
-        self._end = Ending(config, self._fleet, self._slab, self._to_buffer, taken_over=self._workspace.taken_over)
+        taken_over = self._workspace.taken_over
+        self._shutdown = Shutdown(config, self._fleet, self._slab, self._to_buffer, taken_over=taken_over)
+        self._exits = ExitHandler(
+            self._fleet,
+            self._to_buffer,
+            world_size=config.trainer.world_size,
+            drain=lambda reason: self._drain(reason, complete=True),
+            abort=self._abort,
+        )
         self._pause = Pause(self._workspace.folder)
-        if self._workspace.taken_over:
+        if taken_over:
             log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
         if self._pause.is_on():
             log.warning("paused as it was before: no tickets are issued until `rlhfd resume`")
@@ -271,7 +269,7 @@ class Supervisor:
         return record
 
     def _start_first(self) -> None:
-        first = ["template", "buffer", "setup"]
+        first = ["forkserver", "buffer", "setup"]
         if not any(self._fleet.of("setup")):
             first += ["trainer", "rollout"]
         for slot in self._fleet.of(*first):
@@ -282,21 +280,21 @@ class Supervisor:
     def _tick(self) -> None:
         now_s = monotonic_s()
         reap_orphans([slot.child.pid for slot in self._fleet.slots if slot.child is not None])
-        if not self._end.under_way:
+        if not self._shutdown.under_way:
             self._restart_due()
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)
-        self._guard.tick(now_s, *self._status.steps_and_version())
+        self._watchdog.tick(now_s, *self._status.steps_and_version())
         self._view.update(self._status.snapshot())
-        has_failed = self._end.exit_code is not ExitCode.OK
-        self._service.tick(now_s, is_ending=self._end.under_way, has_failed=has_failed)
-        if self._end.under_way:
-            self._end.press_on(now_s)
+        has_failed = self._shutdown.exit_code is not ExitCode.OK
+        self._service.tick(now_s, is_ending=self._shutdown.under_way, has_failed=has_failed)
+        if self._shutdown.under_way:
+            self._shutdown.advance(now_s)
 
     def _restart_due(self) -> None:
         for slot in list(self._fleet.due()):
-            # Ranks start together: a rank alone would wait for the others of its generation for ever.
+            # Ranks start together: one rank alone would wait forever for the others of its generation.
             if slot.role != "trainer" or not self._fleet.alive("trainer") or self._due_together():
                 self._fleet.start(slot)
 
@@ -306,123 +304,67 @@ class Supervisor:
     def _child_changed(self, slot: Slot) -> None:
         self._status.changed(slot)
         if slot.role == "buffer" and slot.state == "ready":
-            # Word of a worker's death may have lain unread with the one before.
+            # The buffer before this one may have died without reading that a worker died.
             for dead in self._fleet.of("rollout"):
                 if dead.last_pid and not dead.alive:
                     self._to_buffer.send(PeerDied(worker_name(dead.index), dead.working_on, dead.last_pid))
 
-    def _child_spoke(self, slot: Slot, line: str) -> None:
+    def _child_printed(self, slot: Slot, line: str) -> None:
         if not self._run_log.keep(f"{slot.role}-{slot.index}", line, slot.child.pid if slot.child else slot.last_pid):
-            self._view.log(self._guard.shown(slot, line))
+            self._view.log(self._watchdog.labelled(slot, line))
 
     def _child_ended(self, slot: Slot, code: int) -> None:
         self._child_changed(slot)
-        if slot.role == "trainer" and code == ExitCode.FAILED and (self._end.under_way or slot.finished):
-            # All steps it was to take are taken, but for a last checkpoint that nobody could write.
-            self._end.exit_code = self._end.exit_code or ExitCode.FAILED
-        if self._end.under_way:
-            self._end.child_ended(slot, code)
-            return
-        if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
-            self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
-        elif slot.role == "setup":
-            if code == 0:
-                for role in self._fleet.of("trainer", "rollout"):
-                    self._fleet.start(role)
-            else:
-                reason = ExitCode.GAVE_UP if slot.ended_by == "watchdog" else ExitCode.FAILED
-                self._abort(reason, f"the embedded model could not be made: {slot.error or slot.last_line}")
-        elif slot.role == "trainer":
-            self._rank_ended(slot, code)
-        elif slot.role == "template":
-            self._template_ended(slot, code)
+        if slot.role == "trainer" and code == ExitCode.FAILED and (self._shutdown.under_way or slot.finished):
+            # It has taken all of its steps, but the last checkpoint could not be written.
+            self._shutdown.exit_code = self._shutdown.exit_code or ExitCode.FAILED
+        if self._shutdown.under_way:
+            self._shutdown.child_ended(slot, code)
         else:
-            if slot.role == "rollout":
-                self._to_buffer.send(PeerDied(worker_name(slot.index), slot.working_on, slot.last_pid))
-            self._retry(slot, code)
+            self._exits.handle(slot, code)
 
-    def _rank_ended(self, slot: Slot, code: int) -> None:
-        # One that was killed because another rank died is not to blame for what it was at.
-        working_on = -1 if slot.ended_by == "group" else slot.working_on
-        self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
-        # One that ended by itself while another died is needed all the same: that one comes back, and not alone.
-        has_finished = slot.finished and code in (ExitCode.OK, ExitCode.FAILED) and slot.ended_by != "group"
-        # Once rank 0 has written the last checkpoint there is nothing left that another one is needed for.
-        if has_finished or 0 in self._finished_ranks:
-            self._finished_ranks.add(slot.index)
-            if len(self._finished_ranks) == self._config.trainer.world_size:
-                self._drain("training is complete", complete=True)
-            return
-        # A rank cannot go on without the others, nor be joined by a new one: all of them start anew.
-        self._fleet.kill_group(self._fleet.alive("trainer"))
-        for other in self._fleet.of("trainer"):
-            if other.index in self._finished_ranks:
-                self._fleet.again(other)
-        self._finished_ranks.clear()
-        self._retry(slot, code)
-
-    def _template_ended(self, slot: Slot, code: int) -> None:
-        """Nothing that runs depends on it; without one, a role that is started takes some seconds longer."""
-        delay_s = self._fleet.retry(slot)
-        further = "roles are started without it" if delay_s is None else f"another one in {delay_s:.1f} s"
-        log.warning("the template has ended (%d), %s: %s", code, further, slot.error or slot.last_line)
-
-    def _retry(self, slot: Slot, code: int) -> None:
-        delay_s = self._fleet.retry(slot)
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        how += f", {slot.ended_by}" if slot.ended_by else ""
-        words = slot.error or slot.last_line
-        if delay_s is not None:
-            log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, words)
-            return
-        often = "" if slot.unusable or slot.is_late else " too often"
-        log.error("%s ended (%s)%s, it is not started again: %s", slot.name, how, often, words)
-        usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
-        if slot.role != "rollout" or not usable:
-            self._abort(ExitCode.GAVE_UP, f"{slot.name} failed ({how}): {words}")
-
-    def _take(self, config: Config) -> None:
-        """Let a reloaded configuration hold; nothing here fails."""
-        self._config = self._end.config = config
-        self._guard.limit(config)
+    def _apply(self, config: Config) -> None:
+        """Apply a reloaded configuration; nothing here fails."""
+        self._config = self._shutdown.config = config
+        self._watchdog.limit(config)
         self._fleet.limit(RestartLimits.of(config.daemon))
 
-    # The end.
+    # The shutdown.
 
     def _hung_up(self) -> None:
         match self._hangup.meaning():
             case "stop":
                 self._stop_asked(signal.SIGHUP)
             case "reload":
-                self._reload.soon()
+                self._reload.schedule()
 
     def _stop_asked(self, number: signal.Signals) -> None:
-        if self._end.under_way:
+        if self._shutdown.under_way:
             log.info("ending at once: second signal")
-            self._end.kill_all()
+            self._shutdown.kill_all()
         else:
             self._drain(f"{signal.Signals(number).name} received")
 
     def _drain(self, reason: str, *, complete: bool = False) -> None:
         log.info("draining: %s", reason)
         self._status.state = "draining"
-        self._end.begin(complete=complete)
+        self._shutdown.begin(complete=complete)
 
     def _abort(self, code: ExitCode, reason: str) -> None:
-        """End because going on makes no sense; what is trained and what is undelivered still goes to disk."""
-        if self._end.exit_code is ExitCode.OK:
-            self._end.exit_code = code
+        """End a run that cannot continue; trained weights and undelivered rows still go to disk."""
+        if self._shutdown.exit_code is ExitCode.OK:
+            self._shutdown.exit_code = code
             log.error("%s", reason)
-        if self._end.under_way:
-            self._end.kill_all()
+        if self._shutdown.under_way:
+            self._shutdown.kill_all()
             return
         self._status.state = "draining"
-        self._end.begin_failed()
+        self._shutdown.begin_failed()
         for slot in self._fleet.of("buffer"):
             if not slot.alive and code is ExitCode.GAVE_UP:
                 slot.state = "backoff"
 
-    async def _leave(self, control: asyncio.AbstractServer) -> None:
+    async def _close(self, control: asyncio.AbstractServer) -> None:
         self._view.update(self._status.snapshot())
         self._view.stop()
         for line in self._status.summary():
@@ -440,16 +382,16 @@ class Supervisor:
             case "status":
                 return self._status.status()
             case "why":
-                return self._guard.why()
+                return self._watchdog.why()
             case "reload":
                 return await self._reload.run()
             case "pause" | "resume" as word:
-                if self._end.under_way:
+                if self._shutdown.under_way:
                     return {"error": "the instance is draining"}
                 return {"in_force": await self._pause.turn(word == "pause", lambda: self._status.is_buffer_paused)}
             case "stop":
-                if not self._end.under_way:
-                    self._drain("asked to by `rlhfd stop`")
+                if not self._shutdown.under_way:
+                    self._drain("`rlhfd stop` received")
                 return {"ok": True}
             case other:
                 return {"error": f"unknown command {other!r}"}

@@ -1,4 +1,4 @@
-"""The watchdog at work: looks at every process of an instance, names who hangs, has all stacks dumped, and kills."""
+"""The watchdog: observes every process of an instance, logs the hung ones with the stacks of all, and kills them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.config.schema import Config
-from pipeline.supervisor.diagnosis import ProcessView, RunView, ShareWindow, culprit, duration, explain, waits_outside
+from pipeline.supervisor.diagnosis import (
+    ProcessView,
+    RunView,
+    ShareWindow,
+    culprit,
+    duration,
+    explain,
+    waits_for_external_trainer,
+)
 from pipeline.supervisor.fleet import Fleet, Slot
-from pipeline.supervisor.hangs import HangLimits, PauseWatch, Reason, RunWatch, Standing, Verdict, hung
+from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, Reason, RunWatch, Verdict, hung
 from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.slab import MetricsSlab
 
 _DUMP_S = 2.0
-"""How long a process gets to write its stacks before it is killed; it is killed as soon as they are there."""
+"""Longest time for a process to write its stacks before it is killed; it is killed once they are written."""
 _QUIET_S = 1.0
 _BUFFER_SILENT_S = 10.0
-"""The buffer calls nothing that takes long; health does not wait for `daemon.hang_timeout_s` to say that it hangs."""
+"""The buffer makes no long calls, so /healthz reports a hang of it before `daemon.hang_timeout_s` has passed."""
 
-_NOTHING_SEEN = Progress(0.0, "", 0.0, -1, 0.0, False)
+_NO_PROGRESS = Progress(0.0, "", 0.0, -1, 0.0, False)
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class _Condemned:
-    """A process that will be killed once its stacks are in the log, and those of whoever is condemned beside it."""
+class _PendingKill:
+    """A hung process, killed once the stacks of all hung processes are in the log."""
 
     slot: Slot
     pid: int
@@ -42,7 +50,7 @@ class Watchdog:
     """Watches the fleet from the supervisor's loop.
 
     Attributes:
-        shares: What processes spent the last minute on; the supervisor's readings feed it.
+        shares: Each process's time by activity over the last minute; filled by the supervisor's readings.
     """
 
     def __init__(
@@ -57,11 +65,11 @@ class Watchdog:
         """Watch a fleet.
 
         Args:
-            config: The instance's.
-            slab: Where each process shows its progress.
-            fleet: Those processes.
-            state: Gives the instance's state: starting, ready, paused or draining.
-            gave_up: Called with the reason when a restart did not make the run move.
+            config: The instance's configuration.
+            slab: The instance's metrics, which hold the progress of each process.
+            fleet: The instance's processes.
+            state: Returns the instance's state: starting, ready, paused or draining.
+            gave_up: Called with the reason if the run makes no progress after a restart either.
         """
         self.shares = ShareWindow()
         self._config = config
@@ -71,14 +79,14 @@ class Watchdog:
         self._gave_up = gave_up
         self._pauses, self._run = PauseWatch(0.0), RunWatch(0.0)
         self.limit(config)
-        self._condemned: list[_Condemned] = []
+        self._pending_kills: list[_PendingKill] = []
         self._stopped: dict[str, tuple[int, float]] = {}
         self._dumped_s = -_DUMP_S
 
     def limit(self, config: Config) -> None:
-        """Let the limits of a configuration hold from now on."""
+        """Apply the limits of a configuration from now on."""
         daemon = config.daemon
-        # Two tickets are in a worker's hands at most: the second may have waited as long as the first took.
+        # A worker holds at most two tickets: the second may have waited as long as the first took.
         self._limits = HangLimits(
             hang_timeout_s=daemon.hang_timeout_s,
             startup_timeout_s=daemon.startup_timeout_s,
@@ -91,11 +99,11 @@ class Watchdog:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a verdict waits to be carried out, or a first one did not make the run move yet."""
-        return bool(self._condemned) or self._run.strikes > 0
+        """Whether a kill is pending, or the run has made no progress since the last one."""
+        return bool(self._pending_kills) or self._run.strikes > 0
 
     def tick(self, now_s: float, steps: float, version: float) -> None:
-        """Look at every process and at the run, and act.
+        """Observe every process and the run; dump stacks and kill as needed.
 
         Args:
             now_s: Monotonic time.
@@ -103,25 +111,25 @@ class Watchdog:
             version: Newest policy version.
         """
         paused = self._pauses.look(now_s)
-        condemned = {one.slot.name for one in self._condemned}
-        standings = [self._standing(slot) for slot in self._fleet.slots if slot.state not in ("ended", "failed")]
-        verdicts = hung(standings, now_s, self._limits, watched_since_s=self._pauses.since_s)
-        self._condemn([verdict for verdict in verdicts if verdict.name not in condemned], now_s)
+        pending = {kill.slot.name for kill in self._pending_kills}
+        observations = [self._observe(slot) for slot in self._fleet.slots if slot.state not in ("ended", "failed")]
+        verdicts = hung(observations, now_s, self._limits, watched_since_s=self._pauses.since_s)
+        self._schedule_kills([verdict for verdict in verdicts if verdict.name not in pending], now_s)
         self._look_at_run(now_s, steps, version, paused=paused)
         self._execute(now_s)
 
-    def shown(self, slot: Slot, line: str) -> str:
-        """Return a child's line as it is to be logged: while stacks are dumped, with its name before it."""
-        dumping = self._condemned or self._fleet.now_s() - self._dumped_s < _DUMP_S
+    def labelled(self, slot: Slot, line: str) -> str:
+        """Return a child's line for the log; while stacks are dumped, prefixed by the child's name."""
+        dumping = self._pending_kills or self._fleet.now_s() - self._dumped_s < _DUMP_S
         return f"{slot.name} | {line}" if dumping else line
 
     def is_buffer_silent(self, limit_s: float = _BUFFER_SILENT_S) -> bool:
-        """Whether the buffer is ready and has not moved for that long."""
-        buffers = [self._standing(slot) for slot in self._fleet.of("buffer") if slot.state == "ready"]
+        """Whether the buffer is ready and its last heartbeat is older than the limit."""
+        buffers = [self._observe(slot) for slot in self._fleet.of("buffer") if slot.state == "ready"]
         return any(self._fleet.now_s() - buffer.progress.beat_s > limit_s for buffer in buffers)
 
     def why(self) -> dict[str, Any]:
-        """Return what `rlhfd why` shows: sentences, and the numbers behind them."""
+        """Return the answer of `rlhfd why`: sentences, and the numbers behind them."""
         run = self._view()
         shares = {role: self.shares.shares(role) for role in ("rollout", "buffer", "trainer")}
         return {
@@ -133,55 +141,55 @@ class Watchdog:
             "quiet_s": round(run.quiet_s, 1),
             "processes": [
                 {
-                    "name": process.standing.name,
-                    "pid": process.standing.pid,
+                    "name": process.observed.name,
+                    "pid": process.observed.pid,
                     "state": process.state,
-                    "stopped": process.standing.is_stopped,
-                    "activity": process.standing.progress.activity,
-                    "since_s": _ago(run.now_s, process.standing.progress.since_s),
-                    "silent_s": _ago(run.now_s, process.standing.progress.beat_s),
-                    "working_on": process.standing.progress.working_on,
+                    "stopped": process.observed.is_stopped,
+                    "activity": process.observed.progress.activity,
+                    "since_s": _ago(run.now_s, process.observed.progress.since_s),
+                    "silent_s": _ago(run.now_s, process.observed.progress.beat_s),
+                    "working_on": process.observed.progress.working_on,
                     "last_minute": {name: round(share, 4) for name, share in process.shares.items()},
                 }
                 for process in run.processes
-                if process.standing.pid
+                if process.observed.pid
             ],
         }
 
-    # Looking.
+    # Observing.
 
     def _slots(self) -> list[Slot]:
         return [slot for slot in self._fleet.slots if slot.works]
 
-    def _standing(self, slot: Slot) -> Standing:
+    def _observe(self, slot: Slot) -> Observation:
         pid = slot.child.pid if slot.child else 0
-        progress = self._slab.progress(slot.role, slot.index) if slot.works else _NOTHING_SEEN
-        # One that moves is not stopped; to ask the kernel of each, each time, would cost more than all the rest.
+        progress = self._slab.progress(slot.role, slot.index) if slot.works else _NO_PROGRESS
+        # A process with a fresh heartbeat is not stopped; reading /proc for each one would cost more than all the rest.
         stopped = self._fleet.now_s() - progress.beat_s > _QUIET_S and is_stopped(pid)
         if not stopped:
             self._stopped.pop(slot.name, None)
         elif self._stopped.get(slot.name, (0, 0.0))[0] != pid:
             self._stopped[slot.name] = pid, self._fleet.now_s()
         stopped_since_s = self._stopped[slot.name][1] if stopped else None
-        # One that is told to end is watched as before; one that was killed with its group is none of our business.
+        # A process that was sent SIGTERM is still watched; one that was killed with its group is not.
         is_judged = bool(pid) and slot.ended_by != "group"
-        is_starting = is_judged and slot.ready_s is None and not slot.has_no_place
+        is_starting = is_judged and slot.ready_s is None and not slot.is_pending
         starting_since_s = slot.started_s if is_starting else None
-        # The template waits to be asked, and says nothing while it does.
+        # The forkserver waits for requests and has no heartbeat.
         is_ready = is_judged and slot.ready_s is not None and slot.works
-        return Standing(
+        return Observation(
             slot.name, slot.role, pid, is_ready, progress, stopped_since_s, starting_since_s, slot.state == "draining"
         )
 
     def _view(self) -> RunView:
-        now_s, books = self._fleet.now_s(), self._slab.conservation()
+        now_s, counts = self._fleet.now_s(), self._slab.conservation()
         state = self._state()
         return RunView(
             now_s=now_s,
             state="stuck" if self.is_stuck and state == "ready" else state,
             processes=[
                 ProcessView(
-                    self._standing(slot),
+                    self._observe(slot),
                     slot.state,
                     slot.due_s if slot.state == "backoff" else slot.started_s,
                     self.shares.shares(slot.role, str(slot.index)),
@@ -190,8 +198,8 @@ class Watchdog:
                 for slot in self._slots()
             ]
             + [self._preparing(slot) for slot in self._fleet.slots if not slot.works and slot.state == "starting"],
-            ready_items=books.ready_items if books else 0,
-            leases_active=books.leases_active if books else 0,
+            ready_items=counts.ready_items if counts else 0,
+            leases_active=counts.leases_active if counts else 0,
             batch_rows=self._config.sample_batch_size,
             is_external=self._config.trainer.kind == "external",
             limits=self._limits,
@@ -199,15 +207,15 @@ class Watchdog:
         )
 
     def _preparing(self, slot: Slot) -> ProcessView:
-        """Return what others wait for at a start; it has no place in the metrics."""
-        return ProcessView(self._standing(slot), slot.state, slot.started_s, {}, slot.error or slot.last_line)
+        """Return the view of setup or forkserver, for which others wait at a start; neither is in the metrics."""
+        return ProcessView(self._observe(slot), slot.state, slot.started_s, {}, slot.error or slot.last_line)
 
     def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
-        books = self._slab.conservation()
-        marks = (steps, version, *((books.sealed, books.trained, sum(books.dropped)) if books else ()))
+        counts = self._slab.conservation()
+        marks = (steps, version, *((counts.sealed, counts.trained, sum(counts.dropped)) if counts else ()))
         is_judged = self._fleet.all_ready() and self._state() == "ready" and not paused
         if is_judged and self._config.trainer.kind == "external":
-            is_judged = not waits_outside(self._view())
+            is_judged = not waits_for_external_trainer(self._view())
         if not self._run.look(now_s, marks, is_judged=is_judged):
             return
         run = self._view()
@@ -218,60 +226,61 @@ class Watchdog:
             self._gave_up(f"no progress for {limit}, and a restart did not help: {reasons}")
             return
         log.error("no progress for %s: %s", limit, reasons)
-        self._condemn([Verdict.on(found.standing, "the run stands still", found.standing.progress.since_s)], now_s)
+        verdict = Verdict.on(found.observed, "the run stands still", found.observed.progress.since_s)
+        self._schedule_kills([verdict], now_s)
 
     # Acting.
 
-    def _condemn(self, verdicts: Sequence[Verdict], now_s: float) -> None:
-        found = [self._judged(verdict, now_s) for verdict in verdicts]
-        if found:
-            self._condemned += found
-            self._dump(now_s, [one.slot for one in found])
-            # It cannot write before it goes on; what it does in that second, it would have done anyway.
-            self._fleet.signal([one.slot for one in found if one.reason == "stopped"], signal.SIGCONT)
+    def _schedule_kills(self, verdicts: Sequence[Verdict], now_s: float) -> None:
+        kills = [self._schedule_kill(verdict, now_s) for verdict in verdicts]
+        if kills:
+            self._pending_kills += kills
+            self._dump(now_s, [kill.slot for kill in kills])
+            # A stopped process must continue to write its stacks; its work in that second does no harm.
+            self._fleet.signal([kill.slot for kill in kills if kill.reason == "stopped"], signal.SIGCONT)
 
-    def _judged(self, verdict: Verdict, now_s: float) -> _Condemned:
+    def _schedule_kill(self, verdict: Verdict, now_s: float) -> _PendingKill:
         slot = next(slot for slot in self._fleet.slots if slot.name == verdict.name)
         log.error(
             "hung: role=%s pid=%d stage=%s %s=%d since_s=%.1f reason=%s", verdict.name, verdict.pid, verdict.stage,
             "lease" if slot.role == "trainer" else "ticket", verdict.working_on, now_s - verdict.since_s,
             verdict.reason,
         )  # fmt: skip
-        # What is said of its end; its last line will be one of a stack.
+        # The reason of its exit in the log: its last line will be one of a stack.
         if verdict.reason == "not ready in time":
             slot.is_late = True
             slot.error = (
                 f"not ready within {self._limits.startup_timeout_s:g} s (daemon.startup_timeout_s); "
-                f"its last line: {slot.last_line or 'it said nothing'}"
+                f"its last line: {slot.last_line or 'it printed nothing'}"
             )
         else:
             slot.error = f"hung in {verdict.stage}: {verdict.reason}"
         slot.ended_by = "watchdog"
-        return _Condemned(slot, verdict.pid, verdict.reason, now_s, slot.lines, slot.lines)
+        return _PendingKill(slot, verdict.pid, verdict.reason, now_s, slot.lines, slot.lines)
 
-    def _dump(self, now_s: float, condemned: Sequence[Slot] = ()) -> None:
-        """Let every child write the stacks of its threads to the log; those that are condemned do so in any case."""
+    def _dump(self, now_s: float, hung_slots: Sequence[Slot] = ()) -> None:
+        """Have every child write the stacks of its threads to the log: hung ones always, others unless just done."""
         others: list[Slot] = []
         if now_s - self._dumped_s >= _DUMP_S:
             self._dumped_s = now_s
-            # One that has just been started may know no such signal yet, and would die of it.
-            others = [slot for slot in self._fleet.alive() if slot.ready_s is not None and slot not in condemned]
-        self._fleet.signal([*condemned, *others], signal.SIGUSR1)
+            # A child that is starting may have no handler yet: the signal would kill it.
+            others = [slot for slot in self._fleet.alive() if slot.ready_s is not None and slot not in hung_slots]
+        self._fleet.signal([*hung_slots, *others], signal.SIGUSR1)
 
     def _execute(self, now_s: float) -> None:
-        for one in [*self._condemned]:
-            if one.slot.child is None or one.slot.child.pid != one.pid:
-                self._condemned.remove(one)
-            elif one.reason == "not ready in time" and one.slot.state == "ready":
-                log.info("ready after all: process=%s pid=%d", one.slot.name, one.pid)
-                one.slot.error = one.slot.ended_by = ""
-                self._condemned.remove(one)
-        written = [one for one in self._condemned if one.lines_before < one.slot.lines == one.lines_seen]
-        for one in self._condemned:
-            one.lines_seen = one.slot.lines
-            # Ranks end together: none is killed, and takes another one with it, before all have written.
-            if len(written) == len(self._condemned) or now_s - one.since_s > _DUMP_S:
-                self._fleet.signal([one.slot], signal.SIGKILL)
+        for kill in [*self._pending_kills]:
+            if kill.slot.child is None or kill.slot.child.pid != kill.pid:
+                self._pending_kills.remove(kill)
+            elif kill.reason == "not ready in time" and kill.slot.state == "ready":
+                log.info("ready after all: process=%s pid=%d", kill.slot.name, kill.pid)
+                kill.slot.error = kill.slot.ended_by = ""
+                self._pending_kills.remove(kill)
+        written = [kill for kill in self._pending_kills if kill.lines_before < kill.slot.lines == kill.lines_seen]
+        for kill in self._pending_kills:
+            kill.lines_seen = kill.slot.lines
+            # Ranks end together: a kill of one ends the others, so all write their stacks before the first kill.
+            if len(written) == len(self._pending_kills) or now_s - kill.since_s > _DUMP_S:
+                self._fleet.signal([kill.slot], signal.SIGKILL)
 
 
 def _ago(now_s: float, then_s: float) -> float | None:
@@ -279,7 +288,7 @@ def _ago(now_s: float, then_s: float) -> float | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is in the kernel's state T; a debugger's t is none of our business."""
+    """Whether a process is in the kernel's state T (stopped); state t, a debugger's, does not count."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "T"

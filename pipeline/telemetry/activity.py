@@ -1,4 +1,4 @@
-"""What a process spends its wall time on: every nanosecond since its start belongs to exactly one activity."""
+"""A process's wall time by activity: every nanosecond since its start belongs to exactly one activity."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipeline.telemetry.slab import SlotWriter
 
 
 class ActivityClock:
-    """Books a process's wall time to rlhfd_process_time_seconds_total, at each change of activity.
+    """Adds a process's wall time to rlhfd_process_time_seconds_total, at each change of activity.
 
-    Invariant: after each booking the activities add up to the time since the start, in whole nanoseconds. In between,
-    readers of the slab add what the present activity has lasted (`pipeline.telemetry.slab`), so that one that never ends
-    shows too. It belongs to the process's main thread.
+    Invariant: after each change the activities add up to the time since the start, in whole nanoseconds. In between,
+    readers of the slab add the present activity's time so far (`pipeline.telemetry.slab`), so that an activity that
+    never ends is counted too. The clock belongs to the process's main thread.
 
-    The first activity is "start": from the moment at which the supervisor began the process (`MetricsSlab.begin`),
-    where it did, until the first other one. Time between activities is "other".
+    The first activity is "start": from the time at which the supervisor began the process (`MetricsSlab.begin`), if it
+    did, until the next activity. Time between activities is "other".
 
     Args:
         writer: The process's metrics.
-        activities: What this role does, all declared in the catalogue; "start" and "other" come by themselves.
+        activities: Activities of this role, all declared in the catalogue; "start" and "other" are added.
         clock_ns: Monotonic nanoseconds.
     """
 
@@ -48,20 +48,20 @@ class ActivityClock:
 
     @property
     def activity(self) -> str:
-        """What the process does now."""
+        """The present activity."""
         return self._activity
 
     def enter(self, activity: str) -> str:
         """End the present activity, begin another one and return the one that ended.
 
         Raises:
-            FieldError: If this clock was not told of it.
+            FieldError: If the activity was not declared to this clock.
         """
         if activity not in self._counters:
             raise FieldError(f"activity {activity} is none of {', '.join(self._counters)}")
         now_ns, ended = self._clock_ns(), self._activity
         self._spent_ns[ended] += now_ns - self._booked_ns
-        # Readers look at this word again once the activity has changed, hence first.
+        # Stored first: a reader uses this word as soon as the activity has changed.
         self._counters[ended].set_total(self._spent_ns[ended] / 1e9)
         self._activity, self._booked_ns = activity, now_ns
         self._writer.enter(activity, now_ns, self._spent_ns[activity])
@@ -69,7 +69,7 @@ class ActivityClock:
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Spend the block on an activity, then go on with the one before, however the block ends; a start is over."""
+        """Count the block as an activity; then, also after an error, resume the previous one, "other" after "start"."""
         interrupted = self.enter(activity)
         try:
             yield

@@ -1,8 +1,8 @@
-"""What a run did over time: a series of a bounded number of points, the older the coarser, kept over restarts.
+"""The history of a run: a bounded number of points, coarser with age, kept over restarts.
 
-A point holds sums, never means: two of them added up are the point of both their spans, and nothing is lost but time's
-resolution. A point of the finest level spans two seconds; 120 of a level are kept, then its two oldest become one of
-the next level, which spans twice the time. A day is some 1,000 points, a month some 1,500.
+A point holds sums, never means: the sum of two points is the point of both spans, and only time resolution is lost. A
+point of the finest level spans two seconds. 120 points of a level are kept; then its two oldest become one point of the
+next level, which spans twice the time. A day is some 1,000 points, a month some 1,500.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Spent = Mapping[tuple[str, ...], float]
 
 
 class Point(msgspec.Struct, array_like=True):
-    """What happened in one span of time; everything but the times and `step` adds up.
+    """One span of time; all fields but the times and `step` are sums.
 
     Attributes:
         start_s: Unix time.
         end_s: Unix time.
-        seconds: Watched; less than from start to end, where the daemon was not running in between.
+        seconds: Observed seconds; less than from start to end if the daemon was down in between.
         step: Optimizer steps at the end.
-        rewards: How many mean rewards of a step, or rewards of rollouts with an own trainer, were seen.
-        reward_sum: The sum of them.
+        rewards: Number of mean rewards of a step; with an external trainer, of rewards of rollouts.
+        reward_sum: Sum of these rewards.
         reward_squares: Sum of the mean squares of the rewards behind them, for the spread.
-        tokens: Response tokens made.
-        ready_item_seconds: Rows that waited for a trainer, times the seconds they did.
-        staleness_sum: Versions that trained rows were old, added up.
-        staleness_rows: Those rows.
+        tokens: Response tokens generated.
+        ready_item_seconds: Rows that waited for a trainer, times the seconds of their wait.
+        staleness_sum: Sum of the staleness of trained rows, in versions.
+        staleness_rows: Number of those rows.
         spent_s: Seconds of the processes of a role by activity.
     """
 
@@ -79,7 +79,7 @@ class Point(msgspec.Struct, array_like=True):
         )
 
     def shown(self) -> dict[str, Any]:
-        """Return what a chart draws of it: means, rates and shares; what is not known is left out."""
+        """Return the values for a chart: means, rates and shares; unknown values are left out."""
         point: dict[str, Any] = {"start_s": round(self.start_s, 1), "end_s": round(self.end_s, 1), "step": self.step}
         if self.rewards:
             mean = self.reward_sum / self.rewards
@@ -95,24 +95,24 @@ class Point(msgspec.Struct, array_like=True):
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of each activity in all of them."""
+    """Return the share of each activity in their sum."""
     total = sum(seconds.values())
     return {name: round(value / total, 4) for name, value in seconds.items() if value > 0} if total > 0 else {}
 
 
 class _Kept(msgspec.Struct):
-    """What is on disk: of which run, and the points of each level, the finest first."""
+    """The content of the file: the run's identity, and the points of each level, the finest first."""
 
     identity: str
     levels: list[list[Point]]
 
 
 class History:
-    """Points of one run, of this start and those before it.
+    """Points of one run, of this start and all earlier ones.
 
     Args:
-        path: Of the file; a damaged one, or one of a run that is another, is begun anew.
-        identity: Of the run, as in `pipeline.runtime.workspace`.
+        path: Path of the file; a damaged file, or one of another run, is started anew.
+        identity: Identity of the run, as in `pipeline.config.schema.identity_of`.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
@@ -121,7 +121,7 @@ class History:
         self._levels = self._load()
 
     def add(self, point: Point) -> None:
-        """Take the newest point."""
+        """Add the newest point."""
         for level in range(_LEVELS):
             if level == len(self._levels):
                 self._levels.append([])
@@ -130,7 +130,7 @@ class History:
             if len(points) <= _PER_LEVEL:
                 return
             point = points.pop(0).plus(points.pop(0))
-        # A century is over.
+        # Beyond the last level: more than a century.
 
     def points(self, after_s: float = 0.0) -> list[Point]:
         """Return the points that end after a Unix time, the oldest first."""
@@ -141,10 +141,10 @@ class History:
             yield from level
 
     def save(self) -> None:
-        """Write everything, whole or not at all.
+        """Write all points; the file is replaced as a whole or not at all.
 
         Raises:
-            OSError: If that is impossible now.
+            OSError: If it cannot be written.
         """
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(self._path) as descriptor, open(descriptor, "wb", closefd=False) as file:
@@ -163,7 +163,7 @@ class HistoryRecorder:
     """Turns readings of the metrics into points.
 
     Args:
-        history: Where they go.
+        history: History that the points are added to.
     """
 
     def __init__(self, history: History) -> None:
@@ -176,16 +176,16 @@ class HistoryRecorder:
         self._point = Point(0.0, 0.0)
 
     def add(self, now_s: float, unix_s: float, reading: Reading, ready_items: int) -> bool:
-        """Take a reading.
+        """Add a reading.
 
         Args:
             now_s: Monotonic time; ascends.
-            unix_s: The same moment as people say it.
-            reading: Of all metrics.
+            unix_s: Unix time of the same instant.
+            reading: Reading of all metrics.
             ready_items: Rows that wait for a trainer.
 
         Returns:
-            Whether it made a point whole.
+            Whether the reading completed a point.
         """
         if self._before is None:
             self._begin(now_s, unix_s, _Totals(reading))
@@ -219,14 +219,14 @@ class HistoryRecorder:
     def _finish(self, now_s: float, unix_s: float, totals: _Totals) -> None:
         before, point = self._before, self._point
         assert before is not None
-        # By the monotonic clock: where the wall clock was set, points must not overlap.
+        # By the monotonic clock: points must not overlap after the wall clock was set.
         point.seconds = now_s - self._began_s
         point.start_s, point.end_s = unix_s - point.seconds, unix_s
         point.tokens = totals.tokens - before.tokens
         point.staleness_sum = totals.staleness[0] - before.staleness[0]
         point.staleness_rows = totals.staleness[1] - before.staleness[1]
         if not totals.has_steps:
-            # A trainer of somebody else's shows no steps; what the workers were given is known all the same.
+            # An external trainer shows no steps; the rewards of the workers are known all the same.
             point.rewards = totals.rewards[1] - before.rewards[1]
             point.reward_sum = totals.rewards[0] - before.rewards[0]
             point.reward_squares = point.reward_sum**2 / point.rewards if point.rewards else 0.0
@@ -239,7 +239,7 @@ class HistoryRecorder:
 
 
 class _Totals:
-    """What only grows, at one moment."""
+    """Totals that only grow, at one instant."""
 
     def __init__(self, reading: Reading) -> None:
         times = reading.families["rlhfd_process_time_seconds_total"]

@@ -1,4 +1,4 @@
-r"""systemd's journal by hand: an entry is one datagram of fields, so that a line keeps its writer and its level.
+r"""The protocol of systemd's journal: an entry is one datagram of fields, so that a line keeps its writer and level.
 
 MESSAGE=weights published: version=3\n      a value without newlines
 MESSAGE\n<length, 64 bit LE><bytes>\n       any value
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SOCKET = "/run/systemd/journal/socket"
-# Beyond what a datagram may have, the protocol asks for a sealed file: no line of a log is worth one.
+# For an entry above the limit of a datagram the protocol requires a sealed file: too costly for a log line.
 _MOST_BYTES = 48 << 10
 
 
 def is_standard_error(environ: Mapping[str, str]) -> bool:
-    """Whether this process's standard error goes to the journal; a variable that was merely inherited says nothing."""
+    """Whether this process's standard error goes to the journal; an inherited JOURNAL_STREAM alone does not count."""
     try:
         found = os.fstat(2)
     except OSError:
@@ -27,14 +27,14 @@ def is_standard_error(environ: Mapping[str, str]) -> bool:
 
 
 def own_unit(cgroups: str | None = None) -> str:
-    """Return the systemd service that this process runs in, such as ``rlhfd@b.service``; empty if it is in none."""
+    """Return the systemd service of this process, such as ``rlhfd@b.service``; empty if it runs in none."""
     text = Path("/proc/self/cgroup").read_text() if cgroups is None else cgroups
     names = [part for line in text.splitlines() for part in line.split("/") if part.endswith(".service")]
     return names[-1] if names else ""
 
 
 class Journal:
-    """An end of journald's socket. It never blocks: what finds no room is counted as lost."""
+    """A client of journald's socket. It never blocks: an entry without room is counted as lost."""
 
     def __init__(self, path: str = SOCKET) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Journal:
         self.lost = 0
 
     def send(self, fields: Mapping[str, object]) -> bool:
-        """Write an entry; return whether the journal has it."""
+        """Write an entry; return whether it was sent."""
         try:
             self._socket.sendto(encode(fields), self._path)
         except OSError:
@@ -57,7 +57,7 @@ class Journal:
 
 
 def encode(fields: Mapping[str, object]) -> bytes:
-    """Return an entry's datagram; values are cut where all of them would not fit."""
+    """Return an entry's datagram; values are cut if all of them together would not fit."""
     parts = []
     for name, value in fields.items():
         data = str(value).encode(errors="replace")[: _MOST_BYTES // len(fields) if name != "MESSAGE" else _MOST_BYTES]

@@ -3,11 +3,11 @@
     log.info("weights published: version=%d nbytes=%d", version, nbytes)
 
     2026-11-21T07:30:01.250Z INFO trainer-0 pipeline.models.weights.store: weights published: version=3 nbytes=3440640
-    {"time": "2026-11-21T07:30:01.250Z", "level": "info", "process": "trainer-0", "logger": "pipeline.models.weights.store",
-     "event": "weights published", "version": 3, "nbytes": 3440640}
+    {"time": "2026-11-21T07:30:01.250Z", "level": "info", "process": "trainer-0",
+     "logger": "pipeline.models.weights.store", "event": "weights published", "version": 3, "nbytes": 3440640}
 
-In JSON the fields of such a message keep their names and types; any other message is an event as a whole. Whatever
-comes by `extra=` is a field too.
+In JSON the fields of such a message keep their names and types; any other message is an event as a whole. Values passed
+by `extra=` are fields too.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def configure(process: str, *, level: str = "info", json: bool = False, stderr: bool = True) -> None:
-    """Send the records of this process to its standard error; called again, replaces what it set up before.
+    """Send the records of this process to its standard error; a second call replaces the first one's handler.
 
     Args:
-        process: Who speaks, such as ``rollout-0``.
+        process: Name of the process, such as ``rollout-0``.
         level: Lowest level that is shown: debug, info, warning or error.
         json: Whether a line is a JSON object.
-        stderr: False where another handler brings the records to the same place.
+        stderr: False if another handler writes the records to the same place.
     """
     root = logging.getLogger()
     for handler in [*root.handlers]:
@@ -50,7 +50,7 @@ def configure(process: str, *, level: str = "info", json: bool = False, stderr: 
 def count_warnings(count: Callable[[str], None]) -> None:
     """Call `count` with the level of every record at warning or above: ``warning``, ``error`` or ``critical``.
 
-    Calls come one at a time, from whichever thread logs.
+    Calls come one at a time, from any thread that logs.
     """
     root = logging.getLogger()
     for handler in [*root.handlers]:
@@ -60,7 +60,7 @@ def count_warnings(count: Callable[[str], None]) -> None:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is at that moment: the terminal's live view puts itself in between."""
+    """Writes to the present value of ``sys.stderr``: the terminal's live panel replaces it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -113,14 +113,14 @@ class JsonFormatter(TextFormatter):
             "logger": record.name,
             "event": event,
         }
-        # What every line has cannot be overwritten by a field of that name.
+        # A field cannot overwrite a standard member of the same name.
         taken = {f"{name}_" if name in head else name: _plain(value) for name, value in fields.items()}
         trace = self._trace(record)
         return json_module.dumps({**head, **taken, **({"exception": trace} if trace else {})}, ensure_ascii=False)
 
 
 def _event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
-    """Take a message of the form ``event: a=%d b=%s`` apart; any other is all event."""
+    """Split a message of the form ``event: a=%d b=%s``; any other message is the event as a whole."""
     extra = _extra(record)
     template, values = str(record.msg), record.args
     names = _FIELD.findall(template)
@@ -138,7 +138,7 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON can hold; NaN and infinity are not in it."""
+    """Return a value that JSON can hold; NaN and infinity become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, bool | int | float | str | None) else str(value)
@@ -150,7 +150,7 @@ def _quoted(value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return text that cannot be mistaken for several records."""
+    """Return the text on one line, so that it is not taken for several records."""
     return text.replace("\r", r"\r").replace("\n", r"\n")
 
 

@@ -1,4 +1,4 @@
-"""The log on disk: ``rlhfd.log`` and, once that has half of the room, ``rlhfd.log.1`` before it; mode 0600."""
+"""The log on disk: ``rlhfd.log``, renamed to ``rlhfd.log.1`` once it has half of the room; mode 0600."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _POLL_S = 0.2
 
 
 def path_in(state_dir: Path) -> Path:
-    """Return where the log of a state directory lies."""
+    """Return the path of the log of a state directory."""
     return state_dir / "log" / "rlhfd.log"
 
 
 class LogFile:
-    """Appends lines; it and its predecessor have at most `limit_bytes` together.
+    """Appends lines; the file and its predecessor have at most `limit_bytes` together.
 
     Attributes:
         lost: Lines that could not be written.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
-        """Go on with the file, or make it.
+        """Open the file for appending; make it if it is missing.
 
         Raises:
-            OSError: If it cannot be made.
+            OSError: If it cannot be opened or made.
         """
         self._path = path
         self._half_bytes = max(limit_bytes // 2, 1)
@@ -39,7 +39,7 @@ class LogFile:
         self._file = self._open()
 
     def append(self, text: str) -> bool:
-        """Write a line; return whether it is there."""
+        """Write a line; return whether it was written."""
         data = text.encode(errors="replace")[: self._half_bytes - 1] + b"\n"
         try:
             if self._nbytes + len(data) > self._half_bytes:
@@ -55,7 +55,7 @@ class LogFile:
         os.close(self._file)
 
     def _begin_anew(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        with contextlib.suppress(FileNotFoundError):  # removed by another program
             os.replace(self._path, predecessor(self._path))
         before, self._file = self._file, self._open()
         os.close(before)
@@ -69,18 +69,18 @@ class LogFile:
 
 
 def predecessor(path: Path) -> Path:
-    """Return the file that holds what was written before."""
+    """Return the path of the file with the older lines."""
     return path.with_name(f"{path.name}.1")
 
 
 def read(path: Path, count: int, role: str = "", *, follow: bool = False) -> Iterator[list[str]]:
-    """Yield the last lines of a log and, with `follow`, what is appended from then on, for ever.
+    """Yield the last lines of a log and, with `follow`, all lines that are appended later, for ever.
 
     Args:
         path: The log.
-        count: How many of the last lines.
-        role: Whose lines, as in `log_lines.is_of`.
-        follow: Whether to wait for more.
+        count: Number of the last lines.
+        role: Role or process of the lines, as in `log_lines.is_of`.
+        follow: Whether to wait for more lines.
 
     Raises:
         FileNotFoundError: If there is no log.
@@ -96,7 +96,7 @@ def read(path: Path, count: int, role: str = "", *, follow: bool = False) -> Ite
         if last:
             yield list(last)
         while follow:
-            # Asked before it is read to its end: nothing is appended to one that was replaced by then.
+            # Checked before the file is read to its end: no line is appended to a file that was replaced before.
             is_replaced = not _is_same(file, path)
             if lines := list(_lines(file)):
                 if found := list(filter(wanted, lines)):
@@ -109,7 +109,7 @@ def read(path: Path, count: int, role: str = "", *, follow: bool = False) -> Ite
 
 
 class _Wanted:
-    """Whether a line is of a role; one without a process, as in a traceback, goes with the line before it."""
+    """Whether a line is of a role; a line without a process, as in a traceback, belongs to the line before it."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -122,7 +122,7 @@ class _Wanted:
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """Yield the whole lines from here on; of one that is still being written, the file is put back to the beginning."""
+    """Yield the complete lines from here on; an incomplete last line is left to the next call."""
     while line := file.readline():
         if not line.endswith(b"\n"):
             file.seek(-len(line), os.SEEK_CUR)

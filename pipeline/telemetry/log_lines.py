@@ -1,7 +1,7 @@
-"""A line of a process's output as a record: who wrote it, how grave it is, what it says.
+"""A line of a process's output as a record: process, level, message.
 
-What `pipeline.telemetry.log` formats, as text or as JSON, is taken apart again; anything else that a process prints is a line of
-that process at level info. Who wrote a line is known from where it came from, never from what it says.
+A line that `pipeline.telemetry.log` formatted, as text or as JSON, is parsed; any other line that a process prints is a
+line of that process at level info. The writer of a line is known from its origin, never from its content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEVELS = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
 _TEXT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+) (\S+) ([\w.]+): (.*)", re.DOTALL)
 _RAW = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \w+ (\S+) ")
-# A value goes on to the next name: text lines quote what has blanks only where it came by `extra=`.
+# A value extends to the next name: text lines quote values with blanks only if they were passed by `extra=`.
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|.*?)(?= \w+=|$)')
 _HEAD = ("time", "level", "process", "logger", "event", "exception")
 
@@ -27,11 +27,11 @@ class Line:
     """One line.
 
     Attributes:
-        message: What it says, without time, level and process.
+        message: The text without time, level and process.
         level: A key of `LEVELS`.
-        logger: Module that logged it; empty for a line that was printed.
+        logger: Module that logged the line; empty for a line that was printed.
         event: The message without its fields.
-        fields: What stands behind the event as ``name=value``.
+        fields: The ``name=value`` pairs after the event.
     """
 
     message: str
@@ -42,7 +42,7 @@ class Line:
 
 
 def parse(text: str, process: str) -> Line:
-    """Take a line apart that `process` wrote."""
+    """Parse a line of `process`."""
     if text.startswith("{") and (record := _object(text)) is not None and record.get("process") == process:
         return _from_json(record)
     found = _TEXT.fullmatch(text)
@@ -58,7 +58,7 @@ def parse(text: str, process: str) -> Line:
 
 
 def stored(text: str, process: str, *, as_json: bool) -> str:
-    """Return the line as a log file of several processes holds it: with its time and its process."""
+    """Return the line for a log file of several processes: with its time and its process."""
     if parse(text, process).logger:
         return text
     now_s = time.time()
@@ -69,7 +69,7 @@ def stored(text: str, process: str, *, as_json: bool) -> str:
 
 
 def process_of(text: str) -> str:
-    """Return which process wrote a line of a log file; empty where the line goes on with the one before."""
+    """Return the process that wrote a line of a log file; empty if the line continues the one before."""
     if text.startswith("{"):
         return str((_object(text) or {}).get("process", ""))
     found = _RAW.match(text)
@@ -77,7 +77,7 @@ def process_of(text: str) -> str:
 
 
 def is_of(process: str, role: str) -> bool:
-    """Whether ``rollout-0`` is what `role` asks for: ``rollout``, ``rollout-0``, or empty for all."""
+    """Whether a process such as ``rollout-0`` matches `role`: ``rollout``, ``rollout-0``, or empty for all."""
     return not role or process == role or process.rpartition("-")[0] == role
 
 

@@ -1,12 +1,12 @@
 """The catalogue: every metric of rlhfd, declared once, with its help, its labels and the role that writes it.
 
-A declaration fixes the layout of the shared-memory slab (`pipeline.telemetry.slab`), so label values are enumerated here.
+A declaration fixes the layout of the shared-memory slab (`pipeline.telemetry.slab`), hence label values are enumerated.
 Two markers stand for values that only the running instance knows:
 
     OWN     the writer's own role or worker: each process writes for itself
     EACH    any role or worker of the instance: the supervisor writes about its children
 
-A metric is exported only where a process has bound it; a declaration alone shows nothing.
+A metric is exported only if a process has bound it; a declaration alone exports nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUFFER: Final = "buffer"
 TRAINER: Final = "trainer"
 ROLLOUT: Final = "rollout"
 EVERY_ROLE: Final = "supervisor buffer trainer rollout"
-# Owners that are no role: the buffer's consistent block, and what the supervisor tells of the run and the machine.
+# Owners that are no role: the buffer's consistent block, and the supervisor's facts on the run and the machine.
 CONSERVATION: Final = "@conservation"
 INFO: Final = "@info"
 
@@ -52,7 +52,7 @@ TOKENS: Final = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
 
 
 class SlotName(NamedTuple):
-    """One process of an instance, as the labels role and worker name it."""
+    """One process of an instance: the values of the labels role and worker."""
 
     role: str
     worker: int = 0
@@ -60,15 +60,15 @@ class SlotName(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """One family.
+    """One metric family.
 
     Attributes:
         name: Full name, a counter's ``_total`` included.
         owners: The roles that write it, or `CONSERVATION`, or `INFO`.
         labels: Label names in order, each with its values, or `OWN`, or `EACH`.
         buckets: Upper bounds of a histogram, ascending, none negative, +Inf left out.
-        outlives_writer: A gauge whose newest value stays when its writer dies: the time of an event. Every other gauge
-            goes with its process, for what a dead process last saw is not so now.
+        outlives_writer: Whether a gauge's newest value stays when its writer dies: the time of an event. Every other
+            gauge is removed with its process, because the last value of a dead process is no longer valid.
     """
 
     kind: Kind
@@ -81,21 +81,21 @@ class Metric:
 
     @property
     def unit(self) -> str:
-        """The unit that the name ends in, or nothing."""
+        """The unit at the end of the name; empty if there is none."""
         stem = self.name.removesuffix("_total")
         return next((unit for unit in UNITS if stem.endswith("_" + unit)), "")
 
     @property
     def words(self) -> int:
-        """float64 words of one series: its value, or a histogram's buckets, +Inf and sum."""
+        """Number of float64 words of one series: 1, or a histogram's buckets, +Inf and sum."""
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
     def is_own(self, label: str) -> bool:
-        """Whether this label says which process wrote the sample."""
+        """Whether this label names the process that wrote the sample."""
         return self.labels.get(label) == (OWN,)
 
     def series(self, slots: tuple[SlotName, ...]) -> Iterator[tuple[str, ...]]:
-        """Yield the label values of every series that an instance with these slots can have; `OWN` stays as it is."""
+        """Yield the label values of every series that an instance with these slots can have; `OWN` stays a marker."""
         each = [label for label, values in self.labels.items() if values == (EACH,)]
         about = [{"role": slot.role, "worker": str(slot.worker)} for slot in slots]
         subjects = dict.fromkeys(tuple(subject[label] for label in each) for subject in about)
@@ -111,12 +111,12 @@ def counter(name: str, owners: str, help: str, /, **labels: str) -> Metric:
 
 
 def gauge(name: str, owners: str, help: str, /, **labels: str) -> Metric:
-    """Declare a gauge that goes with its writer."""
+    """Declare a gauge that is removed with its writer."""
     return Metric("gauge", name, help, tuple(owners.split()), _enumerate(labels))
 
 
 def event_time(name: str, owners: str, help: str, /, **labels: str) -> Metric:
-    """Declare a gauge that holds the Unix time of an event; it outlives its writer, and the newest counts."""
+    """Declare a gauge that holds the Unix time of an event; it outlives its writer, and the newest value counts."""
     return Metric("gauge", name, help, tuple(owners.split()), _enumerate(labels), outlives_writer=True)
 
 
@@ -133,14 +133,15 @@ def _enumerate(labels: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 # fmt: off
 METRICS: Final[tuple[Metric, ...]] = (
     # The run and its processes.
-    gauge("rlhfd_build_info", INFO, "Always 1; what is running.", version="", commit="", python="", torch="", cuda=""),
-    gauge("rlhfd_run_info", INFO, "Always 1; the run being served.", run_id="", algorithm="", model=""),
+    gauge("rlhfd_build_info", INFO, "Always 1; the labels hold the versions that are running.",
+          version="", commit="", python="", torch="", cuda=""),
+    gauge("rlhfd_run_info", INFO, "Always 1; the labels hold the run's identity.", run_id="", algorithm="", model=""),
     gauge("rlhfd_ready", SUPERVISOR, "1 while every required role is ready, else 0."),
-    gauge("rlhfd_start_time_seconds", SUPERVISOR, "Unix time the supervisor started."),
+    gauge("rlhfd_start_time_seconds", SUPERVISOR, "Unix time at which the supervisor started."),
     gauge("rlhfd_config_last_reload_successful", SUPERVISOR,
           "Whether the last configuration reload took effect; 1 before the first."),
     gauge("rlhfd_config_last_reload_success_timestamp_seconds", SUPERVISOR,
-          "Unix time of the last configuration reload that took effect, of the start before the first."),
+          "Unix time of the last configuration reload that took effect; of the start before the first."),
     gauge("rlhfd_paused", BUFFER, "1 while no tickets are issued because of `rlhfd pause`, else 0."),
     gauge("rlhfd_processes", SUPERVISOR,
           "Child processes by role and state (starting, ready, draining, backoff, failed).",
@@ -152,7 +153,7 @@ METRICS: Final[tuple[Metric, ...]] = (
             "Child exits by reason (clean, error, signal, oom, watchdog, boot).",
             role=EACH, reason="clean error signal oom watchdog boot"),
     histogram("rlhfd_process_startup_seconds", SUPERVISOR, DURATION_S, "Time from spawn to ready.", role=EACH),
-    gauge("rlhfd_process_backoff_seconds", SUPERVISOR, "Wait before the next restart of this slot, 0 when none is due.",
+    gauge("rlhfd_process_backoff_seconds", SUPERVISOR, "Wait before the next restart of this slot, 0 if none is due.",
           role=EACH, worker=EACH),
     gauge("rlhfd_process_last_heartbeat_timestamp_seconds", EVERY_ROLE,
           "Unix time of the last progress of the worker in this slot.", role=OWN, worker=OWN),
@@ -161,8 +162,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_process_cpu_seconds_total", SUPERVISOR, "CPU time used by child processes, dead ones included.",
             role=EACH),
     counter("rlhfd_process_time_seconds_total", "buffer trainer rollout",
-            f"Wall time by what the process was doing ({', '.join(ACTIVITIES)}); the activities of a process add up to "
-            "its wall time.",
+            f"Wall time by activity ({', '.join(ACTIVITIES)}); the activities of a process add up to its wall time.",
             role=OWN, worker=OWN, activity=" ".join(ACTIVITIES)),
     counter("rlhfd_log_messages_total", EVERY_ROLE, "Log records at warning or above.",
             role=OWN, level="warning error critical"),
@@ -178,7 +178,7 @@ METRICS: Final[tuple[Metric, ...]] = (
             kind="prompt response trained"),
     counter("rlhfd_train_steps_total", TRAINER, "Optimizer steps taken."),
     counter("rlhfd_train_experiences_total", TRAINER, "Experiences used in optimizer steps, repeats included."),
-    gauge("rlhfd_rollouts_in_flight", ROLLOUT, "Rollouts being worked on.", worker=OWN),
+    gauge("rlhfd_rollouts_in_flight", ROLLOUT, "Rollouts in flight.", worker=OWN),
     histogram("rlhfd_stage_duration_seconds", ROLLOUT, DURATION_S,
               "Time per rollout stage (generate, logprob, ref_logprob, value, reward, serialize).",
               stage="generate logprob ref_logprob value reward serialize"),
@@ -186,7 +186,7 @@ METRICS: Final[tuple[Metric, ...]] = (
               "Time per training phase (fetch, forward, backward, reduce, optimizer, publish).",
               phase="fetch forward backward reduce optimizer publish"),
     counter("rlhfd_stage_errors_total", ROLLOUT,
-            "Rows for which a stage gave nothing, by reason (timeout, exception, invalid).",
+            "Rows without a result of a stage, by reason (timeout, exception, invalid).",
             stage="reward", reason="timeout exception invalid"),
     histogram("rlhfd_prompt_length_tokens", ROLLOUT, TOKENS, "Prompt length."),
     histogram("rlhfd_response_length_tokens", ROLLOUT, TOKENS, "Response length."),
@@ -194,19 +194,19 @@ METRICS: Final[tuple[Metric, ...]] = (
     # The buffer.
     gauge("rlhfd_buffer_items", CONSERVATION, "Items held by state (ready, leased, writing).",
           partition=PARTITION, state="ready leased writing"),
-    gauge("rlhfd_buffer_capacity_items", BUFFER, "Most items the buffer holds.", partition=PARTITION),
+    gauge("rlhfd_buffer_capacity_items", BUFFER, "Maximum number of items in the buffer.", partition=PARTITION),
     gauge("rlhfd_buffer_bytes", CONSERVATION, "Bytes held by state.",
           partition=PARTITION, state="ready leased writing"),
-    gauge("rlhfd_buffer_capacity_bytes", BUFFER, "Most bytes the buffer holds.", partition=PARTITION),
+    gauge("rlhfd_buffer_capacity_bytes", BUFFER, "Maximum bytes in the buffer.", partition=PARTITION),
     counter("rlhfd_buffer_pushes_total", BUFFER, "Pushes by result (accepted, stale, invalid).",
             partition=PARTITION, result="accepted stale invalid"),
     histogram("rlhfd_buffer_push_wait_seconds", ROLLOUT, DURATION_S,
               "Time a producer waited for room (backpressure).", partition=PARTITION),
     histogram("rlhfd_buffer_get_wait_seconds", TRAINER, DURATION_S,
               "Time a consumer waited for a full batch (starvation).", partition=PARTITION),
-    histogram("rlhfd_buffer_item_age_seconds", BUFFER, AGE_S, "Age of an item when it was handed to a trainer.",
+    histogram("rlhfd_buffer_item_age_seconds", BUFFER, AGE_S, "Age of an item when it was leased to a trainer.",
               partition=PARTITION),
-    gauge("rlhfd_buffer_oldest_item_timestamp_seconds", BUFFER, "Unix time the oldest ready item was pushed.",
+    gauge("rlhfd_buffer_oldest_item_timestamp_seconds", BUFFER, "Unix time at which the oldest ready item was pushed.",
           partition=PARTITION),
     gauge("rlhfd_leases_active", CONSERVATION, "Leases held by trainers.", partition=PARTITION),
     counter("rlhfd_leases_total", BUFFER, "Leases ended by result (acked, nacked, holder_died).",
@@ -217,35 +217,35 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_items_sealed_total", CONSERVATION, "Items committed to the buffer."),
     counter("rlhfd_items_trained_total", CONSERVATION, "Items acknowledged after an optimizer step."),
     counter("rlhfd_items_dropped_total", CONSERVATION,
-            "Items taken out untrained (stale, rolled_back, filtered, quarantined, cleared, spooled).",
+            "Items dropped untrained by reason (stale, rolled_back, filtered, quarantined, cleared, spooled).",
             reason=" ".join(DROP_REASONS)),
     gauge("rlhfd_items_unaccounted", CONSERVATION,
-          "Items sealed less items trained, dropped, ready and leased: 0 unless something is lost or counted twice."),
-    gauge("rlhfd_tickets_outstanding", CONSERVATION, "Tickets handed to workers and not yet settled."),
+          "Items sealed minus items trained, dropped, ready and leased: 0 unless an item is lost or counted twice."),
+    gauge("rlhfd_tickets_outstanding", CONSERVATION, "Tickets issued to workers and not yet settled."),
     counter("rlhfd_tickets_total", BUFFER, "Tickets settled by result (sealed, reissued, failed).",
             result="sealed reissued failed"),
     counter("rlhfd_quarantined_total", BUFFER,
-            "Items set aside by reason: damaged in the arena (checksum), a trainer died at them twice "
-            "(killed_trainer); refused on their way in, of unknown weights (fingerprint), of weights rolled back "
-            "(rolled_back), of impossible size (invalid), with fields whose lengths disagree (lengths), a mask that is "
-            "not that of the sampled tokens (mask), a token that the model does not have (vocabulary), a number that "
-            "is NaN or infinite (not_finite), fields that are wrong in another way (malformed).",
+            "Items set aside by reason: damaged in the arena (checksum), in a batch at which a trainer died twice "
+            "(killed_trainer); refused before they were sealed, because of unknown weights (fingerprint), weights that "
+            "were rolled back (rolled_back), an impossible size (invalid), fields whose lengths disagree (lengths), a "
+            "mask that is not the mask of the sampled tokens (mask), a token that is not in the vocabulary "
+            "(vocabulary), a number that is NaN or infinite (not_finite), any other error in a field (malformed).",
             reason="checksum killed_trainer fingerprint rolled_back invalid "
                    "lengths mask vocabulary not_finite malformed"),
     counter("rlhfd_quarantine_files_total", BUFFER,
             "Copies of quarantined items on disk by result (kept, full, error).", result="kept full error"),
-    counter("rlhfd_journal_writes_total", BUFFER, "Writes of the buffer's journal by result (ok, error).",
+    counter("rlhfd_journal_writes_total", BUFFER, "Periodic snapshots of the buffer by result (ok, error).",
             result="ok error"),
-    counter("rlhfd_items_requeued_total", BUFFER, "Items put back by reason (holder_died, nacked).",
+    counter("rlhfd_items_requeued_total", BUFFER, "Leased items made ready again by reason (holder_died, nacked).",
             reason="holder_died nacked"),
-    counter("rlhfd_items_duplicate_total", BUFFER, "Repeats of what was settled before, detected and dropped (push).",
-            point="push"),
+    counter("rlhfd_items_duplicate_total", BUFFER,
+            "Repeated messages about settled tickets and leases, detected and dropped (push).", point="push"),
 
     # Policy versions and weights.
     gauge("rlhfd_policy_version", "trainer rollout",
-          "Weight version the process holds; the trainer's is the newest.", role=OWN, worker=OWN),
+          "Policy version that the process holds; the trainer's is the newest.", role=OWN, worker=OWN),
     histogram("rlhfd_policy_staleness_versions", "buffer trainer", VERSIONS,
-              "Versions between the policy that wrote an experience and the newest, at push and at train.",
+              "Versions between the policy that wrote an experience and the newest policy, at push and at train.",
               point="push train"),
     histogram("rlhfd_weight_sync_duration_seconds", "trainer rollout", DURATION_S,
               "Weight sync time by phase (publish, load).", phase="publish load"),
@@ -261,7 +261,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_reward_mean", TRAINER, "Mean reward of the last training batch.", source="function model"),
     gauge("rlhfd_reward_stddev", TRAINER, "Standard deviation of reward in the last training batch.",
           source="function model"),
-    counter("rlhfd_groups_total", ROLLOUT, "Prompt groups by whether rewards differ (mixed, all_equal).",
+    counter("rlhfd_groups_total", ROLLOUT, "Prompt groups by whether their rewards differ (mixed, all_equal).",
             signal="mixed all_equal"),
     histogram("rlhfd_kl_nats", TRAINER, KL_NATS,
               "Estimated KL from the reference policy per experience, k3 estimator."),
@@ -272,19 +272,19 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_loss", TRAINER, "Loss of the last step (policy, value, kl, total).", kind="policy value kl total"),
     gauge("rlhfd_gradient_norm", TRAINER, "Gradient norm of the last step before clipping."),
     gauge("rlhfd_learning_rate", TRAINER, "Learning rate of the last step."),
-    counter("rlhfd_nonfinite_total", TRAINER, "Steps left out because of NaN or infinity (loss, gradient).",
+    counter("rlhfd_nonfinite_total", TRAINER, "Optimizer steps skipped because of NaN or infinity (loss, gradient).",
             where="loss gradient"),
     counter("rlhfd_checkpoints_total", TRAINER, "Checkpoints by result (ok, error).", result="ok error"),
     histogram("rlhfd_checkpoint_duration_seconds", TRAINER, DURATION_S, "Time to write a checkpoint."),
     event_time("rlhfd_checkpoint_last_success_timestamp_seconds", TRAINER,
                "Unix time of the last complete checkpoint."),
 
-    # Memory and messages. A channel is named by its receiving end.
+    # Memory and messages. A channel is named after its receiver.
     gauge("rlhfd_shm_bytes", SUPERVISOR, "Shared memory mapped by kind (buffer, weights, metrics).",
           kind="buffer weights metrics"),
     gauge("rlhfd_shm_available_bytes", SUPERVISOR, "Free bytes on the shared memory file system."),
     gauge("rlhfd_arena_pinned_bytes", "trainer rollout",
-          "Arena bytes page-locked for a process's GPU; 0 without one, or where the limit on locked memory forbids it.",
+          "Arena bytes page-locked for a process's GPU; 0 without a GPU, or if the limit on locked memory forbids it.",
           role=OWN, worker=OWN),
     gauge("rlhfd_torch_memory_bytes", "trainer rollout",
           "Torch allocator memory of a process on a GPU (allocated, reserved).",
@@ -297,7 +297,7 @@ METRICS: Final[tuple[Metric, ...]] = (
             channel="buffer peer", direction="sent received"),
     counter("rlhfd_ipc_bytes_total", EVERY_ROLE, "ZeroMQ payload bytes.",
             channel="buffer peer", direction="sent received"),
-    counter("rlhfd_ipc_drops_total", EVERY_ROLE, "Messages refused: not readable, or of impossible content.",
+    counter("rlhfd_ipc_drops_total", EVERY_ROLE, "Messages refused: not decodable, or with impossible content.",
             channel="buffer peer"),
 )
 # fmt: on
@@ -307,15 +307,16 @@ BY_NAME: Final[Mapping[str, Metric]] = {metric.name: metric for metric in METRIC
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a process is at, as its own main loop and the work inside it tell; no thread of its own keeps it fresh.
+    """Progress of a process, written by its own main loop and the work inside it; no separate thread keeps it fresh.
 
     Attributes:
-        beat_s: Monotonic time of its last progress, 0 before the first.
-        activity: One of `ACTIVITIES`; empty before the first.
-        since_s: Monotonic time at which that began.
-        working_on: The ticket or lease it is at, -1 for none.
-        deadline_s: When that ticket is due; 0 for never.
-        meets: Whether it waits for the other ranks in a collective: its silence is theirs.
+        beat_s: Monotonic time of the last heartbeat, 0 before the first.
+        activity: The present one of `ACTIVITIES`; empty before the first.
+        since_s: Monotonic time at which the activity began.
+        working_on: Number of the ticket or lease in work, -1 for none.
+        deadline_s: Monotonic time at which the ticket is due; 0 for never.
+        in_collective: Whether the process waits for the other ranks in a collective: the cause of a missing heartbeat
+            is then in another rank.
     """
 
     beat_s: float
@@ -323,18 +324,18 @@ class Progress:
     since_s: float
     working_on: int
     deadline_s: float
-    meets: bool
+    in_collective: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Conservation:
-    """The buffer's books at one instant; published whole, so that a scrape never sees half an item's move.
+    """The buffer's totals at one instant; published as a whole, so that a scrape never shows half an item's move.
 
-    All are totals since the arena was made, or what is held now. ``sealed = trained + sum(dropped) + ready + leased``.
+    Each is a total since the arena was made, or a number held now: ``sealed = trained + sum(dropped) + ready + leased``
 
     Attributes:
         dropped: Items by each of `DROP_REASONS`, in that order.
-        writing_items: Rows that outstanding tickets have room for.
+        writing_items: Rows for which outstanding tickets have reserved room.
     """
 
     sealed: int
@@ -351,7 +352,7 @@ class Conservation:
 
     @property
     def unaccounted(self) -> int:
-        """Items that are nowhere (positive) or in two places (negative)."""
+        """Items that are lost (positive) or counted twice (negative)."""
         return self.sealed - self.trained - sum(self.dropped) - self.ready_items - self.leased_items
 
     def dropped_by_reason(self) -> dict[str, int]:
@@ -359,7 +360,7 @@ class Conservation:
         return dict(zip(DROP_REASONS, self.dropped, strict=True))
 
     def to_words(self) -> list[float]:
-        """Return the block as the slab holds it."""
+        """Return the words of the block in the slab."""
         held = (self.ready_items, self.leased_items, self.writing_items)
         held_bytes = (self.ready_bytes, self.leased_bytes, self.writing_bytes)
         handed_out = (self.leases_active, self.tickets_outstanding)

@@ -1,4 +1,4 @@
-"""The catalogue for people: docs/metrics.md, made from the declarations themselves.
+"""The catalogue for people: docs/metrics.md, generated from the declarations.
 
 python -m pipeline.telemetry.metrics_reference > docs/metrics.md
 """
@@ -24,24 +24,24 @@ _SECTIONS: Final = {
 _INTRODUCTION: Final = """\
 # Metrics
 
-<!-- Made by `python -m pipeline.telemetry.metrics_reference`; tests/telemetry/test_metrics_reference.py keeps it true. -->
+<!-- Made by `python -m pipeline.telemetry.metrics_reference`; checked by tests/telemetry/test_metrics_reference.py. -->
 
-Served at `/metrics` (`metrics.host`, `metrics.port`; 9477 on the loopback address), in Prometheus' text format or,
-where the scraper asks for it, OpenMetrics. `dashboards/` holds a Prometheus configuration that works as it is,
-recording rules, alerts and a dashboard; docs/runbook.md says what to do at each alert.
+Served at `/metrics` (`metrics.host`, `metrics.port`; 9477 on the loopback address), in Prometheus' text format or, if
+the scraper requests it, in OpenMetrics. `dashboards/` holds a Prometheus configuration that works unchanged, recording
+rules, alerts and a dashboard; docs/runbook.md has a section for each alert.
 
-- Counters and histograms are exact whoever is killed, the supervisor included, and never fall while the arena is the
-  same: a start that finds none of an earlier one begins at 0, as Prometheus expects.
-- A gauge goes with the process that wrote it; the time of an event stays. A series is absent, which is not 0, until
-  its process is up.
-- `role` is `supervisor`, `buffer`, `trainer` or `rollout`; `worker` is the rank of a trainer, the number of a worker,
-  0 of the others. `partition` is always 0.
-- What a process does is `rlhfd_process_time_seconds_total`, and its activities add up to its wall time since it was
-  started. `start` is imports and models; `wait_data` of a worker is to wait for a ticket, of a trainer for a batch,
-  of the buffer for messages; `wait_ticket_full`, `wait_ticket_staleness` and `wait_ticket_paused` are held back by
-  `buffer.limit`, by `buffer.max_staleness` and by `rlhfd pause`.
+- Counters and histograms stay exact after a kill of any process, the supervisor included. They never fall while the
+  arena is the same: a start that finds no arena begins at 0, as Prometheus expects.
+- A gauge is removed with the process that wrote it; the time of an event stays. A series is absent, which is not 0,
+  until its process is up.
+- `role` is `supervisor`, `buffer`, `trainer` or `rollout`; `worker` is the rank of a trainer, the number of a rollout
+  worker, and 0 for the other roles. `partition` is always 0.
+- `rlhfd_process_time_seconds_total` holds the time of a process by activity; the activities add up to its wall time
+  since its start. `start` is imports and models. `wait_data` is the wait of a worker for a ticket, of a trainer for a
+  batch, of the buffer for messages. `wait_ticket_full`, `wait_ticket_staleness` and `wait_ticket_paused` are waits of
+  a worker that `buffer.limit`, `buffer.max_staleness` and `rlhfd pause` hold back.
 - Always: `rlhfd_items_sealed_total` = `rlhfd_items_trained_total` + `sum(rlhfd_items_dropped_total)` +
-  `rlhfd_buffer_items{state="ready"}` + `rlhfd_buffer_items{state="leased"}`. All of these are of one moment in each
+  `rlhfd_buffer_items{state="ready"}` + `rlhfd_buffer_items{state="leased"}`. All of these are of one instant in each
   scrape. `rlhfd_items_unaccounted` is the difference.
 """
 

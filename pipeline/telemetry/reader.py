@@ -1,7 +1,7 @@
-"""The instance's metrics as a whole: what every slot of the slab amounts to, and the text that Prometheus scrapes.
+"""The instance's metrics as a whole: the totals of all slots of the slab, and the text that Prometheus scrapes.
 
-The text is written here rather than by prometheus_client: that one takes 10 us a sample, 22 us in OpenMetrics, which
-with 64 workers is 35 ms of the supervisor's loop at every scrape. With the constant part of each line kept it is 1 us.
+The text is written here and not by prometheus_client, which takes 10 us a sample and 22 us in OpenMetrics: with 64
+workers 35 ms of the supervisor's loop per scrape. Here the constant part of each line is cached: 1 us a sample.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _Growing = dict[tuple[str, ...], float | HistogramReading]
 class Reading:
     """Every series that exists at one moment, by family name and label values.
 
-    `books` says where every row is, as the buffer said it last; None before it has.
+    `conservation` is the last block of the buffer; None before the first.
     """
 
     families: Mapping[str, Series]
-    books: Conservation | None = None
+    conservation: Conservation | None = None
 
     def value(self, name: str, /, **labels: str) -> float | None:
-        """Return a counter or gauge, summed over the labels that are not named; None if there is no such series."""
+        """Return a counter or gauge, summed over the labels that are not given; None if there is no such series."""
         found = [value for value in self._named(name, labels) if isinstance(value, float)]
         return math.fsum(found) if found else None
 
     def histogram_mean(self, name: str, /, **labels: str) -> float | None:
-        """Return the mean of all observations, over the labels that are not named; None if there is none."""
+        """Return the mean of all observations, over the labels that are not given; None if there is none."""
         found = [value for value in self._named(name, labels) if isinstance(value, HistogramReading)]
         count = math.fsum(value.count for value in found)
         totals = [value.total for value in found if value.total is not None]
@@ -85,24 +85,25 @@ class MetricsReader:
         info: Labels of the families that never change, by name: rlhfd_build_info, rlhfd_run_info.
 
     Attributes:
-        told: Families that no process counts, by name, each with all its series; whoever keeps them keeps them fresh.
+        external: Families that no slot holds, by name, each with all its series. The caller that sets them updates
+            them.
     """
 
     def __init__(self, slab: MetricsSlab, info: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self._slab = slab
-        self.told: dict[str, Series] = {}
+        self.external: dict[str, Series] = {}
         for name, labels in (info or {}).items():
-            self.told[name] = {tuple(labels[label] for label in BY_NAME[name].labels): 1.0}
+            self.external[name] = {tuple(labels[label] for label in BY_NAME[name].labels): 1.0}
         self._slots_of: dict[str, list[int]] = {}
         for index, slot in enumerate(slab.layout.slots):
             self._slots_of.setdefault(slot.role, []).append(index)
-        # Series that name the slot itself come from it alone; to the others every slot of a role adds.
+        # A series whose labels name the slot comes from that slot alone; all slots of a role add to any other series.
         self._own = [self._places(slot, own=True) for slot in slab.layout.slots]
         self._shared = {role: self._places(SlotName(role), own=False) for role in self._slots_of}
         self._prefixes: dict[str, dict[tuple[str, ...], list[str]]] = {metric.name: {} for metric in METRICS}
 
     def read(self) -> Reading:
-        """Return what all slots amount to, dead processes included."""
+        """Return the totals of all slots, dead processes included."""
         families: dict[str, _Growing] = {metric.name: {} for metric in METRICS}
         columns: dict[tuple[str, tuple[str, ...]], list[list[Sequence[float]]]] = {}
         for role, indices in self._slots_of.items():
@@ -116,10 +117,10 @@ class MetricsReader:
         for (name, labels), parts in columns.items():
             together = parts[0] if len(parts) == 1 else [list(chain(*words)) for words in zip(*parts, strict=True)]
             families[name][labels] = _combine(BY_NAME[name], together)
-        books = self._slab.conservation()
-        for (name, labels), count in (books.samples() if books else {}).items():
+        conservation = self._slab.conservation()
+        for (name, labels), count in (conservation.samples() if conservation else {}).items():
             families[name][labels] = float(count)
-        return Reading({**families, **self.told}, books)
+        return Reading({**families, **self.external}, conservation)
 
     def text(self) -> bytes:
         """Return the exposition in Prometheus' text format 0.0.4."""
@@ -146,7 +147,7 @@ class MetricsReader:
         return lines
 
     def _places(self, slot: SlotName, *, own: bool) -> list[_Place]:
-        """Return the series of a slot that name it, or those that do not."""
+        """Return the series of a slot whose labels name the slot, or the others."""
         itself = {"role": slot.role, "worker": str(slot.worker)}
         places = []
         for metric, labels, start in self._slab.layout.of_role[slot.role].cells:
@@ -157,7 +158,7 @@ class MetricsReader:
         return places
 
     def _read_own(self, index: int, row: Sequence[float], families: dict[str, _Growing]) -> None:
-        """Add the series that name the slot itself; each is one word."""
+        """Add the series whose labels name the slot; each is one word."""
         for metric, labels, words in self._own[index]:
             value = row[words.start]
             if value == value:
@@ -170,28 +171,28 @@ class MetricsReader:
 
 def _histogram_lines(prefixes: Sequence[str], value: HistogramReading) -> list[str]:
     values = list(accumulate(value.buckets))
-    # OpenMetrics wants count and sum together or not at all; the +Inf bucket is the count.
+    # OpenMetrics requires count and sum together or neither; the +Inf bucket is the count.
     if value.total is not None:
         values += [values[-1], value.total]
     return [f"{prefix} {number!r}\n" for prefix, number in zip(prefixes, values, strict=False)]
 
 
 def _present(column: Sequence[float]) -> Sequence[float]:
-    """Return the words that are not absent; mostly that is all of them, and NaN in a sum tells."""
+    """Return the words that are not absent; usually all of them, which their sum shows: it is not NaN."""
     total = sum(column)
     return column if total == total else [word for word in column if word == word]
 
 
 def _combine(metric: Metric, words: Sequence[Sequence[float]]) -> float | HistogramReading:
-    """Return what several slots' words for one series amount to."""
+    """Return the value of one series from the words of several slots."""
     if metric.kind == "histogram":
-        # fsum rounds once, so a total that only grows never falls, whatever the order of its parts. Buckets hold whole
-        # numbers, of which any sum is exact.
+        # fsum rounds once, so a growing total never falls, in any order of its parts. Buckets hold whole numbers, whose
+        # sums are exact.
         total = math.fsum(words[-1])
         return HistogramReading(tuple(map(sum, words[:-1])), total if total >= 0.0 else None)
     if metric.kind == "counter":
         return math.fsum(words[0])
-    # Of several workers' gauges without a worker label the first one's counts: rank 0 speaks for its step.
+    # Of several workers' gauges without a worker label the first counts: rank 0's values stand for the step.
     return max(words[0]) if metric.outlives_writer else words[0][0]
 
 
@@ -204,7 +205,7 @@ def _head(metric: Metric, *, openmetrics: bool) -> str:
 
 
 def _prefixes(metric: Metric, labels: Sequence[str]) -> list[str]:
-    """Return what stands before the value on each line of a series."""
+    """Return the text before the value on each line of a series."""
     pairs = [f'{name}="{_escape(value)}"' for name, value in zip(metric.labels, labels, strict=True)]
     plain = f"{{{','.join(pairs)}}}" if pairs else ""
     if metric.kind != "histogram":
@@ -225,7 +226,7 @@ def _number(value: float) -> str:
 
 
 def build_info() -> dict[str, str]:
-    """Return the labels of rlhfd_build_info from what is installed; torch itself is not imported."""
+    """Return the labels of rlhfd_build_info from package metadata; torch itself is not imported."""
     torch = _version("torch")
     local = torch.partition("+cu")[2]
     packaged = next((found for found in map(_version, _CUDA_PACKAGES) if found), "")
@@ -246,7 +247,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit this code was installed from or is checked out at; nothing if neither can be told."""
+    """Return the commit from which this code was installed or is checked out; empty if neither is known."""
     try:
         origin = json.loads(importlib.metadata.distribution("rlhfd").read_text("direct_url.json") or "{}")
         if "vcs_info" in origin:

@@ -1,4 +1,4 @@
-"""Where the lines of a run go beside the terminal: into systemd's journal, or else into a log file of bounded size."""
+"""The log of a run beside the terminal: in systemd's journal, or else in a log file of bounded size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.telemetry.log import JsonFormatter, TextFormatter
 from pipeline.telemetry.log_file import LogFile
 
 JOURNAL = "journal:"
-"""What the place of a log begins with where it is a unit's journal, and no file."""
+"""Prefix of the place of a log that is a unit's journal and not a file."""
 
 _MOST_FIELDS = 32
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class RunLog(logging.Handler):
-    """Keeps this process's records, and what its children print; a context manager.
+    """Keeps this process's records and its children's output; a context manager.
 
     Attributes:
-        place: Path of the log file, or ``journal:`` and the unit; empty if nothing is kept.
+        place: Path of the log file, or ``journal:`` and the unit; empty if no log is kept.
         is_journal: Whether lines go to the journal.
     """
 
@@ -41,7 +41,7 @@ class RunLog(logging.Handler):
         self._level, self._as_json = daemon.log_level, daemon.log_format == "json"
         self._file: LogFile | None = None
         self._journal: Journal | None = None
-        self._lost_told = 0
+        self._lost_reported = 0
         # Children's lines come from the loop's thread, records from any.
         self._writing = threading.RLock()
         self.place = ""
@@ -59,7 +59,7 @@ class RunLog(logging.Handler):
     def __enter__(self) -> RunLog:
         """Keep the records of this process from here on."""
         if self.is_journal:
-            # Standard error is the journal too: no line twice.
+            # Standard error is the journal too: no line may appear twice.
             logs.configure(self._process, level=self._level, json=self._as_json, stderr=False)
         logging.getLogger().addHandler(self)
         return self
@@ -67,7 +67,7 @@ class RunLog(logging.Handler):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep no more."""
+        """Stop keeping records and close the log."""
         logging.getLogger().removeHandler(self)
         for end in (self._file, self._journal):
             if end is not None:
@@ -75,7 +75,7 @@ class RunLog(logging.Handler):
         self._file = self._journal = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record of this process; where the journal does not take it, standard error gets it."""
+        """Keep a record of this process; if the journal does not accept it, write it to standard error."""
         text = self.format(record)
         if not self.keep(self._process, text, os.getpid()) and self.is_journal:
             with contextlib.suppress(OSError):
@@ -85,26 +85,26 @@ class RunLog(logging.Handler):
         """Keep a line.
 
         Args:
-            process: Who wrote it, such as ``rollout-0``.
-            text: The line, with more lines below it where it is a record with a traceback.
-            pid: The writer's.
+            process: Process that wrote the line, such as ``rollout-0``.
+            text: The line; a record with a traceback has more lines below it.
+            pid: Pid of that process.
 
         Returns:
-            Whether the journal has it, so that it need not be shown on standard error.
+            Whether the journal accepted the line, so that it need not be shown on standard error.
         """
         with self._writing:
             if self._journal is not None:
                 return self._to_journal(self._journal, process, text, pid)
             if self._file is not None and self._file.append(log_lines.stored(text, process, as_json=self._as_json)):
-                self._tell_lost(self._file)
+                self._report_lost(self._file)
             return False
 
     def _to_journal(self, journal: Journal, process: str, text: str, pid: int) -> bool:
         line = log_lines.parse(text, process)
         role, dash, index = process.rpartition("-")
-        told = itertools.islice(line.fields.items(), _MOST_FIELDS)
-        fields = {f"RLHFD_{name.upper()}": value for name, value in told if name.isascii()}
-        # What is ours comes last: a field of a message cannot take its place.
+        first = itertools.islice(line.fields.items(), _MOST_FIELDS)
+        fields = {f"RLHFD_{name.upper()}": value for name, value in first if name.isascii()}
+        # Our own fields come last: a field of a message cannot replace them.
         fields |= {
             "MESSAGE": line.message,
             "PRIORITY": str(log_lines.LEVELS[line.level]),
@@ -119,11 +119,11 @@ class RunLog(logging.Handler):
             fields |= {"RLHFD_LOGGER": line.logger, "RLHFD_EVENT": line.event}
         if not journal.send(fields):
             return False
-        self._tell_lost(journal)
+        self._report_lost(journal)
         return True
 
-    def _tell_lost(self, end: Journal | LogFile) -> None:
-        """Say how many lines are missing, once lines can be kept again."""
-        if missing := end.lost - self._lost_told:
-            self._lost_told = end.lost
+    def _report_lost(self, end: Journal | LogFile) -> None:
+        """Log the number of missing lines, once lines can be kept again."""
+        if missing := end.lost - self._lost_reported:
+            self._lost_reported = end.lost
             log.warning("lines of the log were lost: lines=%d", missing)

@@ -1,13 +1,13 @@
-"""Rollouts kept for people to read: a few a minute, on disk, bounded, whole or not shown.
+"""Rollouts kept for people to read: a few per minute, on disk, bounded; an incomplete one is not shown.
 
     state_dir/samples/rollout-0.samples      one record after another, the newest last
-    state_dir/samples/rollout-0.samples.1    what that file was before it grew to half of its worker's bytes
+    state_dir/samples/rollout-0.samples.1    the previous file, renamed once it had half of its worker's bytes
 
     record   magic (4 bytes), length (4), xxh3-64 of the payload (8), payload: a `Sample` in msgpack
 
-Each worker writes files of its own, a record in one write; nobody waits for anybody. A worker that is killed in a write
-leaves a torn record at the end: readers stop there, and its successor cuts it off before it writes. Nothing is brought
-to disk on purpose, for a crash of the machine may cost what people look at.
+Each worker writes its own files, one write per record; no process waits for another. A worker that is killed during a
+write leaves a torn record at the end: readers stop there, and its successor cuts it off before it writes. Files are not
+flushed to disk: the loss of samples in a crash of the machine is acceptable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OLDER: Final = ".1"
 _HEAD: Final = struct.Struct("<4sIQ")
 _MAGIC: Final = b"smp1"
 _MOST_RECORDS: Final = 512
-"""In a file; its bytes bound it as well."""
+"""Maximum number of records in a file, whose bytes are bounded as well."""
 _MOST_RECORD_BYTES: Final = 16 << 20
 
 
@@ -35,14 +35,14 @@ class SampledResponse(msgspec.Struct, frozen=True):
     """One response, token by token.
 
     Attributes:
-        pieces: Text of each token; a character of several tokens stands at its last one, the others are empty.
-        log_probs: Of each token, at the sampling temperature.
-        log_ratios: Of each token, log-prob less the reference model's; empty without a reference.
-        advantages: Of each token, or one number for the whole response.
-        tokens: Of the whole response; `pieces` may hold fewer of them.
-        stopped: Whether it ended by itself.
-        reward: What the reward functions and the reward model gave, added up.
-        parts: The same by what gave it, where that is known.
+        pieces: Text of each token; a character of several tokens is at the last of them, the others are empty.
+        log_probs: Log-prob of each token, at the sampling temperature.
+        log_ratios: Log-prob of each token minus the reference model's; empty without a reference.
+        advantages: Advantage of each token, or one number for the whole response.
+        tokens: Number of tokens of the whole response; `pieces` may hold fewer of them.
+        stopped: Whether the response ended at a stop sequence.
+        reward: Sum of the scores of the reward functions and the reward model.
+        parts: Scores by function or model, if they are known.
     """
 
     pieces: list[str]
@@ -56,14 +56,14 @@ class SampledResponse(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The responses to one prompt, which GRPO compares with each other; with PPO there is one.
+    """The responses to one prompt: a group with GRPO, a single response with PPO.
 
     Attributes:
-        unix_s: When it was rolled out.
-        position: Of the prompt in the endless sequence.
-        prompt: Its end, if it is long, with what the template put around it.
-        answer: The right one, as JSON, if the prompt has one.
-        group_size: Responses that there were; `responses` may hold fewer.
+        unix_s: Unix time of the rollout.
+        position: Position of the prompt in the endless sequence.
+        prompt: The rendered prompt; of a long one, the end.
+        answer: The right answer as JSON, if the prompt has one.
+        group_size: Number of responses that were generated; `responses` may hold fewer.
     """
 
     unix_s: float
@@ -77,27 +77,22 @@ class Sample(msgspec.Struct, frozen=True):
     group_size: int
     responses: list[SampledResponse]
 
-    @property
-    def best_reward(self) -> float:
-        """The largest reward of the group."""
-        return max((response.reward for response in self.responses), default=float("-inf"))
-
 
 _decoder = msgspec.msgpack.Decoder(Sample)
 
 
 def folder_of(state_dir: Path) -> Path:
-    """Where the samples of a state directory lie."""
+    """Return the folder of the samples of a state directory."""
     return state_dir / "samples"
 
 
 class SampleWriter:
-    """One worker's files, opened where its predecessor left them.
+    """One worker's files, opened at the end that its predecessor left.
 
     Args:
-        folder: Made if it is missing, for its user alone.
+        folder: Folder of the files; made with mode 0700 if it is missing.
         worker: Number of the worker.
-        most_bytes: Most bytes of both files together.
+        most_bytes: Maximum bytes of both files together.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -114,17 +109,17 @@ class SampleWriter:
         os.ftruncate(self._file, self._nbytes)
 
     def write(self, sample: Sample) -> bool:
-        """Keep a sample; return whether it was small enough for that.
+        """Keep a sample; return False if it is too large.
 
         Raises:
-            OSError: If it cannot be written; nothing is left of it then.
+            OSError: If it cannot be written; a partial record is removed.
         """
         payload = msgspec.msgpack.encode(sample)
         record = _HEAD.pack(_MAGIC, len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         if len(record) > min(self._most_bytes, _MOST_RECORD_BYTES):
             return False
         if self._nbytes + len(record) > self._most_bytes or self._records == _MOST_RECORDS:
-            self._turn()
+            self._rotate()
         try:
             written = os.pwrite(self._file, record, self._nbytes)
             if written < len(record):
@@ -143,8 +138,8 @@ class SampleWriter:
     def _open(self) -> int:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
-    def _turn(self) -> None:
-        """Let the older file go, and begin a new one."""
+    def _rotate(self) -> None:
+        """Replace the older file by the present one, and start a new one."""
         os.rename(self._path, f"{self._path}{_OLDER}")
         os.close(self._file)
         self._file = self._open()
@@ -152,26 +147,27 @@ class SampleWriter:
 
 
 class SampleReader:
-    """All workers' samples, those that are there and those that come.
+    """Reads all workers' samples, the existing ones and those that are added later.
 
     Args:
-        folder: Where they lie; it may not be there yet.
-        newest: How many of each worker's are read at first; those before are left out.
+        folder: Folder of the samples; it may not exist yet.
+        newest: Number of each worker's newest samples that the first read returns; older ones are left out.
     """
 
     def __init__(self, folder: Path, *, newest: int = 2 * _MOST_RECORDS) -> None:
         self._folder = folder
         self._newest = newest
-        # By a file's first head: it goes along when the file is renamed, and an inode may come again.
+        # By a file's first record header: it stays the same when the file is renamed, and an inode may be reused.
         self._read_to: dict[bytes, int] = {}
         self._is_first = True
 
     def read(self) -> list[Sample]:
-        """Return what was kept since the last call, the oldest first."""
+        """Return the samples that were added since the last call, the oldest first."""
         found: list[Sample] = []
         seen: dict[bytes, int] = {}
         for name in sorted({path.name.removesuffix(_OLDER) for path in self._folder.glob(f"*{_SUFFIX}*")}):
-            # The newer one first: if it is turned between the two, it is read on, and nothing is left out or doubled.
+            # The newer file first: if it is rotated between the two reads, it is read on, and no sample is left out or
+            # doubled.
             newer, older = (self._new_of(self._folder / f"{name}{end}", seen) for end in ("", _OLDER))
             samples = sorted([*older, *newer], key=lambda sample: sample.unix_s)
             found += samples[-self._newest :] if self._is_first else samples
@@ -192,7 +188,7 @@ class SampleReader:
             wanted = places[-self._newest :] if self._is_first else places
             found: list[Sample] = []
             for at, nbytes in wanted:
-                # Another version may have kept something else.
+                # Another version may have written another structure.
                 with contextlib.suppress(msgspec.MsgspecError):
                     found.append(_decoder.decode(os.pread(file, nbytes, at)[_HEAD.size :]))
             return found
@@ -201,7 +197,7 @@ class SampleReader:
 
 
 def _whole_records(file: int, start: int) -> Iterator[tuple[int, int]]:
-    """Yield place and size of each record from a place on, up to one that is torn, damaged or of another kind."""
+    """Yield offset and size of each record from an offset on, up to one that is torn, damaged or of another kind."""
     while len(head := os.pread(file, _HEAD.size, start)) == _HEAD.size:
         magic, length, digest = _HEAD.unpack(head)
         if magic != _MAGIC or length > _MOST_RECORD_BYTES:

@@ -1,33 +1,33 @@
 """The slab: the metrics of every process of an instance in one shared-memory file, one writer a slot, no lock.
 
     offset 0     header: magic, layout, size, then the slots' names as JSON; padded to a page
-    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, meets f64 (`Progress`)
+    per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, in_collective f64 (`Progress`)
                  activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; see below
                  live         float64 words: counters, histograms and gauges of the process that runs now
                  base 0, 1    the same words, for the processes of this slot that died
-    at the end   conservation: sequence u64, then two halves; the last bit of `sequence` tells the one that counts
+    at the end   conservation: sequence u64, then two halves; the last bit of `sequence` selects the valid half
 
 A word is NaN until a process binds it: such a series is absent, which is not 0. A slot's process counts as live while
-``incarnation > folded >> 1``; the last bit of `folded` tells the base that counts.
+``incarnation > folded >> 1``; the last bit of `folded` selects the valid base.
 
-    step                who, when                              order of stores
+    step                process and time                       order of stores
     begin               supervisor, before it starts a child   live words NaN, then `incarnation` + 1
     write               the child                              one word; a histogram's bucket, then its sum
     fold                supervisor, after it reaped the child  base + live into the other base, then `folded`
     publish_group       the buffer                             the other half, then `sequence` + 1
     enter               the child                              counter of the activity that ends, other half, `turn` + 1
 
-`folded` is one aligned 8-byte store that does two things at once: it turns to the new base and declares the live words
-dead. A supervisor killed before it has folded nothing, killed after it has folded all; whoever folds again counts
-nothing twice. So a counter neither falls nor repeats, whoever is killed. A child killed between the two stores of an
-observation has counted it without adding to the sum.
+`folded` is one aligned 8-byte store with two effects: it selects the new base and marks the live words as dead. A
+supervisor killed before this store has folded nothing; killed after it, everything. A repeated fold counts nothing
+twice. So no counter falls or counts twice after any kill. A child killed between the two stores of an observation has
+counted it without adding to the sum.
 
-Times are CLOCK_MONOTONIC's. What a process does now counts up while it lasts though nobody writes: the half that the
-last bit of `turn` tells stands for ``spent + (now - since)`` seconds of its activity, whatever that counter's own word
-says. So no reader sees a torn change; for a dead process `fold` counts up to the moment it is called, and the next
-supervisor up to the last beat of the one before, which beats after each reading that it shows.
+Times are CLOCK_MONOTONIC's. The present activity counts up without any write: the half that the last bit of `turn`
+selects stands for ``spent + (now - since)`` seconds of its activity, and the counter's own word is ignored. So no
+reader sees a torn change. For a dead process `fold` counts up to the time of its call; the next supervisor counts up to
+the last heartbeat of its predecessor, which writes one after each reading that it shows.
 
-Each process relies on another's stores being seen in the order they were made, as x86-64 has it.
+Each process relies on the store order of x86-64: the stores of another process are seen in the order of their making.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PAGE_BYTES = 4096
 _MAGIC = b"rlhfd-metrics\x00\x00\x02"
 _HEADER = struct.Struct("<16s8sQQ")
 _CONTROL_WORDS = 2 * LINE_WORDS
-_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _MEETS = range(7)
+_INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _IN_COLLECTIVE = range(7)
 _TURN = LINE_WORDS
 _HALF_WORDS = 3
 _GROUP_HALF_WORDS = -(-CONSERVATION_WORDS // LINE_WORDS) * LINE_WORDS
@@ -61,12 +61,12 @@ _READ_ATTEMPTS = 1000
 
 
 class SlabLayout:
-    """Where everything lies in a slab with these slots, in words of 8 bytes.
+    """Offsets of all parts of a slab with these slots, in words of 8 bytes.
 
     Attributes:
-        header: The header's bytes; two slabs can be read alike only if these are equal.
-        control_at: Where each slot's control words begin; its live words and bases follow.
-        group_at: Where the conservation block begins.
+        header: The header's bytes; two slabs have the same layout only if these are equal.
+        control_at: Offset of each slot's control words; its live words and bases follow.
+        group_at: Offset of the conservation block.
         nbytes: Size of the file.
     """
 
@@ -86,10 +86,10 @@ class SlabLayout:
 
     @classmethod
     def of_header(cls, start: bytes) -> SlabLayout:
-        """Return the layout of the slab that starts with these bytes, a page at least.
+        """Return the layout of the slab that starts with these bytes, at least one page.
 
         Raises:
-            LedgerError: If it was made by another version of this code.
+            LedgerError: If another version of this code made the slab.
         """
         magic, _, _, described = _HEADER.unpack_from(start)
         if magic != _MAGIC:
@@ -103,7 +103,7 @@ class SlabLayout:
         return layout
 
     def live(self, index: int) -> slice:
-        """Return the words of the process that runs in this slot."""
+        """Return the words of the live process of this slot."""
         words = self.of_role[self.slots[index].role].words
         start = self.control_at[index] + _CONTROL_WORDS
         return slice(start, start + words)
@@ -120,7 +120,7 @@ class SlabLayout:
         return slice(start, start + CONSERVATION_WORDS)
 
     def _identity(self) -> bytes:
-        """Return a digest of what the words mean: every series of every role, in order."""
+        """Return a digest of the meaning of the words: every series of every role, in order."""
         series = {
             role: [(cell.metric.name, cell.metric.kind, cell.metric.buckets, cell.labels) for cell in layout.cells]
             for role, layout in self.of_role.items()
@@ -140,32 +140,32 @@ class SlotWriter(MetricWriter):
         self._beat_at = self._control_at + _BEAT
 
     def beat(self) -> None:
-        """Note that the work goes on: from the main loop, and from within whatever takes long."""
+        """Write a heartbeat: from the main loop, and from within long work."""
         self._slab.floats[self._beat_at] = time.monotonic()
 
     def work_on(self, number: int = -1, deadline_s: float = 0.0) -> None:
-        """Show the ticket or lease that the process is at, -1 for none, and when it is due."""
+        """Show the ticket or lease in work, -1 for none, and the time at which it is due."""
         self._slab.floats[self._control_at + _DEADLINE] = deadline_s
         self._slab.floats[self._control_at + _WORKING_ON] = float(number)
         self.beat()
 
-    def meet(self, others: bool) -> None:
+    def set_in_collective(self, waits: bool) -> None:
         """Show whether the process waits in a collective for the other ranks."""
-        self._slab.floats[self._control_at + _MEETS] = float(others)
+        self._slab.floats[self._control_at + _IN_COLLECTIVE] = float(waits)
         self.beat()
 
     def enter(self, activity: str, since_ns: int, spent_ns: int) -> None:
-        """Show what the process does from `since_ns` on, and how long it had done that before in all."""
+        """Show the activity from `since_ns` on, and the total time spent on it before."""
         self._slab._show_activity(self._control_at, activity, since_ns, spent_ns)
         self._slab.floats[self._beat_at] = since_ns / 1e9
 
     def started_ns(self) -> int | None:
-        """Return since when the process has existed, if whoever began the slot said so and nothing else was entered."""
+        """Return the start time of the process; None if `begin` set none, or another activity was entered."""
         activity, since_ns, spent_ns = self._slab._activity(self._control_at)
         return since_ns if activity == 1 + ACTIVITIES.index(START) and not spent_ns else None
 
     def publish_group(self, block: Conservation) -> None:
-        """Replace the conservation block as a whole. The buffer alone may; its last block stays when it dies."""
+        """Replace the conservation block as a whole. Only the buffer may; its last block stays when it dies."""
         if self.name.role != BUFFER:
             raise FieldError(f"the conservation block is the buffer's, not the {self.name.role}'s")
         words, layout = self._slab.words, self._slab.layout
@@ -178,7 +178,7 @@ class MetricsSlab:
     """A mapping of the slab's file; owns the mapping, not the file.
 
     Attributes:
-        layout: Where everything lies.
+        layout: Offsets of all parts.
         floats: The file as float64 words.
         words: The file as unsigned 64-bit words.
     """
@@ -193,11 +193,11 @@ class MetricsSlab:
 
     @classmethod
     def create(cls, path: Path, slots: Sequence[SlotName]) -> MetricsSlab:
-        """Make a new slab of mode 0600, all of it absent, in the place of any other.
+        """Make a new slab of mode 0600 with all series absent, in place of any existing one.
 
         Args:
-            path: Where; its folder is ours alone.
-            slots: The processes it has room for, the supervisor first.
+            path: Path of the file; its folder belongs to this instance alone.
+            slots: The processes that have a slot, the supervisor first.
 
         Raises:
             ConfigError: If the file system has no room for it.
@@ -223,7 +223,7 @@ class MetricsSlab:
         """Map an existing slab.
 
         Raises:
-            LedgerError: If the file is no slab, or one of another catalogue.
+            LedgerError: If the file is no slab, or a slab of another catalogue.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -242,9 +242,9 @@ class MetricsSlab:
 
     @classmethod
     def reopen(cls, path: Path, slots: Sequence[SlotName]) -> MetricsSlab:
-        """Return the slab of a supervisor that starts: the one its predecessor left, all counters kept, or a new one.
+        """Return the slab of a starting supervisor: its predecessor's with all counters kept, or a new one.
 
-        None of the processes of that instance may live any more.
+        No process of the predecessor's instance may be alive.
         """
         try:
             slab = cls.attach(path)
@@ -253,19 +253,19 @@ class MetricsSlab:
         if slab.layout.slots != tuple(slots):
             slab.close()
             return cls.create(path, slots)
-        # They ended with their supervisor, whose last beat is the last moment anybody was shown.
+        # All processes ended with their supervisor; its last heartbeat is the time of the last reading that was shown.
         ended_ns = int(slab.progress(*slots[0]).beat_s * 1e9)
         for slot in slab.layout.slots:
             slab.fold(*slot, until_ns=ended_ns)
         return slab
 
     def begin(self, role: str, worker: int = 0, *, activity: str = "") -> int:
-        """Make the slot ready for a new process, folding the last one, and return its incarnation.
+        """Fold the slot's last process, prepare the slot for a new one and return its incarnation.
 
         Args:
             role: The slot's role.
             worker: The slot's number.
-            activity: What the process does from now on, until it has code of its own to say so; nothing if empty.
+            activity: Activity of the process from now on, until its own code enters another one; empty: none.
         """
         self.fold(role, worker)
         index = self._index(role, worker)
@@ -292,12 +292,14 @@ class MetricsSlab:
         return SlotWriter(self, index)
 
     def fold(self, role: str, worker: int = 0, *, until_ns: int | None = None) -> None:
-        """Keep what a dead process has counted; its gauges go. Only after it was reaped; to do it again is harmless.
+        """Add a dead process's counts to the slot's base and remove its gauges.
+
+        Allowed only after the process was reaped; a repeated fold changes nothing.
 
         Args:
             role: The slot's role.
             worker: The slot's number.
-            until_ns: Monotonic time up to which it was at its last activity, None for now.
+            until_ns: Monotonic end of its last activity, None for now.
         """
         index = self._index(role, worker)
         control = self.layout.control_at[index]
@@ -316,27 +318,27 @@ class MetricsSlab:
         return self.words[control + _INCARNATION] > self.words[control + _FOLDED] >> 1
 
     def pid(self, role: str, worker: int = 0) -> int:
-        """Return the pid that writes, 0 before it has attached."""
+        """Return the pid of the writer, 0 before it has attached."""
         return self.words[self.layout.control_at[self._index(role, worker)] + _PID]
 
     def progress(self, role: str, worker: int = 0) -> Progress:
-        """Return what the slot's process is at, or was at when it died, until the slot begins anew."""
+        """Return the progress of the slot's process; after its death the last one, until `begin`."""
         index = self._index(role, worker)
         control = self.layout.control_at[index]
         activity, since_ns, _ = self._activity(control)
-        beat_s, working_on, deadline_s, meets = self.floats[control + _BEAT : control + _MEETS + 1]
+        beat_s, working_on, deadline_s, in_collective = self.floats[control + _BEAT : control + _IN_COLLECTIVE + 1]
         name = ACTIVITIES[activity - 1] if activity else ""
-        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(meets))
+        return Progress(beat_s, name, since_ns / 1e9, int(working_on), deadline_s, bool(in_collective))
 
     def read(self, index: int) -> Sequence[float]:
-        """Return what the slot with this index amounts to, dead processes included; a fold meanwhile does not show."""
+        """Return the totals of the slot with this index, dead processes included; a concurrent fold has no effect."""
         control = self.layout.control_at[index]
         for _ in range(_READ_ATTEMPTS):
             incarnation, folded = self.words[control + _INCARNATION], self.words[control + _FOLDED]
             live = self._live(index, None) if incarnation > folded >> 1 else None
             merge = self._merger(index, folded)
             if (incarnation, folded) == (self.words[control + _INCARNATION], self.words[control + _FOLDED]):
-                # Most slots never died; at 64 workers this saves a fifth of a scrape.
+                # Processes of most slots never died; with 64 workers this saves a fifth of a scrape.
                 return live if live is not None and not folded else merge(live)
         raise DeadlineError(f"metrics slot {index} changed hands during {_READ_ATTEMPTS:,} reads")
 
@@ -372,8 +374,8 @@ class MetricsSlab:
         return index
 
     def _live(self, index: int, until_ns: int | None) -> list[float]:
-        """Return the live words, the activity under way counted up to a time, or to now."""
-        # The clock first: what the process does after this look at it must not count twice.
+        """Return the live words, the present activity counted up to a time, or to now."""
+        # The clock first: time that the process spends after this reading must not count twice.
         until_ns = time.monotonic_ns() if until_ns is None else until_ns
         control = self.layout.control_at[index]
         for _ in range(_READ_ATTEMPTS):
@@ -386,7 +388,7 @@ class MetricsSlab:
             raise DeadlineError(f"metrics slot {index} changed its activity during {_READ_ATTEMPTS:,} reads")
         if activity:
             at = self.layout.of_role[self.layout.slots[index].role].activities[activity - 1]
-            # As the process itself will book it, so that the total never falls by a bit.
+            # The same formula as in the process, so that the total never falls by a bit.
             live[at] = (spent_ns + max(0, until_ns - since_ns)) / 1e9
         return live
 
@@ -401,7 +403,7 @@ class MetricsSlab:
         raise DeadlineError(f"a metrics slot changed its activity during {_READ_ATTEMPTS:,} reads")
 
     def _merger(self, index: int, folded: int) -> Merge:
-        """Return what adds a life to this base; `folded` never has the same value for another one."""
+        """Return the function that adds live words to this base; each base has its own value of `folded`."""
         known = self._mergers.get(index)
         if known is None or known[0] != folded:
             layout = self.layout.of_role[self.layout.slots[index].role]

@@ -1,8 +1,8 @@
-"""Standard output and error that never wait for their reader: ^S on a terminal or a stopped `tee` holds up no loop.
+"""Standard output and error that never wait for their reader: ^S on a terminal or a stopped `tee` blocks no loop.
 
-A thread writes them from a queue. What finds no room there is left out and counted, and once all that waited is written
-a line says how many; the run's log has them all the same. To ask before each write whether it would block is not
-enough: a terminal is called writable that has room for one byte, and a longer write to it then waits.
+A thread writes them from a queue. Text that does not fit into the queue is left out and counted; once the queue is
+empty, a line reports the number. The run's log has these lines all the same. A check before each write whether it would
+block is not enough: a terminal with room for one byte counts as writable, and a longer write to it then waits.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def never_blocking() -> Iterator[None]:
-    """Let writes to standard output and error return at once, whoever reads; regular files stay as they are.
+    """Make writes to standard output and error return at once, also without a reader; regular files stay unchanged.
 
-    At the end whoever reads gets what still waits; where nobody does, the end comes a moment later without.
+    At the end the queued text is written; without a reader it is given up after two seconds.
     """
     before = sys.stdout, sys.stderr
-    outlets: list[NonBlockingStream] = []
-    sys.stdout, sys.stderr = _by_outlet(sys.stdout, outlets), _by_outlet(sys.stderr, outlets)
+    streams: list[NonBlockingStream] = []
+    sys.stdout, sys.stderr = _non_blocking(sys.stdout, streams), _non_blocking(sys.stderr, streams)
     try:
         yield
     finally:
         deadline_s = time.monotonic() + _LAST_LINES_S
-        for outlet in outlets:
-            outlet.finish(deadline_s - time.monotonic())
+        for stream in streams:
+            stream.finish(deadline_s - time.monotonic())
         sys.stdout, sys.stderr = before
 
 
-def _by_outlet(stream: TextIO, outlets: list[NonBlockingStream]) -> TextIO:
-    """Return the way to a stream's place that never blocks; one for both keeps their lines in order, if it is one."""
+def _non_blocking(stream: TextIO, streams: list[NonBlockingStream]) -> TextIO:
+    """Return a non-blocking stream to the same file; two streams of one file share it, which keeps lines in order."""
     try:
-        place = os.fstat(stream.fileno())
+        file = os.fstat(stream.fileno())
     except (AttributeError, OSError, ValueError):  # closed, or none
         return stream
-    if stat.S_ISREG(place.st_mode):
+    if stat.S_ISREG(file.st_mode):
         return stream
-    for outlet in outlets:
-        if os.path.samestat(os.fstat(outlet.fileno()), place):
-            return cast("TextIO", outlet)
-    outlets.append(NonBlockingStream(stream.fileno(), stream.encoding or "utf-8"))
-    return cast("TextIO", outlets[-1])
+    for present in streams:
+        if os.path.samestat(os.fstat(present.fileno()), file):
+            return cast("TextIO", present)
+    streams.append(NonBlockingStream(stream.fileno(), stream.encoding or "utf-8"))
+    return cast("TextIO", streams[-1])
 
 
 class NonBlockingStream(io.TextIOBase):
@@ -68,14 +68,14 @@ class NonBlockingStream(io.TextIOBase):
         self._descriptor = descriptor
         self._encoding = encoding
         self._changed = threading.Condition()
-        # The first one stays here until it is written.
+        # The first text stays here until it is written.
         self._waiting: collections.deque[str] = collections.deque()
         self._waiting_characters = 0
         self._left_out = 0
         self._errno = 0
         self._is_finished = False
-        self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
-        # Signals are the main thread's: where it holds them back, none may get through here.
+        self._thread = threading.Thread(target=self._run, name="stdio", daemon=True)
+        # Signals belong to the main thread: if it blocks them, none may be delivered to this thread.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._thread.start()
@@ -84,26 +84,26 @@ class NonBlockingStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """How text becomes bytes."""
+        """Encoding of the text."""
         return self._encoding
 
     def fileno(self) -> int:
-        """Return the descriptor that is written to."""
+        """Return the descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether that is a terminal."""
+        """Whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """Whether it may be written to."""
+        """Whether the stream can be written to."""
         return True
 
     def write(self, text: str) -> int:
-        """Have text written, whole or not at all; return its length either way.
+        """Queue text, all or nothing; return its length in both cases.
 
         Raises:
-            OSError: If an earlier write has failed: whoever read it is gone.
+            OSError: If an earlier write has failed: the reader is gone.
         """
         with self._changed:
             if self._errno:
@@ -117,7 +117,7 @@ class NonBlockingStream(io.TextIOBase):
         return len(text)
 
     def finish(self, timeout_s: float) -> None:
-        """Take the last text; return when all is written, at `timeout_s` at the latest."""
+        """Accept no more text; return when all is written, at the latest after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._left_out, timeout_s)
             self._is_finished = True
@@ -135,29 +135,29 @@ class NonBlockingStream(io.TextIOBase):
             except OSError as error:
                 self._break_off(error.errno or 0)
                 return
-            self._tell_left_out(self._written())
+            self._report_left_out(self._written())
 
     def _write_all(self, data: bytes) -> None:
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         while data:
             try:
-                # Not by way of a Python file: its lock, held by a thread that waits here, would fail the exit.
+                # Not through a Python file: its lock, held by a thread that waits here, would make the exit fail.
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # somebody else has made it so
+            except BlockingIOError:  # another process has set O_NONBLOCK
                 poll.poll()
 
     def _written(self) -> int:
-        """Take the first text off the queue; return how many were left out, once none waits any more."""
+        """Remove the first text from the queue; return the number of texts left out once the queue is empty, else 0."""
         with self._changed:
             self._waiting_characters -= len(self._waiting.popleft())
             self._changed.notify_all()
             return self._left_out if not self._waiting and not self._is_finished else 0
 
-    def _tell_left_out(self, count: int) -> None:
+    def _report_left_out(self, count: int) -> None:
         if not count:
             return
-        log.warning("output that nobody read in time was left out: lines=%d", count)
+        log.warning("output that was not read in time was left out: lines=%d", count)
         with self._changed:
             self._left_out -= count
             self._changed.notify_all()

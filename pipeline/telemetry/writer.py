@@ -1,7 +1,7 @@
-"""What a process writes its metrics with: handles on the words of its own slot, bound by declared name and labels.
+"""A process's metric handles: each writes words of its own slot, bound by declared name and labels.
 
-Binding is where names are checked; an increment afterwards is one read and one store (about 0.1 us). A handle belongs
-to one thread at a time.
+Binding checks the names; an increment afterwards is one read and one store (about 0.1 us). A handle belongs to one
+thread at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Merge = Callable[[Sequence[float] | None], list[float]]
 
 
 class Cell(NamedTuple):
-    """One series of a slot: where its words begin; `OWN` labels stay open."""
+    """One series of a slot and the offset of its words; `OWN` labels are not filled in."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -31,11 +31,11 @@ class Cell(NamedTuple):
 
 
 class SlotLayout:
-    """The words of a role's slot: first what sums up over incarnations, then what the newest of them says, then gauges.
+    """The words of a role's slot: series summed over incarnations, then event times (the newest counts), then gauges.
 
     Attributes:
-        cells: Every series the role may write.
-        words: float64 words in all, a whole number of cache lines.
+        cells: Every series that the role may write.
+        words: Number of float64 words, a whole number of cache lines.
         activities: Word of the seconds spent on each of `pipeline.telemetry.metrics.ACTIVITIES`.
     """
 
@@ -55,9 +55,9 @@ class SlotLayout:
         self.activities = [cell.start for cell in self.cells if cell.metric.name == "rlhfd_process_time_seconds_total"]
 
     def merge(self, base: Sequence[float], live: Sequence[float] | None) -> list[float]:
-        """Return what a slot amounts to: `base` of its dead processes and `live` of the one that runs, if one does.
+        """Return the totals of a slot: `base` of its dead processes and `live` of the running one, if there is one.
 
-        Rounding is monotone and a fold stores exactly this, so a total never falls, not by the last bit.
+        Rounding is monotone and a fold stores exactly this result, so a total never falls, not even by the last bit.
         """
         summed, newest = self._summed, self._newest
         if live is None:
@@ -67,9 +67,10 @@ class SlotLayout:
         return [*sums, *_latest(base[summed:newest], live[summed:newest]), *live[newest:]]
 
     def merger(self, base: Sequence[float]) -> Merge:
-        """Return ``merge`` with this base, for the many readings until the next fold, in half the time of each.
+        """Return ``merge`` bound to this base, for the many readings until the next fold, at half the time per reading.
 
-        With 64 workers that once died this is most of a scrape: hence no branch a word where all is bound again.
+        With 64 workers that have each died once this is most of a scrape: hence no branch per word if all series are
+        bound again.
         """
         summed, newest = self._summed, self._newest
         present = [at for at in range(summed) if base[at] == base[at]]
@@ -79,7 +80,7 @@ class SlotLayout:
         counted_before, times = itemgetter(*present), base[summed:newest]
 
         def merge(live: Sequence[float] | None) -> list[float]:
-            # NaN in the sum: this life has not bound yet all that an earlier one had.
+            # NaN in the sum: this process has not yet bound all series of an earlier one.
             if live is None or math.isnan(sum(counted_before(live))):
                 return self.merge(base, live)
             return [*map(add, counted, live), *_latest(times, live[summed:newest]), *live[newest:]]
@@ -88,7 +89,7 @@ class SlotLayout:
 
 
 def _latest(dead: Sequence[float], alive: Sequence[float]) -> list[float]:
-    """Return the later of two times, or the one there is, for each pair."""
+    """Return the later of two times for each pair; if one is absent, the other."""
     pairs = zip(dead, alive, strict=True)
     return [new if old != old else old if new != new else max(old, new) for old, new in pairs]
 
@@ -121,10 +122,10 @@ class Counter:
         self._words[self._at] += amount
 
     def set_total(self, total: float) -> None:
-        """Set what this process has counted in all, where something else does the counting.
+        """Set the total of this process, for a count that is kept elsewhere.
 
         Raises:
-            FieldError: If that is less than before.
+            FieldError: If the total is less than before.
         """
         if not self._words[self._at] <= total < math.inf:
             raise FieldError(f"a counter cannot go from {self._words[self._at]} to {total}")
@@ -141,11 +142,11 @@ class Gauge:
         self._at = at
 
     def set(self, value: float) -> None:
-        """Show this value; NaN shows none."""
+        """Set the value; NaN makes the gauge absent."""
         self._words[self._at] = value
 
     def clear(self) -> None:
-        """Show none until the next `set`."""
+        """Make the gauge absent until the next `set`."""
         self._words[self._at] = math.nan
 
 
@@ -153,7 +154,7 @@ class Histogram:
     """A bound histogram.
 
     A negative observation counts in the first bucket and ends the sum for good: a sum that can fall is no counter, and
-    Prometheus would read the fall as a restart. The sum is then -inf, which every later addition keeps.
+    Prometheus would take the fall for a restart. The sum is then -inf, and every later addition keeps it -inf.
     """
 
     __slots__ = ("_at", "_bounds", "_sum_at", "_words")
@@ -165,10 +166,10 @@ class Histogram:
         self._sum_at = at + len(bounds) + 1
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count one finite value, or the same one several times.
+        """Count a finite value, once or several times.
 
         Raises:
-            FieldError: If it is NaN or infinite; rlhfd_nonfinite_total is where such a value is counted.
+            FieldError: If the value is NaN or infinite; rlhfd_nonfinite_total counts such values.
         """
         if not math.isfinite(value):
             raise FieldError(f"{value} is no observation")
@@ -176,7 +177,7 @@ class Histogram:
         self._words[self._sum_at] += value * times if value >= 0.0 else -math.inf
 
     def observe_many(self, values: Iterable[float]) -> None:
-        """Count each of some finite values."""
+        """Count each of the finite values."""
         for value in values:
             self.observe(value)
 
@@ -185,10 +186,10 @@ class MetricWriter:
     """Binds the series of one slot.
 
     Args:
-        name: The process that writes.
-        layout: What a slot of its role holds.
+        name: The writing process.
+        layout: Layout of a slot of its role.
         words: The slab's float64 words.
-        at: Where the slot's live words begin among them.
+        at: Offset of the slot's live words among them.
     """
 
     def __init__(self, name: SlotName, layout: SlotLayout, words: memoryview[float], at: int) -> None:
@@ -198,7 +199,7 @@ class MetricWriter:
         self._live_at = at
 
     def counter(self, name: str, /, **labels: str) -> Counter:
-        """Return the handle of a counter, which shows 0 from now on.
+        """Return the handle of a counter, which is 0 from now on.
 
         Labels that name the writer itself, and labels that have one value only, are left out.
 
@@ -212,7 +213,7 @@ class MetricWriter:
         return Gauge(self._words, self._bind("gauge", name, labels)[1])
 
     def histogram(self, name: str, /, **labels: str) -> Histogram:
-        """Return the handle of a histogram, which shows no observation yet; labels and errors as for `counter`."""
+        """Return the handle of a histogram without observations; labels and errors as for `counter`."""
         cell, at = self._bind("histogram", name, labels)
         return Histogram(self._words, at, cell.metric.buckets)
 

@@ -9,9 +9,10 @@ metrics      a rank's metrics
 optimizer    the step of one model over ranks; the learning rate
 prefetch     batches copied to the device ahead of use
 process      the process of a rank
-resume       the point from which a trainer goes on
-setup        the process that makes the embedded model
-state        the training state beside the weights
-step_stats   one step in numbers
+resume       the point from which a trainer starts
+session      a rank's leases and messages with the buffer
+setup        makes the embedded model: `prepare` and its process
+state        the training state beside the weights; the learner's interface
+step_stats   the statistics of one step
 trainer      a rank's decisions: step, publish, end
 """

@@ -1,4 +1,4 @@
-"""What a loss needs of a batch of experience: checked, on one device, without what teaches nothing, cut to size."""
+"""The inputs of a loss from a batch of experience: checked, on one device, without groups of equal scores, trimmed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class TrainingBatch:
         advantages: ``(B, A)`` float32.
         base_log_probs: ``(B, A)`` float32, of the reference.
         values: ``(B, A)`` float32, of the critic at the rollout.
-        returns: ``(B, A)`` float32, what the critic shall learn.
-        vision: Images and videos of the rows, left where they are until a micro-batch needs them.
+        returns: ``(B, A)`` float32, the targets of the critic.
+        vision: Images and videos of the rows; copied to the device only when a micro-batch needs them.
     """
 
     sequences: Tensor
@@ -49,7 +49,7 @@ class TrainingBatch:
         *,
         needs_reference: bool,
     ) -> Self:
-        """Take what a loss needs of an experience; with GRPO, of groups whose scores differ only.
+        """Return the inputs of a loss from an experience; with GRPO, only of groups whose scores differ.
 
         Raises:
             FieldError: If a field is missing, is a list (a packed batch), marks actions in the padding, or if pixels
@@ -88,9 +88,9 @@ class TrainingBatch:
         return batch if mixed is None else batch._rows(mixed.to(device).bool().nonzero().squeeze(1))
 
     def micro_batches(self, most_rows: int | None) -> Iterator[Self]:
-        """Yield the rows in parts of at most `most_rows`, rows of similar length together, padding cut off.
+        """Yield the rows in parts of at most `most_rows`, rows of similar length together, without common padding.
 
-        Cut off are the columns that are padding in all rows of the part, and what follows the last action. A part
+        A part has neither the columns that are padding in all its rows nor the columns after its last action. A part
         without any action is left out.
         """
         if not len(self.sequences):
@@ -110,7 +110,7 @@ class TrainingBatch:
         first, end = int(actions[0]), int(actions[-1]) + 1
         prompt_columns = self.sequences.shape[1] - self.action_mask.shape[1]
         first_token = int(self.attention_mask.any(dim=0).nonzero()[0])
-        # The column before the first action stays in any case: there stands its distribution.
+        # The column before the first action stays in any case: its logits are the first action's distribution.
         start = min(first_token, prompt_columns + first - 1)
         return self._mapped(lambda column: column[:, start : prompt_columns + end], lambda column: column[:, first:end])
 
@@ -142,4 +142,4 @@ def _check_mask(attention_mask: Tensor, action_mask: Tensor) -> None:
             "the rows must be as many, and the actions fewer than the columns"
         )
     if (action_mask & (attention_mask[:, -num_actions:] == 0)).any():
-        raise FieldError("action_mask marks columns that attention_mask says are padding")
+        raise FieldError("action_mask marks columns that are padding in attention_mask")

@@ -1,9 +1,9 @@
-"""Checkpoints: a folder that `from_pretrained` reads, with all that training goes on from; whole or not there at all.
+"""Checkpoints: a folder that `from_pretrained` reads, with the training state; whole or absent.
 
 step-000070/   the actor, its tokenizer and image processor in Hugging Face's format
     critic/                      with PPO
     trainer_state.safetensors    optimizer moments, float32 copies, progress, random state
-    trainer_state.json           `CheckpointNote`: what it is of, and size and checksum of every other file
+    trainer_state.json           `CheckpointNote`: step and version, and size and checksum of every other file
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class FileNote(msgspec.Struct, frozen=True):
 
 
 class CheckpointNote(msgspec.Struct, frozen=True):
-    """What a checkpoint says about itself; as `Latest`, and more.
+    """The description that a checkpoint holds of itself: the fields of `Latest`, and more.
 
     Attributes:
-        digest: Of all experience trained on, in hexadecimal.
-        fingerprint: Of its weights as published, in hexadecimal.
+        digest: Digest of all experience trained on, in hexadecimal.
+        fingerprint: Fingerprint of the weights as published, in hexadecimal.
         config: The configuration in force.
         written_by: Versions of torch and transformers.
         files: Every other file in the folder.
@@ -70,7 +70,7 @@ class CheckpointNote(msgspec.Struct, frozen=True):
     files: dict[str, FileNote] = {}
 
     def latest(self, folder: Path) -> Latest:
-        """Return the note by which this checkpoint is found."""
+        """Return the record for `latest.json` that names this checkpoint."""
         return Latest(
             self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run,
             self.fingerprint,
@@ -88,24 +88,25 @@ def save_checkpoint(
     keep: int = 0,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write the checkpoint of one step, make it the last, and remove those of its run that are not kept.
+    """Write the checkpoint of one step, record it as the latest, and remove the run's oldest checkpoints.
 
     Args:
-        root: Folder of all checkpoints; made if need be.
-        note: What it is of; `run`, `written_by` and `files` are filled in here.
+        root: Folder of all checkpoints; created if it is missing.
+        note: Description of the checkpoint; `run`, `written_by` and `files` are filled in here.
         actor: A `PreTrainedModel`.
-        tokenizer: Its tokenizer, saved beside it.
-        state: What training goes on from beside the weights.
+        tokenizer: The actor's tokenizer, saved in the same folder.
+        state: The training state beside the weights.
         critic: With PPO, saved in ``critic/`` inside.
-        keep: Checkpoints of a run that stay, this one included; 0 for all.
-        on_progress: Called again and again while bytes are written, read or brought to disk, from a thread too; not
-            where none of them moves.
+        keep: Number of checkpoints of a run to keep, this one included; 0 for all.
+        on_progress: Called repeatedly while bytes are written, read or flushed, from a thread too; not called while
+            no byte moves.
 
     Returns:
-        ``root/step-000150``. A folder of that name from before is replaced once the new one is whole.
+        ``root/step-000150``. An existing folder of that name is replaced once the new one is whole.
 
     Raises:
-        CheckpointError: If it cannot be written; nothing of it is left then, and the last one is the one before.
+        CheckpointError: If the checkpoint cannot be written; nothing of it is left then, and the latest checkpoint is
+            still the previous one.
     """
     target = root / f"step-{note.step:06d}"
     temporary = root / f".{target.name}.{os.getpid()}"
@@ -114,7 +115,7 @@ def save_checkpoint(
         _remove_unfinished(root)
         run = _run_of(root) or secrets.token_hex(4)
         written_by = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-        with _told_of_growth(temporary, on_progress):
+        with _reporting_growth(temporary, on_progress):
             actor.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             if critic is not None:
@@ -126,7 +127,7 @@ def save_checkpoint(
         _put_in_place(temporary, target)
         write_latest(root, note.latest(target))
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(_why_not_written(target, temporary, error)) from error
+        raise CheckpointError(_write_failure(target, temporary, error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if keep:
@@ -135,10 +136,10 @@ def save_checkpoint(
 
 
 def read_note(folder: Path) -> CheckpointNote:
-    """Return what a checkpoint says about itself.
+    """Return the description of a checkpoint.
 
     Raises:
-        CheckpointError: If it says nothing that can be read.
+        CheckpointError: If the description is missing or does not decode.
     """
     try:
         return msgspec.json.decode((folder / _NOTE).read_bytes(), type=CheckpointNote)
@@ -147,10 +148,10 @@ def read_note(folder: Path) -> CheckpointNote:
 
 
 def verify(folder: Path, note: CheckpointNote) -> None:
-    """Read every file of a checkpoint.
+    """Read every file of a checkpoint and compare its size and checksum.
 
     Raises:
-        CheckpointError: If one is missing, of another size, or not what was written.
+        CheckpointError: If a file is missing, has another size, or another checksum.
     """
     for name, written in note.files.items():
         path = folder / name
@@ -165,10 +166,10 @@ def verify(folder: Path, note: CheckpointNote) -> None:
 
 
 def load_state(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Copy a checkpoint's training state into tensors; all of them or, if any does not fit, none.
+    """Copy a checkpoint's training state into tensors: all of them or, if any does not fit, none.
 
     Raises:
-        CheckpointError: If a tensor is missing, too many or of another shape or type.
+        CheckpointError: If a tensor is missing or unexpected, or has another shape or dtype.
     """
     try:
         saved = load_file(folder / _STATE)
@@ -178,10 +179,10 @@ def load_state(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
 
 
 def copy_tensors(saved: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy tensors by name; all of them or, if any does not fit, none.
+    """Copy tensors by name: all of them or, if any does not fit, none.
 
     Raises:
-        CheckpointError: If a tensor is missing, too many or of another shape or type.
+        CheckpointError: If a tensor is missing or unexpected, or has another shape or dtype.
     """
     if odd := saved.keys() ^ into.keys():
         raise CheckpointError(f"{source}: {min(odd)} is {'missing' if min(odd) in into else 'not of this model'}")
@@ -195,17 +196,17 @@ def copy_tensors(saved: Mapping[str, torch.Tensor], into: Mapping[str, torch.Ten
 
 
 def earlier_of_run(root: Path, latest: Latest) -> Iterator[Path]:
-    """Yield the last checkpoint's folder, then those that its run wrote before it, the newest first."""
+    """Yield the latest checkpoint's folder, then the earlier ones of its run, the newest first."""
     yield root / latest.path
     yield from reversed([folder for step, folder in _of_run(root, latest.run) if step < latest.step])
 
 
 def _run_of(root: Path) -> str:
-    """Return which run the last checkpoint is of, "" where nothing says so."""
+    """Return the id of the latest checkpoint's run, "" if it is not recorded."""
     try:
         latest = read_latest(root)
     except ConfigError as error:
-        # Whatever has become of it, the checkpoint that is written now replaces it.
+        # The checkpoint being written replaces this record, whatever its fault.
         log.warning("%s", error)
         return ""
     return "" if latest is None else latest.run
@@ -228,8 +229,8 @@ def _checksum(path: Path, on_progress: Callable[[], None] = lambda: None) -> str
 
 
 @contextlib.contextmanager
-def _told_of_growth(folder: Path, on_progress: Callable[[], None]) -> Iterator[None]:
-    """Call `on_progress` whenever the files in a folder have grown: one of them may take minutes, in a single call."""
+def _reporting_growth(folder: Path, on_progress: Callable[[], None]) -> Iterator[None]:
+    """Call `on_progress` whenever the files in a folder have grown: one file may take minutes in a single call."""
     done = threading.Event()
 
     def watch() -> None:
@@ -249,10 +250,10 @@ def _told_of_growth(folder: Path, on_progress: Callable[[], None]) -> Iterator[N
 
 
 def _written_bytes(folder: Path) -> int:
-    """Return what the files take on disk: safetensors gives them their whole length before the first byte."""
+    """Return the bytes of the files on disk, by blocks: safetensors sets their whole length before the first byte."""
     blocks = 0
     for path in folder.rglob("*"):
-        # It is written under another name first.
+        # A file is written under another name first.
         with contextlib.suppress(FileNotFoundError):
             blocks += path.stat().st_blocks
     return 512 * blocks
@@ -268,7 +269,7 @@ def _flush(folder: Path, on_progress: Callable[[], None]) -> None:
 
 
 def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
-    """Bring a large file to disk a piece at a time: nothing can be told of one call that takes minutes."""
+    """Flush a large file in pieces: a single call may take minutes without reporting progress."""
     nbytes = path.stat().st_size
     if nbytes <= _FLUSH_BYTES:
         return
@@ -279,7 +280,10 @@ def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Two renames where a folder of that name is replaced; between them the one before is the last whole one."""
+    """Rename the folder into place; replacing a folder takes two renames.
+
+    Between the two renames the previous checkpoint is the newest whole one.
+    """
     replaced = target.with_name(f".{target.name}.replaced.{os.getpid()}")
     if target.exists():
         target.rename(replaced)
@@ -289,7 +293,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _remove_unfinished(root: Path) -> None:
-    """Remove what killed processes left half-written."""
+    """Remove the half-written folders of killed processes."""
     for folder in root.glob(".step-*"):
         pid = folder.name.rpartition(".")[2]
         if pid.isdecimal() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
@@ -306,7 +310,7 @@ def _of_run(root: Path, run: str) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint of a run, the oldest first."""
     found = []
     for folder in root.glob("step-*"):
-        # One that cannot be read is nobody's: it is neither taken nor removed.
+        # A checkpoint without a readable description belongs to no run: it is neither used nor removed.
         with contextlib.suppress(CheckpointError):
             note = read_note(folder)
             if note.run == run:
@@ -314,7 +318,7 @@ def _of_run(root: Path, run: str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _why_not_written(target: Path, temporary: Path, error: Exception) -> str:
+def _write_failure(target: Path, temporary: Path, error: Exception) -> str:
     written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
     place = next((folder for folder in target.parents if folder.is_dir()), Path("/"))
     return (

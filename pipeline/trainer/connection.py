@@ -1,28 +1,24 @@
-"""The trainer's side: a connection to a running daemon that yields batches of experience and publishes weights.
+"""The trainer's connection to a running daemon: it yields batches of experience and publishes weights.
 
     with pipeline.connect("run/rlhfd", rank=0, world_size=1) as daemon:
         for experience in daemon.experiences(device="cuda:0"):
             loss = ...
             daemon.publish(actor=model.state_dict())
 
-A batch is leased, not given: it counts as trained when the next one is asked for, or when weights that include it are
-published, which is one store in shared memory. One that was neither when its trainer died is delivered again.
+A batch is leased: it counts as trained when the next batch is requested, or when weights that include it are published,
+which is one store in shared memory. If its trainer dies before both, the batch is delivered again.
 """
 
 from __future__ import annotations
 
-import collections
 import fcntl
-import logging
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from pipeline.errors import ConfigError, DeadlineError, UnreachableError
@@ -31,28 +27,24 @@ from pipeline.models.lora import without_peft_names
 from pipeline.models.weights.pinned import PinnedMemory, pin_arena
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime.lock import find
-from pipeline.runtime.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer_name
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import Probe, WeightsVersion
-from pipeline.trainer.prefetch import Staging
+from pipeline.trainer.prefetch import Prefetcher
+from pipeline.trainer.session import BufferSession, Receiver
 
 _CONNECT_TIMEOUT_S = 30.0
-_HELLO_AGAIN_S = 1.0
-_ACKS_KEPT = 256
-
-log = logging.getLogger(__name__)
-
-
-class Receiver(Protocol):
-    """Where a role's messages come from: a mailbox, or a queue when all roles share one process."""
-
-    def receive(self, timeout_s: float) -> list[Message]:
-        """Return what has come, waiting up to `timeout_s` for the first message."""
 
 
 class Batch(NamedTuple):
-    """A leased batch: its rows, its lease, the policy version that is trained on it, and `Lease.position`."""
+    """A leased batch.
+
+    Args:
+        experience: The rows, left-padded; ``info["policy_version"]`` is ``(B,)`` int64.
+        lease: The lease's number.
+        for_version: The policy version that is trained on the batch.
+        position: Every prompt before this position is trained, dropped, or in a lease up to this one.
+    """
 
     experience: Experience
     lease: int
@@ -61,7 +53,7 @@ class Batch(NamedTuple):
 
 
 class Connection:
-    """One trainer rank's link to the daemon. Not thread-safe; close it, or use it as a context manager."""
+    """One trainer rank's connection to the daemon. Not thread-safe; close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -77,61 +69,57 @@ class Connection:
         copy_ahead: bool | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Introduce this rank to the buffer; `connect` is the usual way here.
+        """Send this rank's hello to the buffer; users call `connect`.
 
         Args:
             arena: Mapped with its payload.
             weights_path: File of the published weights, made by the first `publish`.
-            receiver: This rank's mail.
-            sender: To the buffer.
+            receiver: This rank's messages from the buffer.
+            sender: Sends to the buffer.
             rank: This rank.
-            world_size: Ranks in all, as in the daemon's configuration.
-            prefetch: Batches leased ahead, the one in hand included.
-            verify_checksum: Whether each extent's checksum is looked at before its rows are used.
-            copy_ahead: Whether the next batch is copied while one is trained; None for on a card.
+            world_size: Number of ranks, as in the daemon's configuration.
+            prefetch: Batches leased ahead, including the batch in hand.
+            verify_checksum: Whether each extent's checksum is verified before its rows are used.
+            copy_ahead: Whether the next batch is copied while the current one is trained; None for yes on a GPU only.
             on_close: Called once by `close`.
         """
         self.rank = rank
         self.world_size = world_size
-        self.draining = False
-        self.deliveries_repeated = 0
         self._arena = arena
         self._versions = PolicyVersions(weights_path)
-        self._receiver = receiver
-        self._sender = sender
-        self._prefetch = prefetch
-        self._staging = Staging(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
+        self._prefetcher = Prefetcher(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
         self._on_close = on_close
-        self._incarnation = random.getrandbits(62)
-        self._buffer_incarnation: int | None = None
-        self._leases: collections.deque[Lease] = collections.deque()
-        self._newest_lease = -1
-        self._in_hand: list[int] = []
-        self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
-        self._published: Published | None = None
-        self._damaged: Damaged | None = None
-        self._trained_through = 0
         self._closed = False
         self._pinned: PinnedMemory | None = None
-        if rank == 0 and (newest := self.newest()) is not None:
-            # Before the first hello: what a dead trainer published includes leases it never acknowledged.
-            self._trained_through = newest.trained_through
-            self._announce(newest)
-        self._send(self._hello())
+        self._session = BufferSession(
+            receiver, sender, rank=rank, world_size=world_size, prefetch=prefetch,
+            newest=self.newest() if rank == 0 else None,
+        )  # fmt: skip
+
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon drains: no further batch is taken."""
+        return self._session.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._session.draining = draining
+
+    @property
+    def deliveries_repeated(self) -> int:
+        """Leases received that were delivered to a trainer before."""
+        return self._session.deliveries_repeated
 
     def meet_buffer(self, timeout_s: float) -> bool:
-        """Wait for the buffer's welcome, asking for it again and again; return whether it came in time.
+        """Wait for the buffer's answer to this connection's hello, which is repeated.
 
-        Mail goes to a rank, not to a connection: a welcome on its way while another connection of this rank closes is
-        lost with that one's socket. The buffer answers a name once, so each hello has a name of its own.
+        Args:
+            timeout_s: Longest wait, in seconds.
+
+        Returns:
+            Whether the buffer answered in time.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while self._buffer_incarnation is None and (left_s := deadline_s - time.monotonic()) > 0:
-            self.receive(min(left_s, _HELLO_AGAIN_S))
-            if self._buffer_incarnation is None:
-                self._incarnation = random.getrandbits(62)
-                self._send(self._hello())
-        return self._buffer_incarnation is not None
+        return self._session.await_buffer(timeout_s)
 
     # Batches.
 
@@ -140,24 +128,31 @@ class Connection:
     ) -> Iterator[Experience]:
         """Yield batches of `sample_batch_size` rows until the daemon drains.
 
-        Each batch counts as trained when the next is asked for, or at `publish`.
+        Each batch counts as trained when the next one is requested, or at `publish`.
 
         Args:
-            device: Where the tensors go; a CUDA device is fed from page-locked memory.
-            timeout_s: Longest wait for one batch, None for no end.
+            device: Device of the tensors; a CUDA device is fed from page-locked memory.
+            timeout_s: Longest wait for one batch, in seconds; None for no limit.
 
         Raises:
-            DeadlineError: If no batch came in time.
+            DeadlineError: If no batch arrives in time.
         """
         while (batch := self.take(timeout_s=timeout_s, device=device)) is not None:
             yield batch.experience
             self.acknowledge()
 
     def take(self, *, timeout_s: float | None, device: str | torch.device = "cpu") -> Batch | None:
-        """Return the next batch, None once the daemon drains.
+        """Acknowledge the batches in hand and wait for the next batch.
+
+        Args:
+            timeout_s: Longest wait, in seconds; None for no limit.
+            device: Device of the tensors; a CUDA device is fed from page-locked memory.
+
+        Returns:
+            The batch; None once the daemon drains.
 
         Raises:
-            DeadlineError: If `timeout_s` passed without one.
+            DeadlineError: If no batch arrives within `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.acknowledge()
@@ -171,42 +166,53 @@ class Connection:
         return None
 
     def poll(self, *, device: str | torch.device = "cpu") -> Batch | None:
-        """Return the next batch if it is here."""
-        if self.draining or not self._leases:
+        """Take the next batch without waiting; a damaged batch is handed back.
+
+        Args:
+            device: Device of the tensors; a CUDA device is fed from page-locked memory.
+
+        Returns:
+            The batch; None if no batch is leased, the leased one is damaged, or the daemon drains.
+        """
+        if self._session.next_lease is None:
             return None
-        lease, device = self._leases.popleft(), torch.device(device)
-        staged = self._staging.take(lease, device)
-        if staged.experience is None:
-            self._refuse(lease, staged.damaged)
+        lease, device = self._session.take(), torch.device(device)
+        fetched = self._prefetcher.take(lease, device)
+        if fetched.experience is None:
+            self._prefetcher.discard()
+            self._session.refuse(lease, fetched.damaged)
             return None
-        self._in_hand.append(lease.lease)
-        if self._staging.wants_next(device):
-            # What came meanwhile: the next batch is on its way while this one is trained.
+        self._session.hold(lease)
+        if self._prefetcher.wants_next(device):
+            # Leases that arrived meanwhile: the next batch is copied while this one is trained.
             self.receive(0.0)
-            if self._leases and not self.draining:
-                self._staging.begin(self._leases[0], device)
-        return Batch(staged.experience, lease.lease, lease.for_version, lease.position)
+            if (following := self._session.next_lease) is not None:
+                self._prefetcher.begin(following, device)
+        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position)
 
     def acknowledge(self) -> None:
-        """Count the batches in hand as trained; without one, do nothing."""
-        for lease in self._in_hand:
-            self._acks.append(lease)
-            self._send(Ack(trainer_name(self.rank), lease))
-        self._in_hand.clear()
+        """Count the batches in hand as trained; without a batch in hand, do nothing."""
+        self._session.acknowledge()
 
     def settle(self) -> None:
         """Leave the batches in hand to the version that rank 0 publishes next; that version counts them as trained."""
-        self._in_hand.clear()
+        self._session.settle()
 
     def hand_back(self, batches: int) -> None:
-        """Hand back the last batches taken, which no step was made with; their rows are ready again."""
-        for _ in range(batches):
-            self._send(Release(trainer_name(self.rank), self._in_hand.pop(), self._incarnation))
+        """Hand back the last batches taken, which no step has used; their rows are ready again.
+
+        Args:
+            batches: Number of batches.
+        """
+        self._session.hand_back(batches)
 
     def receive(self, timeout_s: float) -> None:
-        """Take note of what the buffer says, waiting up to `timeout_s` for it."""
-        for message in self._receiver.receive(timeout_s):
-            self._handle(message)
+        """Handle the buffer's messages.
+
+        Args:
+            timeout_s: Longest wait for the first message, in seconds.
+        """
+        self._session.receive(timeout_s)
 
     # Weights.
 
@@ -216,19 +222,36 @@ class Connection:
         return self._versions.nbytes
 
     def newest(self) -> WeightsVersion | None:
-        """Return the version published last, by this trainer or the one before it; None before the first."""
+        """Return the newest published version, of this trainer or its predecessor; None before the first publish."""
         return self._versions.newest()
 
     def restore(self, **models: Mapping[str, torch.Tensor]) -> WeightsVersion:
-        """Copy the newest published weights into state dicts, as a trainer does that takes a dead one's place.
+        """Copy the newest published weights into state dicts, as the successor of a dead trainer does.
+
+        Args:
+            models: The state dict of each model to fill, ``actor`` and ``critic`` by name, on any device.
+
+        Returns:
+            The version of the weights.
 
         Raises:
-            WeightsError: If there are none, or they are another model's.
+            WeightsError: If no weights are published, or they are of another model.
         """
         return self._versions.restore(models)
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
-        """Copy the `training` tensors that were published with a version; return whether they were there."""
+        """Copy the `training` tensors that were published with a version.
+
+        Args:
+            version: The version, from `newest`.
+            into: Tensors to fill, by name, on any device.
+
+        Returns:
+            Whether the version has training tensors of these names, shapes and dtypes.
+
+        Raises:
+            WeightsError: If the tensors are damaged; the contents of `into` are then undefined.
+        """
         return self._versions.restore_training(version, into)
 
     def publish(
@@ -242,65 +265,68 @@ class Connection:
         position: int = -1,
         probe: Probe | None = None,
     ) -> WeightsVersion:
-        """Publish weights as the next policy version; they include the batches in hand, which count as trained by it.
+        """Publish weights as the next policy version; it includes the batches in hand and counts them as trained.
 
         Args:
             actor: The policy's state dict, on any device, under Hugging Face's names. With `model.lora_rank`, of the
                 adapters alone, under those names or peft's (`get_peft_model_state_dict`).
-            critic: The critic's, with PPO.
-            training: Optimizer moments and whatever else training goes on from, for `restore_training`; dropped with
-                a warning where shared memory has no room for it.
-            version: The version's number, None for one more than the newest.
-            rollback: Whether these weights are older than the newest. All batches leased before are void then; on
-                several ranks each calls `start_over` next.
-            position: Of a rollback, the first prompt that may be missing from these weights: from there on prompts
-                are issued again, unless their experience is still held. With -1 only those whose experience is
-                dropped are.
-            probe: What a model with these weights answers to the probe (`pipeline.models.weights.probe`).
+            critic: The critic's state dict, with PPO.
+            training: The training state for `restore_training`, as the optimizer's moments; dropped with a warning if
+                shared memory has no room for it.
+            version: The version's number; None for the newest version's number plus 1.
+            rollback: Whether these weights are older than the newest. All earlier leases are then void; on several
+                ranks each other rank calls `start_over` next.
+            position: With `rollback`, the first prompt that may be missing from these weights: prompts from there on
+                are issued again, unless their experience is still held. With -1 only prompts whose experience is
+                dropped are issued again.
+            probe: The answer of a model with these weights to the probe (`pipeline.models.weights.probe`).
+
+        Returns:
+            The published version.
 
         Raises:
             ConfigError: If shared memory has no room for the weights.
             UnreachableError: If the daemon has ended.
-            WeightsError: If the tensors are not those of the first publish, or the version is not new.
+            WeightsError: If the tensors differ from the first publish in name, shape or dtype, or the version is not
+                new.
         """
         if version is None:
             newest = self.newest()
             version = 1 if newest is None else newest.version + 1
-        if taken := [*self._acks, *self._in_hand]:
-            # Ranks step together: what rank 0 has of a round, each other rank has too.
-            self._trained_through = (taken[-1] // self.world_size + 1) * self.world_size
         published = self._versions.publish(
             version,
             {"actor": without_peft_names(actor), "critic": critic},
             training,
-            trained_through=self._trained_through,
+            trained_through=self._session.trained_through(),
             rollback=rollback,
             position=position,
             probe=probe,
         )
-        self._in_hand.clear()
+        self._session.settle()
         if rollback:
             self.start_over(published)
         else:
-            self._announce(published)
+            self._session.announce(published)
         return published
 
     def start_over(self, published: WeightsVersion) -> None:
-        """Begin anew from a rollback: whatever was leased to this rank is void, and none of it is accepted any more.
+        """Void every lease of this rank after a rollback; `publish` with `rollback` includes it on its own rank.
 
-        The rollback is said before the hello, by every rank, for one rank's hello may overtake another's rollback.
+        Args:
+            published: The version of the rollback, from `newest`.
         """
-        self._incarnation = random.getrandbits(62)
-        self._forget_leases()
-        self._in_hand.clear()
-        self._acks.clear()
-        self._newest_lease = -1
-        self._announce(published)
-        self._send(self._hello())
-        self._send(Credit(trainer_name(self.rank), self._incarnation, self._prefetch))
+        self._prefetcher.discard()
+        self._session.start_over(published)
 
     def pin(self, device: torch.device) -> int:
-        """Page-lock the arena for copies to a card; return how many bytes of it are, 0 where there is no card."""
+        """Page-lock the arena for copies to a GPU.
+
+        Args:
+            device: The GPU; another device locks nothing.
+
+        Returns:
+            Number of page-locked bytes; 0 without a GPU.
+        """
         if self._pinned is None:
             self._pinned = pin_arena(self._arena, device)
         return 0 if self._pinned is None else self._pinned.nbytes
@@ -308,15 +334,12 @@ class Connection:
     # The end.
 
     def close(self) -> None:
-        """Hand back what is leased and not trained, then disconnect."""
+        """Hand back the leases that are not trained, then disconnect."""
         if self._closed:
             return
         self._closed = True
-        self._staging.close()
-        # First: what is handed back must not come again.
-        self._send(Credit(trainer_name(self.rank), self._incarnation, 0))
-        for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
-            self._send(Release(trainer_name(self.rank), lease, self._incarnation))
+        self._prefetcher.close()
+        self._session.close()
         self._versions.close()
         if self._pinned is not None:
             self._pinned.close()
@@ -328,68 +351,8 @@ class Connection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A batch that was in hand when its step failed is not trained: `close` hands it back.
+        # If a step fails, its batch in hand is not trained: `close` hands it back.
         self.close()
-
-    # Messages.
-
-    def _send(self, message: Message) -> None:
-        self._sender.send(message)
-
-    def _announce(self, version: WeightsVersion) -> None:
-        self._published = Published(
-            version.version, version.fingerprint, version.trained_through, version.rollback, version.position
-        )
-        self._send(self._published)
-
-    def _hello(self) -> Hello:
-        held = [*self._in_hand, *(lease.lease for lease in self._leases)]
-        return Hello(trainer_name(self.rank), self._incarnation, held, self._newest_lease < 0, os.getpid())
-
-    def _handle(self, message: Message) -> None:
-        match message:
-            case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
-                self._meet(incarnation)
-            case Lease(to=self._incarnation, lease=lease) if lease > self._newest_lease:
-                # Leases come in order; one that came before was sent again by a buffer that could not know.
-                self._newest_lease = lease
-                self.deliveries_repeated += message.deliveries > 1
-                self._damaged = None
-                self._leases.append(message)
-            case Drain():
-                self.draining = True
-
-    def _meet(self, incarnation: int) -> None:
-        if self._buffer_incarnation is not None:
-            log.debug("the buffer was restarted, telling it what it may have missed")
-            # What the dead one sent and is still unread, this one may give to others, or other rows under that number.
-            self._incarnation = random.getrandbits(62)
-            for lease in self._acks:
-                self._send(Ack(trainer_name(self.rank), lease))
-            if self._published is not None:
-                self._send(self._published)
-            if self._damaged is not None:
-                self._damaged = msgspec.structs.replace(self._damaged, incarnation=self._incarnation)
-                self._send(self._damaged)
-        self._buffer_incarnation = incarnation
-        self._send(self._hello())
-        self._send(Credit(trainer_name(self.rank), self._incarnation, self._prefetch))
-
-    def _refuse(self, lease: Lease, damaged: dict[int, str]) -> None:
-        """Tell the buffer which parts of a batch are damaged."""
-        reason = next(iter(damaged.values()))
-        log.error("damaged batch handed back: lease=%d tickets=%s: %s", lease.lease, [*damaged], reason)
-        # What was leased behind it comes again under the same numbers, with other rows: mail to the name that this
-        # rank had until now is void, and numbers are taken from the damaged one on.
-        self._forget_leases()
-        self._incarnation = random.getrandbits(62)
-        self._newest_lease = lease.lease - 1
-        self._damaged = Damaged(trainer_name(self.rank), lease.lease, [*damaged], reason, self._incarnation)
-        self._send(self._damaged)
-
-    def _forget_leases(self) -> None:
-        self._staging.forget()
-        self._leases.clear()
 
 
 def connect(
@@ -398,18 +361,18 @@ def connect(
     """Connect a trainer rank to the daemon that serves `runtime_dir`.
 
     Args:
-        runtime_dir: As configured under ``daemon.runtime_dir``.
+        runtime_dir: The daemon's ``daemon.runtime_dir``.
         rank: This process's rank; each rank connects once.
-        world_size: Ranks in all, as configured under ``trainer.world_size``.
-        prefetch: Batches leased ahead.
+        world_size: Number of ranks, as configured under ``trainer.world_size``.
+        prefetch: Batches leased ahead, including the batch in hand.
 
     Returns:
-        The rank's link to the daemon: batches of experience come from it, new weights go to it. Close it.
+        The rank's connection: it yields batches of experience and publishes weights. The caller closes it.
 
     Raises:
-        NotRunningError: If no daemon serves it.
-        UnreachableError: If the daemon's buffer does not answer.
-        ConfigError: If the rank is taken, or the daemon was configured for another world size.
+        NotRunningError: If no daemon serves `runtime_dir`.
+        UnreachableError: If the daemon's buffer does not answer within 30 s.
+        ConfigError: If the rank is connected already, or the daemon is configured for another world size.
     """
     record = find(Path(runtime_dir))
     if record.world_size != world_size or not 0 <= rank < world_size:
@@ -431,7 +394,7 @@ def open_connection(
     verify_checksum: bool = True,
     traffic: Traffic | None = None,
 ) -> Connection:
-    """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`; `traffic` counts what is said."""
+    """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`; `traffic` counts the messages."""
     lock = _lock_rank(folder, rank)
     arena = Arena(folder / "arena")
     arena.populate()

@@ -1,11 +1,11 @@
 """The learner: one optimizer step of PPO or GRPO from batches of experience, on one rank or on several.
 
-Every mean in a loss is taken over all actions of the step - of all its batches, micro-batches and ranks - by counting
-them first. So the step does not depend, but for rounding, on how its rows are cut and over how many ranks they lie.
+Every mean in a loss is taken over all actions of the step: those of all its batches, micro-batches and ranks are
+counted first. So the step does not depend, except for rounding, on micro-batches or on the number of ranks.
 
     PPO   clipped policy and value losses, advantages whitened over the step; critic alone in the first steps
-    GRPO  clipped policy loss, one advantage a response, plus kl_coef x k3 KL to the reference; groups in which every
-          response scored the same teach nothing and are left out, of the forward pass too
+    GRPO  clipped policy loss, one advantage a response, plus kl_coef x k3 KL to the reference; groups with equal scores
+          have no gradient and are left out, of the forward pass too
 
 The means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (GRPO's paper).
 """
@@ -29,11 +29,11 @@ from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio
 from pipeline.trainer.step_stats import Counts, Observed, StepStats, Stopwatch, Sums, count, stddev, where_nonfinite
 
 _CPU_MICRO_BATCH_ROWS = 48
-"""On a CPU parts of so many rows are a third faster than the whole batch: less padding, and they stay in the cache."""
+"""On a CPU parts of 48 rows are a third faster than the whole batch: less padding, and they stay in the cache."""
 
 
 class TrainerSettings(Protocol):
-    """What the learner reads of `pipeline.config.schema.TrainerConfig`."""
+    """The fields of `pipeline.config.schema.TrainerConfig` that the learner reads."""
 
     learning_rate: float
     critic_learning_rate: float
@@ -72,18 +72,19 @@ class Learner:
         process_group: dist.ProcessGroup | None = None,
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """Take over the models; on several ranks, the weights of the group's first.
+        """Take over the models; on several ranks, copy the weights from the group's first rank.
 
         Args:
             trainer: Learning rates, clips and schedule.
             algorithm: "ppo" or "grpo".
-            actor: The policy; called as `pipeline.models.log_probs.action_log_probs` does.
-            critic: The value model of PPO; called as `pipeline.models.log_probs.action_values` does.
-            temperature: The sampling temperature, at which log-probs are taken.
+            actor: The policy; called by `pipeline.models.log_probs.action_log_probs`.
+            critic: The value model of PPO; called by `pipeline.models.log_probs.action_values`.
+            temperature: The sampling temperature; log-probs are computed at this temperature.
             kl_coef: Weight of the k3 KL to the reference in the loss.
-            step: Updates done before, where training goes on.
+            step: Updates done before, if training resumes.
             process_group: The ranks that take each step together; None for this process alone.
-            on_phase: Called as each "forward", "backward", "reduce" and "optimizer" begins, micro-batch by micro-batch.
+            on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase, for each
+                micro-batch.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -119,15 +120,15 @@ class Learner:
         ]
 
     def update(self, experiences: Sequence[Experience]) -> StepStats:
-        """Take one optimizer step over all rows of all batches; a step that saw NaN or infinity changes no weight.
+        """Take one optimizer step over all rows of all batches; a step with NaN or infinity changes no weight.
 
-        `step` advances in any case: who waits for the next version must not wait for ever.
+        `step` advances in any case, so that the next version is published and nothing waits for it without end.
 
         Args:
-            experiences: Batches, padded on whichever side; what the maker of the same algorithm wrote.
+            experiences: Batches, padded on either side, written by the maker of the same algorithm.
 
         Returns:
-            The step in numbers.
+            The statistics of the step.
 
         Raises:
             FieldError: If a field that the algorithm needs is missing, or actions are marked in the padding.
@@ -183,9 +184,9 @@ class Learner:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a step changes beside the weights, live and by name: the optimizers' tensors.
+        """Return the optimizers' tensors by name, live: all that a step changes beside the weights.
 
-        With them, the weights and `step`, another learner of the same models goes on from here bit for bit.
+        With them, the weights and `step`, another learner of the same models continues from here bit for bit.
         """
         return {
             f"{model}.{name}": tensor
@@ -194,7 +195,7 @@ class Learner:
         }
 
     def _learning_rate_ratios(self) -> list[float]:
-        """Share of its largest learning rate for each model in the step that comes; 0 where it is not trained yet."""
+        """Return, for each model, the ratio of the next step's learning rate to the largest; 0 if not trained yet."""
         trainer = self._trainer
         first_steps = [0] if self._critic is None else [trainer.critic_warmup_steps, 0]
         return [
@@ -212,7 +213,7 @@ class Learner:
     def _accumulate(
         self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run every micro-batch forward and backward; return this rank's sums and its rows' importance ratios."""
+        """Run every micro-batch forward and backward; return this rank's sums and the importance ratios of its rows."""
         sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self._device)
         row_ratios: list[Tensor] = []
         for batch in batches:

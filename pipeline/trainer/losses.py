@@ -1,8 +1,8 @@
-"""Losses of PPO and GRPO over action tokens, as formulas over tensors; what lies outside a mask never counts.
+"""Losses of PPO and GRPO over action tokens, as formulas over tensors; elements outside a mask never count.
 
-Every loss is the mean over the masked actions of the batch. Where that batch is only a part of what one optimizer step
-sees, `denominator` is the number of actions in all of it: then the losses of the parts, and their gradients, add up to
-those of the whole. The estimator of the KL is `pipeline.experience.advantages.k3_kl`.
+Every loss is the mean over the masked actions of the batch. If the batch is one part of an optimizer step,
+`denominator` is the number of actions in the whole step: then the losses of the parts, and their gradients, add up to
+those of the step. The estimator of the KL is `pipeline.experience.advantages.k3_kl`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from pipeline.errors import ShapeError
 
 _MAX_LOG_RATIO = 20.0
-"""exp of it, 5e8, is so far outside every clip range that a larger ratio would change nothing but overflow."""
+"""exp(20) = 5e8 is far outside every clip range; without the clamp a larger ratio would only overflow."""
 
 _VARIANCE_EPS = 1e-8
 
 
 class PolicyLoss(NamedTuple):
-    """What `policy_loss` returns.
+    """The result of `policy_loss`.
 
-    Attributes:
+    Args:
         loss: Scalar, differentiable.
         ratios: ``(B, A)`` float32, the importance ratios, without gradient; 1 outside the mask.
-        clipped: ``(B, A)`` bool, the actions whose gradient the clip cut off.
+        clipped: ``(B, A)`` bool, the actions whose gradient the clip sets to 0.
     """
 
     loss: Tensor
@@ -35,15 +35,15 @@ class PolicyLoss(NamedTuple):
 
 
 def masked_mean(values: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
-    """Sum the masked elements and divide by `denominator`, or by their number where it is None.
+    """Sum the masked elements and divide by `denominator`.
 
     Args:
         values: Any shape; elements outside the mask may be NaN.
         mask: The same shape, bool.
-        denominator: What to divide by, above 0.
+        denominator: The divisor, above 0; None for the number of masked elements.
 
     Returns:
-        Scalar; 0 where the mask is empty.
+        Scalar; 0 if the mask is empty.
 
     Raises:
         ShapeError: If the shapes differ.
@@ -78,7 +78,11 @@ def policy_loss(
         denominator: Actions in the whole step; None for those in `mask`.
 
     Returns:
-        Loss, ratios and which actions were clipped.
+        The loss, the importance ratios and the mask of the clipped actions.
+
+    Raises:
+        ShapeError: If the inputs broadcast to another shape than the mask's.
+        RuntimeError: If the inputs do not broadcast.
     """
     # masked_fill also stops the gradient there, which may be NaN.
     log_ratios = (log_probs - old_log_probs).masked_fill(~mask, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
@@ -112,6 +116,10 @@ def value_loss(
 
     Returns:
         Scalar, differentiable.
+
+    Raises:
+        ShapeError: If the inputs broadcast to another shape than the mask's.
+        RuntimeError: If the inputs do not broadcast.
     """
     # Filled before the arithmetic: NaN times the zero gradient of a masked element is NaN.
     old_values, returns = old_values.masked_fill(~mask, 0.0), returns.masked_fill(~mask, 0.0)
@@ -121,7 +129,11 @@ def value_loss(
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the masked elements; moments of parts add up to those of the whole.
+    """Count, sum and sum of squares of the masked elements; the moments of parts add up to those of the whole.
+
+    Args:
+        values: ``(B, A)`` float32; elements outside the mask may be NaN.
+        mask: ``(B, A)`` bool.
 
     Returns:
         ``(3,)`` float64.
@@ -131,7 +143,7 @@ def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_and_stddev(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population standard deviation from `masked_moments`, both 0 where nothing was counted."""
+    """Mean and population standard deviation from `masked_moments`, both 0 if the count is 0."""
     count = moments[0].clamp(min=1)
     mean = moments[1] / count
     return mean, (moments[2] / count - mean.square()).clamp(min=0).sqrt()
@@ -143,7 +155,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     Args:
         values: ``(B, A)`` float32.
         mask: ``(B, A)`` bool.
-        moments: From `masked_moments`, of this batch or summed over all that belong to the step.
+        moments: ``(3,)`` float64 from `masked_moments`, of this batch or summed over all batches of the step.
 
     Returns:
         ``(B, A)`` float32, 0 outside the mask.

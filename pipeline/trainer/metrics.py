@@ -1,4 +1,4 @@
-"""What a trainer rank counts. Losses and rewards are shown by rank 0, for they are those of all ranks together."""
+"""The metrics of a trainer rank. Rank 0 alone exports losses and rewards: they are those of all ranks together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TrainerMetrics:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Copy a batch out of the arena; a look that finds none costs nothing worth showing."""
+        """Time the copy of a batch out of the arena; a poll without a batch (below 0.1 ms) is not observed."""
         started_s = time.monotonic()
         yield
         duration_s = time.monotonic() - started_s
@@ -68,7 +68,7 @@ class TrainerMetrics:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for a batch."""
+        """Count the block's seconds as a wait for a batch."""
         self._writer.work_on()
         started_s = time.monotonic()
         with self.clock.during("wait_data"):
@@ -76,24 +76,24 @@ class TrainerMetrics:
         self._waited_s += time.monotonic() - started_s
 
     def work_on(self, lease: int) -> None:
-        """Show which batch is in hand."""
+        """Set the lease in hand in the rank's slot."""
         self._writer.work_on(lease)
 
     def phase(self, name: str) -> None:
-        """Show that a step goes on; in "reduce" it waits for the other ranks."""
-        self._writer.meet(name == "reduce")
+        """Set the heartbeat of a step in progress; in "reduce" the rank waits in a collective."""
+        self._writer.set_in_collective(name == "reduce")
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Wait for the other ranks to come to a step, which is to wait for their data."""
-        self._writer.meet(True)
+    def in_collective(self) -> Iterator[None]:
+        """Count the block's seconds as a wait for data: the other ranks wait for theirs before they enter a step."""
+        self._writer.set_in_collective(True)
         with self.clock.during("wait_data"):
             yield
-        self._writer.meet(False)
+        self._writer.set_in_collective(False)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Take an optimizer step."""
+        """Count the block's seconds as an optimizer step."""
         self._wait_s.observe(self._waited_s)
         self._waited_s = 0.0
         with self.clock.during("train"):
@@ -101,21 +101,21 @@ class TrainerMetrics:
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
-        """Publish weights."""
+        """Count the block's seconds as a publish."""
         with self.clock.during("publish"):
             yield
 
     def began(self, version: int) -> None:
-        """Show where training starts from."""
+        """Set the policy version from which training starts."""
         self._version.set(version)
 
     def resumed(self, steps: int) -> None:
-        """Count the steps that an earlier instance of the run has taken; its counters are gone."""
+        """Count the steps of earlier instances of the run, whose counters are gone."""
         if self._leads:
             self._steps.inc(steps)
 
     def stepped(self, stats: StepStats, batches: list[Experience], for_version: int) -> None:
-        """Count a step and show what came of it."""
+        """Count a step and export its statistics."""
         for batch in batches:
             assert batch.info is not None
             self._experiences.inc(len(batch.sequences))

@@ -1,4 +1,4 @@
-"""One optimizer step over a model that may lie on several ranks and in low precision, and its learning rate."""
+"""The optimizer of one model, on one rank or several, in low precision or not; the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from pipeline.errors import FieldError
 
 _BUCKET_ELEMENTS = 1 << 25
-"""Gradients that ranks add up at once: 128 MiB."""
+"""Gradients that ranks reduce in one call: 128 MiB."""
 
 
 def learning_rate_ratio(step: int, warmup_steps: int, decay_steps: int, final_ratio: float) -> float:
-    """Learning rate of a step as a share of the largest: it rises linearly, falls linearly, then stays.
+    """Learning rate of a step as a ratio of the largest: it rises linearly, falls linearly, then stays constant.
 
     Args:
         step: Steps taken before this one.
@@ -24,7 +24,7 @@ def learning_rate_ratio(step: int, warmup_steps: int, decay_steps: int, final_ra
         final_ratio: Ratio after the fall.
 
     Returns:
-        From 0 to 1.
+        The ratio, from 0 to 1.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -39,8 +39,9 @@ def learning_rate_ratio(step: int, warmup_steps: int, decay_steps: int, final_ra
 class ModelOptimizer:
     """AdamW over one model: gradients summed over ranks, clipped by their norm, and applied in float32.
 
-    Weights of lower precision have float32 copies that the optimizer works on: a step of 1e-6 is lost in a bfloat16.
-    Each step is `collect` after every backward pass, `reduce` once, then `step` or not, and `clear`.
+    For weights of lower precision the optimizer works on float32 copies: a step of 1e-6 is lost in bfloat16.
+    The calls of one step: `collect` after every backward pass, `reduce` once, `step` unless the step is skipped, and
+    `clear`.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class ModelOptimizer:
         clip_norm: float,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Take over the model's parameters; on several ranks, their values on the group's first.
+        """Take over the model's parameters; on several ranks, copy their values from the group's first rank.
 
         Args:
             model: Its parameters that require a gradient are trained, in place.
-            learning_rate: The largest.
+            learning_rate: The largest learning rate.
             betas: AdamW's decay of both moments.
-            weight_decay: AdamW's.
+            weight_decay: AdamW's weight decay.
             clip_norm: Largest norm of the gradient of all parameters together.
             process_group: The ranks that take each step together; None for this process alone.
 
@@ -83,7 +84,7 @@ class ModelOptimizer:
         self._adamw = torch.optim.AdamW(
             self._masters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
         )
-        # As AdamW would make it in the first step; made now, it has its final shape from the start.
+        # AdamW would create this state in the first step; created now, it has its final shape from the start.
         for master in self._masters:
             self._adamw.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device),
@@ -92,7 +93,7 @@ class ModelOptimizer:
             }
 
     def collect(self) -> None:
-        """Add the gradients of one backward pass to the float32 copies', so that micro-batches add up in float32."""
+        """Add the gradients of one backward pass to the float32 copies: micro-batches are summed in float32."""
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight is not master and weight.grad is not None:
                 gradient = weight.grad.float()
@@ -102,8 +103,8 @@ class ModelOptimizer:
     def reduce(self) -> float:
         """Sum the gradients over the ranks; return their norm before clipping, the same on every rank."""
         if self._group is not None or any(master.grad is not None for master in self._masters):
-            # Every rank takes part with every weight, also a rank that had no row to train on. And a weight that no
-            # row used, as those for images where all rows are text, decays with one rank as it does with several.
+            # Every rank reduces every weight, even a rank without a row to train on. A weight that no row used (image
+            # weights in a step of text rows) decays on one rank as on several.
             for master in self._masters:
                 master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         gradients = [master.grad for master in self._masters if master.grad is not None]
@@ -129,13 +130,13 @@ class ModelOptimizer:
         return learning_rate
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._adamw.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return moments, step counts and float32 copies by name, the very tensors that a step changes.
+        """Return moments, step counts and float32 copies by name: the tensors that a step changes, not copies.
 
-        Whoever copies values into them, over a model that has the weights of then, goes on where they were taken.
+        Training resumes exactly if saved values are copied into them and the model has the weights of the same step.
         """
         found: dict[str, Tensor] = {}
         for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):

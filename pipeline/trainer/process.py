@@ -37,7 +37,11 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, context: RoleContext) -> ExitCode:
-    """Train until `trainer.max_steps`, a drain, or SIGTERM."""
+    """Train until `trainer.max_steps`, a drain, or SIGTERM.
+
+    Returns:
+        `ExitCode.OK`; `ExitCode.FAILED` if the last checkpoint could not be written.
+    """
     torch.set_num_threads(config.trainer.threads)
     connection = open_connection(
         context.folder,
@@ -71,16 +75,16 @@ def run(config: Config, context: RoleContext) -> ExitCode:
 
 
 def batches_ahead(config: Config) -> int:
-    """Return how many batches a rank holds: those of a whole version, and one to go on with."""
+    """Return the number of batches that a rank holds: the batches of one version, and one ahead."""
     return config.trainer.gradient_accumulation_steps * config.trainer.publish_every + 1
 
 
 def join_ranks(config: Config, context: RoleContext) -> None:
-    """Meet the other ranks of this generation, over a file in the instance's folder: no port is taken for it."""
+    """Join the process group of this generation, through a file in the instance's folder: it needs no port."""
     if config.trainer.world_size == 1:
         return
     if context.index == 0:
-        # Those of generations before: each leaves a file when it is killed.
+        # Files of earlier generations: each generation leaves its file when it is killed.
         for left in context.folder.glob("ranks-*"):
             if int(left.name.partition("-")[2]) < context.generation:
                 left.unlink(missing_ok=True)
@@ -90,20 +94,20 @@ def join_ranks(config: Config, context: RoleContext) -> None:
         init_method=f"file://{context.folder / f'ranks-{context.generation}'}",
         rank=context.index,
         world_size=config.trainer.world_size,
-        # A rank may wait for data as long as it takes; a hang is for the supervisor's watchdog to find.
+        # A rank may wait for data without limit; hang detection is the supervisor's.
         timeout=datetime.timedelta(days=7),
     )
 
 
 def all_ranks_agree(ready: bool) -> bool:
-    """Return whether every rank said True."""
+    """Return whether every rank passed True; a collective."""
     flag = torch.tensor(int(ready), device=process_device())
     distributed.all_reduce(flag, distributed.ReduceOp.MIN)
     return bool(flag)
 
 
 def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
-    """Load the models, set them to where training begins (`pipeline.trainer.resume`), and join them to the daemon."""
+    """Return a trainer with its models loaded and set to the start of training (`pipeline.trainer.resume`)."""
     device = process_device()
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     models: dict[str, torch.nn.Module] = {"actor": actor}
@@ -113,14 +117,14 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
             if config.model.critic is None
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
-    # After the critic, which is made of the backbone as it was.
+    # After the critic, which is made from the backbone without adapters.
     adapt(actor, config.model, seed=config.daemon.seed)
     metrics = TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config))
 
     def agree(ready: bool) -> bool:
         if config.trainer.world_size == 1:
             return ready
-        with metrics.meeting():
+        with metrics.in_collective():
             return all_ranks_agree(ready)
 
     learner = Learner(
@@ -135,7 +139,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     )
     resumption = Resumption(config, connection, learner, models, device)
     start = resumption.find()
-    # Nothing of what another rank still reads is replaced.
+    # A barrier: the first rank replaces nothing that another rank still reads.
     agree(True)
     if context.index == 0:
         resumption.settle(start)
@@ -149,7 +153,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         agree=agree,
         save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
         start=start,
-        probe=question(config, actor, device),
+        probe=actor_probe(config, actor, device),
     )
     if start.rollback:
         agree(True)
@@ -159,8 +163,8 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     return trainer
 
 
-def question(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:
-    """Return what asks the actor that which workers are asked too; None where there is nothing to ask."""
+def actor_probe(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:
+    """Return a function that runs the workers' probe on the actor; None if there are no probe tokens."""
     tokens = first_tokens(
         config.prompts.path, config.daemon.seed, config.prompts.template, load_tokenizer(config.model.actor)
     )
@@ -174,7 +178,7 @@ def checkpoint_writer(
     device: torch.device,
     on_progress: Callable[[], None],
 ) -> CheckpointWriter:
-    """Return what writes this run's checkpoints; `on_progress` is called while it does."""
+    """Return the writer of this run's checkpoints; it calls `on_progress` while it writes."""
     preprocessing = Preprocessing(config.model.actor, load_tokenizer(config.model.actor))
     described, identity = config.model_dump(mode="json"), identity_of(config)
 

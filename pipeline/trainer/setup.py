@@ -1,4 +1,7 @@
-"""The process that makes the embedded model before anything else can load it; it ends when that is done."""
+"""Makes the embedded task of `pipeline.sort_digits`: `prepare`, and the setup process around it (`run`).
+
+The supervisor starts the setup process before every process that loads the model; it exits when the model is made.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ from pipeline.runtime.role import Report, RoleContext
 from pipeline.sort_digits import (
     PROMPT_COUNT,
     WARMUP_STEPS,
-    _file_bytes,
-    _recipe,
+    file_bytes_of,
     is_prepared,
     model_directory,
     prompts_path,
+    recipe_of,
 )
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-_EVERY = 10
+_REPORT_EVERY_STEPS = 10
 _SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"abcdefghijklmnopqrstuvwxyz", *" >+-*/=,.:?"]
 _PAD, _EOS = 0, 1
 _DIGITS_LEAST, _DIGITS_MOST = 3, 8
@@ -51,20 +54,20 @@ def prepare(
     timeout_s: float = 300.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Make model, tokenizer and prompts, unless they are there; what is half-made or of another recipe is made again.
+    """Make model, tokenizer and prompts, unless they exist; an incomplete directory or another recipe is replaced.
 
-    The directory appears at once by a rename. Callers at the same time wait for the one that makes it. It takes about
-    8 s on one thread; the random state of the caller is left as it was.
+    The directory appears whole, by a rename. Concurrent callers wait for the caller that makes it. It takes about 8 s
+    on one thread and leaves the random state of the caller unchanged.
 
     Args:
         directory: The directory to make; its parents are made too.
         model_seed: Seed of the weights and of the warm-up's rows.
-        warmup_steps: Supervised steps; fewer give a model that solves less.
-        timeout_s: How long to wait, in seconds, for another caller to finish.
+        warmup_steps: Supervised steps; fewer steps give a model that solves fewer prompts.
+        timeout_s: Longest wait, in seconds, for another caller to finish.
         progress: Called with (steps done, steps in all) after each supervised step.
 
     Raises:
-        DeadlineError: If another caller held the lock for longer than `timeout_s`.
+        DeadlineError: If another caller holds the lock for longer than `timeout_s`.
         OSError: If the directory cannot be written.
     """
     directory = Path(directory)
@@ -80,7 +83,7 @@ def prepare(
         partial.mkdir()
         _write_prompts(prompts_path(partial))
         _make_model(model_directory(partial), model_seed, warmup_steps, progress or (lambda done, total: None))
-        recipe = {**_recipe(model_seed, warmup_steps), "file_bytes": _file_bytes(partial)}
+        recipe = {**recipe_of(model_seed, warmup_steps), "file_bytes": file_bytes_of(partial)}
         (partial / "recipe.json").write_text(json.dumps(recipe))
         if directory.exists():
             shutil.rmtree(directory)
@@ -88,7 +91,7 @@ def prepare(
 
 
 def _digits(rng: random.Random) -> str:
-    # random() alone is promised to give the same numbers on every Python version.
+    # Python guarantees the same sequence on every version for random() alone.
     length = _DIGITS_LEAST + int(rng.random() * (_DIGITS_MOST - _DIGITS_LEAST + 1))
     return "".join(str(int(rng.random() * 10)) for _ in range(length))
 
@@ -152,7 +155,8 @@ def _warm_up(
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=_WARMUP_LEARNING_RATE, betas=_WARMUP_BETAS)
-    # Without the fall at the end, rounding alone (another CPU, other threads) moves what is solved from 0.22 to 0.45.
+    # Without the decay at the end, rounding alone (another CPU, other threads) moves the share of solved prompts
+    # between 0.22 and 0.45.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _RISE_STEPS, 2 * (1 - step / max(warmup_steps, 1)))
     )
@@ -170,7 +174,7 @@ def _warm_up(
 
 
 def _supervised_rows(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``7302>0237<eos>``, padded on the right, and labels that count the answer alone."""
+    """Return rows ``7302>0237<eos>``, padded on the right, and labels that count the answer alone."""
     import torch
 
     symbol_ids = {symbol: token_id for token_id, symbol in enumerate(_SYMBOLS)}
@@ -188,7 +192,7 @@ def _supervised_rows(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock of the kernel's, which ends with its holder however that dies."""
+    """Hold an exclusive flock; the kernel releases it when its holder dies, for any cause."""
     deadline = time.monotonic() + timeout_s
     with path.open("w") as file:
         while True:
@@ -206,9 +210,9 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     """Make the embedded task under the state directory."""
     directory = sort_digits.directory_of(config.daemon.state_dir)
 
-    def say(done: int, steps: int) -> None:
-        if done % _EVERY == 0 or done == steps:
+    def report(done: int, steps: int) -> None:
+        if done % _REPORT_EVERY_STEPS == 0 or done == steps:
             context.report(Report(progress=f"making the embedded model: warm-up step {done} of {steps}"))
 
-    prepare(directory, progress=say)
+    prepare(directory, progress=report)
     return ExitCode.OK

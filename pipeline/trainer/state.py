@@ -1,4 +1,4 @@
-"""What training goes on from beside the weights, as named tensors: progress, random state, the optimizers' own."""
+"""The training state beside the weights, as named tensors: progress, random state, optimizer state."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ import xxhash
 from pipeline.errors import FieldError
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.experience.vision_rows import MODEL_KEYWORDS
+from pipeline.trainer.step_stats import StepStats
 
 _PROGRESS = "progress"
 _CPU_GENERATOR = "generator.cpu"
 _CUDA_GENERATOR = "generator.cuda"
 
 
-class HasTensors(Protocol):
-    """Who trains (`pipeline.trainer.learner.Learner`)."""
+class LearnerProtocol(Protocol):
+    """The interface of a learner (`pipeline.trainer.learner.Learner`).
+
+    Attributes:
+        step: Optimizer steps taken.
+    """
+
+    step: int
+
+    def update(self, experiences: list[Experience]) -> StepStats:
+        """Take one optimizer step."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a step changes beside the weights, live."""
 
 
 class Progress(NamedTuple):
-    """How far training has come.
+    """The progress of training.
 
     Attributes:
         step: Optimizer steps taken.
-        digest: Of all experience trained on, in order (`digest_after`).
-        position: First prompt that may still be missing from it.
+        digest: Digest of all experience trained on, in order (`digest_after`).
+        position: First prompt that may be missing from the trained experience.
     """
 
     step: int = 0
@@ -44,9 +54,14 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
-    """Return the digest of all experience up to these batches, given the one of all before them.
+    """Return the digest of all experience up to and including these batches.
 
-    It is chained, each from the one before and one batch's bytes, so that it survives its process as one number.
+    The digest is a chain: each value is computed from the previous value and one batch's bytes. So one number is
+    enough to continue the chain in another process.
+
+    Args:
+        digest: The digest of all experience before these batches.
+        experiences: The next batches, in training order.
 
     Raises:
         FieldError: If a batch lacks a field that is trained on.
@@ -61,12 +76,12 @@ def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
             for name in MODEL_KEYWORDS:
                 pixels = getattr(experience, name)
                 link.update(b"" if pixels is None else _bytes_of(pixels))
-        # 63 bits: it also lies in a signed integer.
+        # 63 bits: the digest also fits into a signed integer.
         digest = link.intdigest() >> 1
     return digest
 
 
-def tensors_of(learner: HasTensors, progress: Progress, device: torch.device) -> dict[str, torch.Tensor]:
+def tensors_of(learner: LearnerProtocol, progress: Progress, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the training state: the learner's tensors, live, and copies of the rest."""
     state = {
         _PROGRESS: torch.tensor(progress, dtype=torch.int64),
@@ -78,8 +93,8 @@ def tensors_of(learner: HasTensors, progress: Progress, device: torch.device) ->
     return state
 
 
-def take_over(state: Mapping[str, torch.Tensor], device: torch.device) -> Progress:
-    """Set the random state, and return the progress; the learner's tensors hold their values already."""
+def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> Progress:
+    """Set the random state and return the progress; the learner's tensors hold their values already."""
     torch.set_rng_state(state[_CPU_GENERATOR].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[_CUDA_GENERATOR].cpu(), device)

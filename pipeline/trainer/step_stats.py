@@ -1,4 +1,4 @@
-"""One optimizer step in numbers: counted before its losses, summed in its passes, shown afterwards."""
+"""The statistics of one optimizer step: counts taken before its losses, sums from its passes, the exported result."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from pipeline.trainer.losses import masked_moments
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One update in numbers; over all ranks, save the fields that begin with ``row_`` and end with ``_s``.
+    """The statistics of one update over all ranks; fields that begin with ``row_`` or end with ``_s`` are of this rank.
 
     Attributes:
         step: Updates so far, this one included.
-        loss: Sum of the parts.
+        loss: Sum of the partial losses.
         policy_loss: Clipped policy loss; 0 in a step that trains the critic alone.
         value_loss: Clipped value loss; None without a critic.
-        kl_loss: KL to the reference times its coefficient; None where the coefficient is 0.
-        gradient_norm: Of the actor before clipping; 0 where it was not trained.
-        critic_gradient_norm: Of the critic before clipping; None without a critic.
-        learning_rate: Of the actor in this step.
-        critic_learning_rate: Of the critic in this step; None without a critic.
-        clipped_ratio: Share of the trained actions whose gradient the clip cut off.
+        kl_loss: KL to the reference times its coefficient; None if the coefficient is 0.
+        gradient_norm: Gradient norm of the actor before clipping; 0 if the actor was not trained.
+        critic_gradient_norm: Gradient norm of the critic before clipping; None without a critic.
+        learning_rate: Learning rate of the actor in this step.
+        critic_learning_rate: Learning rate of the critic in this step; None without a critic.
+        clipped_ratio: Share of the trained actions whose gradient the clip sets to 0.
         importance_ratio: Mean of new to sampling probability over the trained actions.
         kl_nats: Mean k3 KL of the sampling policy to the reference over all actions; None without reference log-probs.
-        entropy_nats: Entropy of the sampling policy: the mean of `action_entropy`, or of -log p of what was sampled,
-            which estimates the same without a forward pass.
-        reward_mean: Of the raw scores of all rows.
-        reward_stddev: Of the raw scores of all rows.
+        entropy_nats: Entropy of the sampling policy: the mean of `action_entropy`, or of -log p of the sampled tokens,
+            which estimates the entropy without a forward pass.
+        reward_mean: Mean of the raw scores of all rows.
+        reward_stddev: Standard deviation of the raw scores of all rows.
         rows: Rows in the step.
         rows_trained: Rows that were not left out.
-        tokens_trained: Actions of those rows.
-        nonfinite: Where NaN or infinity was seen ("loss", "gradient"); if anywhere, no weight was changed.
+        tokens_trained: Actions of the trained rows.
+        nonfinite: Places with NaN or infinity ("loss", "gradient"); if there is any, no weight was changed.
         row_importance_ratios: Mean importance ratio of each trained row of this rank.
         row_kl_nats: Mean k3 KL to the reference of each row of this rank; empty without reference log-probs.
         row_rewards: Raw score of each row of this rank.
         forward_s: Seconds in forward passes; on a GPU, seconds to issue them.
         backward_s: Seconds in backward passes; on a GPU, seconds to issue them.
-        reduce_s: Seconds in which ranks add up counts and gradients.
-        optimizer_s: Seconds in the optimizers, the wait for all that a GPU was issued included.
+        reduce_s: Seconds in the reduction of counts and gradients over the ranks.
+        optimizer_s: Seconds in the optimizers, including the wait for all work issued to a GPU.
     """
 
     step: int
@@ -98,7 +98,7 @@ class Counts(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over all trained actions of a step; the losses are divided by their number already."""
+    """Sums over all trained actions of a step; the losses are already divided by the number of these actions."""
 
     policy: float
     kl: float
@@ -109,7 +109,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What is shown of an experience whether its rows are trained on or not; `counts` are the last of `Counts`."""
+    """Statistics of all rows of an experience, trained on or not; `counts` are the last fields of `Counts`."""
 
     counts: Tensor
     row_scores: list[float]
@@ -117,10 +117,10 @@ class Observed:
 
     @classmethod
     def of(cls, experience: Experience) -> Self:
-        """Return what is shown of an experience.
+        """Return the statistics of an experience.
 
         Raises:
-            FieldError: If its mask, log-probs or scores are missing.
+            FieldError: If the mask, the log-probs or the scores are missing.
         """
         mask, log_probs = experience.action_mask, experience.action_log_probs
         scores = (experience.info or {}).get("score", experience.reward)
@@ -149,7 +149,7 @@ class Observed:
 
 
 class Stopwatch:
-    """Seconds by phase, and who is told that one begins."""
+    """Seconds by phase; calls `on_phase` at the start of each phase."""
 
     def __init__(self, on_phase: Callable[[str], None]) -> None:
         self._on_phase = on_phase
@@ -174,7 +174,7 @@ def count(batches: Sequence[TrainingBatch], observed: Sequence[Observed]) -> Ten
 
 
 def where_nonfinite(sums: Sums, norms: Sequence[float]) -> tuple[str, ...]:
-    """Return where NaN or infinity was seen: "loss", "gradient"."""
+    """Return the places with NaN or infinity: "loss", "gradient"."""
     seen = {"loss": [sums.policy, sums.kl, sums.value], "gradient": norms}
     return tuple(where for where, values in seen.items() if not all(math.isfinite(value) for value in values))
 

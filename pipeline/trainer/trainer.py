@@ -12,13 +12,12 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError
-from pipeline.experience.types import Experience
 from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
-from pipeline.trainer.state import Progress, digest_after, tensors_of
+from pipeline.trainer.state import LearnerProtocol, Progress, digest_after, tensors_of
 from pipeline.trainer.step_stats import StepStats
 
 _IDLE_STEPS = 20
@@ -26,29 +25,19 @@ _IDLE_STEPS = 20
 log = logging.getLogger(__name__)
 
 
-class Learns(Protocol):
-    """What the trainer needs of a learner (`pipeline.trainer.learner.Learner`)."""
-
-    def update(self, experiences: list[Experience]) -> StepStats:
-        """Take one optimizer step."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a step changes beside the weights, live."""
-
-
 class CheckpointWriter(Protocol):
-    """Writes what there is to go on from (`pipeline.trainer.checkpoints`)."""
+    """Writes a checkpoint (`pipeline.trainer.checkpoints`)."""
 
     def __call__(self, progress: Progress, version: WeightsVersion, *, complete: bool) -> Path:
-        """Write and return where.
+        """Write the checkpoint and return its folder.
 
         Raises:
-            CheckpointError: If it cannot be written.
+            CheckpointError: If the checkpoint cannot be written.
         """
 
 
 class Trainer:
-    """One rank's decisions: when a step is due, what it publishes, when it has ended.
+    """One rank's decisions: when a step is due, when weights are published, when training has ended.
 
     Attributes:
         progress: Steps taken, and the digest of every batch in training order; the digest is equal only for runs that
@@ -58,7 +47,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        learner: Learns,
+        learner: LearnerProtocol,
         connection: Connection,
         models: Mapping[str, torch.nn.Module],
         metrics: TrainerMetrics,
@@ -69,20 +58,20 @@ class Trainer:
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
     ) -> None:
-        """Publish the first weights, unless they are there.
+        """Publish the first weights, unless they are published already.
 
         Args:
-            config: The run's.
+            config: The run's configuration.
             learner: Owns the optimizer.
-            connection: To the daemon; closed by `close`.
-            models: ``actor`` and, with PPO, ``critic``: the very modules that the learner trains.
-            metrics: Where the work is counted.
-            device: Where batches go.
-            agree: Called by all ranks before each step: True if every rank said so. Ranks that drain say False, so
-                that none waits in a collective for one that has ended.
+            connection: The connection to the daemon; closed by `close`.
+            models: ``actor`` and, with PPO, ``critic``: the same module objects that the learner trains.
+            metrics: The rank's metrics.
+            device: Device of the batches.
+            agree: A collective that all ranks call before each step; returns True if every rank passed True. A rank
+                that drains passes False, so that no rank waits in a collective for a rank that has ended.
             save: Writes a checkpoint; None on every rank but the first.
-            start: Where it begins.
-            probe: Asks the actor what workers are to compare with; None where nothing is asked.
+            start: The point from which training starts.
+            probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -100,7 +89,7 @@ class Trainer:
         self._published_step, self._saved_step = start.progress.step, start.saved_step
         self._tried_step = start.saved_step
         self._idle_steps = 0
-        # Other ranks publish nothing; what they hold is what the first publishes.
+        # Other ranks publish nothing; they hold the same weights as the first rank.
         self._version = WeightsVersion(start.version or 0, 0)
         if start.version is None:
             found = connection.newest()
@@ -114,7 +103,7 @@ class Trainer:
 
     @property
     def fingerprint(self) -> int:
-        """Of the weights published last."""
+        """Fingerprint of the newest published weights."""
         return self._version.fingerprint
 
     @property
@@ -124,7 +113,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step was taken, or the daemon drains, or another rank does."""
+        """Whether the last step was taken, or the daemon or another rank drains."""
         return self._connection.draining or self._agreed_to_stop or self.complete
 
     @property
@@ -137,7 +126,7 @@ class Trainer:
         self._connection.draining = True
 
     def poll(self) -> bool:
-        """Work on one batch if it is here; return whether it was."""
+        """Work on one batch if one is leased; return whether there was one."""
         with self._metrics.fetching():
             batch = self._connection.poll(device=self._device)
         if batch is None:
@@ -146,21 +135,21 @@ class Trainer:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the buffer to say something."""
+        """Wait for messages from the buffer."""
         with self._metrics.waiting():
             self._connection.receive(timeout_s)
 
     def close(self) -> bool:
-        """Let the other ranks go, write the last checkpoint and hand back what is leased.
+        """Release the other ranks, write the last checkpoint and hand back the leases.
 
         Returns:
-            Whether the last checkpoint holds all that was trained; True on every rank but the first.
+            Whether the last checkpoint includes every step; True on every rank but the first.
         """
         if not (self.complete or self._agreed_to_stop):
             self._agree(False)
         self._connection.hand_back(len(self._batches))
         if self.step > self._published_step:
-            # What is in the last checkpoint counts as trained.
+            # The batches in the last checkpoint count as trained.
             self._publish()
         if self.step > self._saved_step:
             self._checkpoint()
@@ -187,8 +176,9 @@ class Trainer:
         self.progress = Progress(
             self.step + 1,
             digest_after(self.progress.digest, experiences),
-            # The newest word of it, also where it is lower: prompts may have been taken back since. On several ranks
-            # the first's is the lowest: at worst what the others had of one step is asked again, nothing is left out.
+            # The newest batch's position, even if it is lower: a rollback may have re-issued prompts. On several ranks
+            # the first rank's position is the lowest: at worst the other ranks' prompts of one step are rolled out
+            # again; no prompt is left out.
             batch.position,
         )
         self._batches = []
@@ -197,18 +187,21 @@ class Trainer:
         self._metrics.stepped(stats, experiences, batch.for_version)
         self._warn_if_idle(stats)
         every = self.save_every
-        # A full disk is tried again when the next one is due, not at each step.
+        # On a full disk the next attempt is at the next due checkpoint, not at each step.
         if every and self.step // every > self._tried_step // every and self.step == self._published_step:
             self._checkpoint()
 
     def _warn_if_idle(self, stats: StepStats) -> None:
-        """Say once that steps go by without anything to learn from: GRPO where all rewards of a group are equal."""
+        """Log once that several steps in a row trained no token: in GRPO, if all rewards of each group are equal."""
         self._idle_steps = 0 if stats.tokens_trained else self._idle_steps + 1
         if self._idle_steps == _IDLE_STEPS:
             log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", _IDLE_STEPS)
 
     def _publish(self, version: int | None = None, *, rollback: bool = False, position: int = -1) -> None:
-        """Publish, which acknowledges: a trainer that dies before it gets every batch since the last version again."""
+        """Publish the weights, which acknowledges the batches in hand.
+
+        If a trainer dies before the publish, every batch since the last version is delivered again.
+        """
         self._published_step = self.step
         if self._connection.rank != 0:
             self._connection.settle()
@@ -220,7 +213,7 @@ class Trainer:
             self._version = self._connection.publish(
                 actor=published(self._models["actor"]),
                 critic=None if critic is None else critic.state_dict(),
-                probe=self._answer(first=version is not None),
+                probe=self._probe_answer(first=version is not None),
                 training=tensors_of(self._learner, self.progress, self._device) if in_memory else None,
                 version=version,
                 rollback=rollback,
@@ -228,14 +221,14 @@ class Trainer:
             )
         self._metrics.published(self._version.version, self._connection.weights_bytes, time.monotonic() - started_s)
 
-    def _answer(self, *, first: bool) -> Probe | None:
-        """Return what goes with the version that comes, if it is one to be checked."""
+    def _probe_answer(self, *, first: bool) -> Probe | None:
+        """Return the probe answer of the next version; None if that version carries no probe."""
         every = self._config.probe_every
         due = every and (first or (self._version.version + 1) % every == 0)
         return self._probe() if self._probe is not None and due else None
 
     def _checkpoint(self) -> None:
-        """Write one if this rank does; if that fails, the run goes on."""
+        """Write a checkpoint if this rank writes them; if the write fails, the run goes on."""
         self._tried_step = self.step
         if self._save is None:
             self._saved_step = self.step

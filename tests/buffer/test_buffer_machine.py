@@ -99,4 +99,4 @@ class TownMachine(RuleBasedStateMachine):
 
 
 TestTownMachine = TownMachine.TestCase
-TestTownMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTownMachine.settings = settings(max_examples=60, stateful_step_count=30)

@@ -28,7 +28,7 @@ _LOOK_S = 0.0002
 _TRAINED = re.compile(r"experiences: sealed \d+ = trained (\d+) \+")
 # Within which an end in order is hit: most take that long.
 _DRAIN_S = 0.5
-# Within which a start is hit: what is forked of the template takes about that long.
+# Within which a start is hit: a fork of the forkserver takes about that long.
 _START_S = 0.5
 # Of those that hang, each of which costs daemon.hang_timeout_s, so many to each turn of all that are killed.
 _HANGS_A_TURN = 4
@@ -64,7 +64,7 @@ TARGETS = (
     Target("trainer", "publish"),
     Target("trainer", "wait_data"),
     Target("trainer"),
-    Target("template"),
+    Target("forkserver"),
     Target("supervisor"),
     Target("everything"),
     Target("rollout", "drain"),
@@ -228,8 +228,8 @@ class Campaign:
             os.kill(self.daemon.pid, signal.SIGKILL)
             wait_until(lambda: not any(map(is_alive, family)), 5.0, "the children die with their supervisor")
             return ""
-        if target.role == "template":
-            for pid in filter(_is_template, self.daemon.family()):
+        if target.role == "forkserver":
+            for pid in filter(_is_forkserver, self.daemon.family()):
                 os.kill(pid, signal.SIGKILL)
             return ""
         with self._slab() as slab:
@@ -342,7 +342,7 @@ def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
     return slab.is_live(role, worker) and slab.pid(role, worker) > 0 and is_alive(slab.pid(role, worker))
 
 
-def _is_template(pid: int) -> bool:
+def _is_forkserver(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return b"rlhfd: template" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"rlhfd: forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

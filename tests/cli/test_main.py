@@ -350,7 +350,7 @@ class TestStatus:
     def test_nothing_to_look_at_is_not_shown(self) -> None:
         healthy = STATUS | {"needs_restart": [], "processes": STATUS["processes"][:1], "buffer": {"unaccounted": 0}}
 
-        assert status_view.cares(healthy) == []
+        assert status_view.warnings(healthy) == []
         assert "ATTENTION" not in status_view.render(healthy)
 
     def test_lost_rows_stand_out(self) -> None:

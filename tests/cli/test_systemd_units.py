@@ -73,7 +73,7 @@ def test_units_of_this_checkout_name_its_program_and_configuration(config: Path,
     assert "PrivateTmp=no\nReadWritePaths=/tmp /var/tmp\n" in text
     notes = "\n".join(planned.notes)
     assert f"{config}:2:13: daemon.state_dir is not in force under systemd: /var/lib/rlhfd" in notes
-    assert "RLHFD_ROLLOUT__WORKERS is set here and not taken along" in notes
+    assert "RLHFD_ROLLOUT__WORKERS is set here and not passed to the service" in notes
     assert "PrivateTmp=no, not yes: the service could not see /tmp/" in notes
 
 
@@ -124,7 +124,7 @@ def test_an_instance_without_a_file_yet_is_told_where_to_write_it() -> None:
 
     assert planned.config == Path("/etc/rlhfd/not-there.toml")
     assert [*planned.files] == ["rlhfd@.service"]
-    assert "/etc/rlhfd/not-there.toml is to be written before it is started" in planned.notes
+    assert "/etc/rlhfd/not-there.toml does not exist yet: write it before the start" in planned.notes
 
 
 def test_a_unit_is_known_by_its_runtime_directory() -> None:

@@ -40,7 +40,7 @@ class TestTop:
             ["rollout 1", "–", "failed", "–", "–", "–", "–", "–", "–", "–"],
         ]  # fmt: skip
 
-    def test_the_screen_has_panel_cares_sentences_and_processes(self) -> None:
+    def test_the_screen_has_panel_warnings_sentences_and_processes(self) -> None:
         console = Console(file=io.StringIO(), width=160, color_system=None)
 
         console.print(top_view.screen(STATUS, WHY))
@@ -92,7 +92,7 @@ class TestReport:
 
         told = report(None, (), {}, tmp_path)
 
-        assert "could not be told: ZeroDivisionError" in told and "open files: " in told
+        assert "not available: ZeroDivisionError" in told and "open files: " in told
 
     def test_variables_that_hold_secrets_are_hidden(self) -> None:
         told = report(

@@ -241,12 +241,12 @@ MISTAKES = [
     ("[trainer]\nworld_size = -1", "2:14: trainer.world_size: must be at least 1, got -1"),
     ("[prompts]\npath = 3", '2:8: prompts.path: must be a string, got 3, did you mean "3"?'),
     ("[daemon]\nseed = 1.0", "2:8: daemon.seed: must be an integer, got 1.0, did you mean 1?"),
-    ('[metrics]\ntls_cert = "c.pem"', "2:12: metrics.tls_cert: needs metrics.tls_key, and that needs it"),
+    ('[metrics]\ntls_cert = "c.pem"', "2:12: metrics.tls_cert: must be set together with metrics.tls_key"),
     (
         '[buffer]\njournal_interval_s = 5\n[trainer]\nkind = "external"',
         (
-            "2:22: buffer.journal_interval_s: must be 0 with a trainer of one's own: which rows its "
-            "checkpoints hold is unknown"
+            "2:22: buffer.journal_interval_s: must be 0 with an external trainer: the rows that its checkpoints "
+            "include are unknown"
         ),
     ),
     (
@@ -261,7 +261,7 @@ MISTAKES = [
         "[rollout]\nreward_functions = []",
         ("2:20: rollout.reward_functions: is empty and model.reward is not set: nothing would score a response"),
     ),
-    ('[rollout]\nengine = "vllm"', '2:10: rollout.engine: "vllm" is not there yet in this version'),
+    ('[rollout]\nengine = "vllm"', '2:10: rollout.engine: "vllm" is not available in this version'),
     # No TOML, as people write it.
     ("[rollout]\nworkers: 4", "2:8: expected '=' after a key in a key/value pair, did you mean workers = 4?"),
     ("[rollout]\nworkers 4", "2:9: expected '=' after a key in a key/value pair, did you mean workers = 4?"),

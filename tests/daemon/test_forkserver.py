@@ -1,4 +1,4 @@
-"""A real daemon's template: what is forked of it is the supervisor's, and nothing that runs depends on it."""
+"""A real daemon's forkserver: its forks are the supervisor's own children, and no running process depends on it."""
 
 import os
 import signal
@@ -24,9 +24,9 @@ def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def template(daemon):
-    """The pid of its template, None while there is none."""
-    return next((pid for pid in daemon.family() if title(pid) == "rlhfd: template"), None)
+def forkserver(daemon):
+    """The pid of its forkserver, None while there is none."""
+    return next((pid for pid in daemon.family() if title(pid) == "rlhfd: forkserver"), None)
 
 
 def replaced(daemon, name, pid):
@@ -37,37 +37,37 @@ def replaced(daemon, name, pid):
     return daemon.pids()[name]
 
 
-def test_roles_are_the_supervisors_own_and_outlive_a_template_that_is_killed_or_hangs(tmp_path, task):  # noqa: F811
+def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_or_hangs(tmp_path, task):  # noqa: F811
     with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
         daemon.wait_answering()
         daemon.wait_until(
-            lambda: any("template (pid " in sentence for sentence in daemon.why()["sentences"]),
-            "a run that waits for its template says so",
+            lambda: any("forkserver (pid " in sentence for sentence in daemon.why()["sentences"]),
+            "a run that waits for its forkserver says so",
         )
         daemon.wait_ready()
-        assert not any("template" in sentence for sentence in daemon.why()["sentences"])
+        assert not any("forkserver" in sentence for sentence in daemon.why()["sentences"])
         daemon.wait_step(2)
-        first, pids = template(daemon), daemon.pids()
+        first, pids = forkserver(daemon), daemon.pids()
         assert [parent(pid) for pid in (first, *pids.values())] == [daemon.pid] * (1 + len(pids))
         assert os.listdir(f"/proc/{first}/task") == [str(first)], "a fork loses every thread but one"
 
         os.kill(first, signal.SIGUSR1)
         daemon.wait_logged("in _next_birth")
-        assert template(daemon) == first, "it tells its stack, as the watchdog asks it to"
+        assert forkserver(daemon) == first, "it tells its stack, as the watchdog asks it to"
         os.kill(first, signal.SIGKILL)
-        daemon.wait_until(lambda: template(daemon) not in (None, first), "there is another template")
+        daemon.wait_until(lambda: forkserver(daemon) not in (None, first), "there is another forkserver")
         os.kill(pids["rollout-0"], signal.SIGKILL)
         worker = replaced(daemon, "rollout-0", pids["rollout-0"])
         assert daemon.pids()["trainer-0"] == pids["trainer-0"], "nobody else died of it"
 
-        second = template(daemon)
+        second = forkserver(daemon)
         os.kill(second, signal.SIGSTOP)
         os.kill(pids["trainer-0"], signal.SIGKILL)
         replaced(daemon, "trainer-0", pids["trainer-0"])
-        assert not is_alive(second) and template(daemon) != second, "one that does not answer is replaced"
+        assert not is_alive(second) and forkserver(daemon) != second, "one that does not answer is replaced"
         assert daemon.pids()["rollout-0"] == worker
         assert sum(title(pid).endswith(": trainer 0") for pid in daemon.family()) == 1
-        assert "the template does not answer" in daemon.errors
+        assert "the forkserver does not answer" in daemon.errors
 
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0, daemon.errors
@@ -93,7 +93,7 @@ def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):
         daemon.wait_until(lambda: not zombies(), "no dead process is left unreaped", 10.0)
 
 
-def test_a_template_that_must_not_be_forked_is_done_without(tmp_path, task):  # noqa: F811
+def test_a_forkserver_that_must_not_be_forked_is_done_without(tmp_path, task):  # noqa: F811
     # As a debugger or a tracer would that is installed into an environment.
     tmp_path.joinpath("sitecustomize.py").write_text(
         "import sys, threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -102,7 +102,7 @@ def test_a_template_that_must_not_be_forked_is_done_without(tmp_path, task):  # 
     with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task, environment=environment) as daemon:
         assert daemon.wait(120.0) == 0, daemon.errors
 
-    assert "the template has ended (1), roles are started without it: a module that roles import has started" in (
+    assert "the forkserver has ended (1), roles are started without it: a module that roles import has started" in (
         daemon.errors
     )
     assert "training ended: steps=2" in daemon.errors

@@ -119,7 +119,7 @@ def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # no
         devices = {process["role"]: process["devices"] for process in daemon.wait_ready()["processes"]}
         assert devices == {"buffer": "cpu", "trainer": "0", "rollout": "0"}
         assert daemon.wait() == 0
-    assert "roles are started without it" not in daemon.errors, "the template opens no GPU"
+    assert "roles are started without it" not in daemon.errors, "the forkserver opens no GPU"
     assert not daemon.shm_dir.exists()
 
 

@@ -362,7 +362,7 @@ def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_r
 
         (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
         assert f"role=buffer pid={pid} " in verdict and verdict.endswith("reason=stopped")
-        assert "buffer ended (-9) before it had written what is undelivered, restart: hung in" in daemon.errors
+        assert "buffer ended (-9) before it had written the undelivered rows, restart: hung in" in daemon.errors
         assert any(line.startswith("buffer | ") and "buffer_process.py" in line for line in daemon.errors.splitlines())
         rows = spooled_rows(daemon)[-1]
         assert rows > 0

@@ -145,7 +145,7 @@ def test_after_a_killed_supervisor_nothing_runs_and_the_next_start_goes_on(tmp_p
         daemon.wait_step(5)
         family = daemon.family()
         run_id, sealed = daemon.status()["run_id"], total(daemon.metrics(), "rlhfd_items_sealed_total")
-        assert len(family) == 4, "template, buffer, trainer, worker"
+        assert len(family) == 4, "forkserver, buffer, trainer, worker"
 
         daemon.signal(signal.SIGKILL)
         daemon.wait()

@@ -105,7 +105,7 @@ def test_a_broken_file_changes_nothing_and_says_so(daemon: Daemon) -> None:
         f"{daemon.folder}/run.toml:5:9: rollout.top_p: must be at most 1, got 2",
     ]
     assert (answer.returncode, answer.stdout, answer.stderr.splitlines()) == (78, "", errors)
-    assert all(f"what was in force stays: {error}" in daemon.errors for error in errors)
+    assert all(f"the previous one stays in force: {error}" in daemon.errors for error in errors)
     assert scraped(daemon, "rlhfd_config_last_reload_successful") == 0
     assert (daemon.shm_dir / "config.json").read_bytes() == config
     assert daemon.pids() == pids and daemon.status()["state"] == "ready"
@@ -243,7 +243,7 @@ def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
     )
     assert f"pid {daemon.pid}" in parts["instance"]
     assert "configuration not reloaded" in parts["last warnings and errors"]
-    assert "could not be told" not in told
+    assert "not available" not in told
     assert "HF_TOKEN=(hidden)" in parts["environment"]
     for secret in ("hf_secretsecret", "first\n", (daemon.folder / "token").read_text()):
         assert secret not in told

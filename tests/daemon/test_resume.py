@@ -26,11 +26,11 @@ IN_STEP = (
     "daemon.restart_limit=50",
     'rollout.reward_functions=["score:of_first_token"]',
 )
-# Loaded by Python in every process before all else, and what the template has, the roles have; only a trainer dies of
-# it, counted over all its lives.
+# Loaded by Python in every process before all else; roles inherit it from the forkserver. Only a trainer dies of it,
+# counted over all its lives.
 DIES_WHILE_PUBLISHING = """
 import os, signal, sys
-if any("template_process" in word for word in sys.orig_argv):
+if any("forkserver_process" in word for word in sys.orig_argv):
     import pipeline.models.weights.slot_copy as slot_copy
     told = slot_copy.combined
     def fingerprint(digests):
@@ -46,7 +46,7 @@ if any("template_process" in word for word in sys.orig_argv):
 # A worker that copies weights to where its model does not look.
 COPIES_ELSEWHERE = """
 import sys
-if any("template_process" in word for word in sys.orig_argv):
+if any("forkserver_process" in word for word in sys.orig_argv):
     import pipeline.models.weights.store as weights
     fetch = weights.WeightsReader.fetch
     def fetch_elsewhere(reader, into, **options):
@@ -94,7 +94,7 @@ def test_a_trainer_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_
             daemon.wait_step(step)
             daemon.signal(signal.SIGKILL, "trainer-0")
         assert ended(daemon) == expected
-        assert len(re.findall(r"^\S+ INFO trainer-0 \S+ went on where", daemon.errors, re.MULTILINE)) == 2
+        assert len(re.findall(r"^\S+ INFO trainer-0 \S+ resumed from shared memory", daemon.errors, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize("undisturbed", ["grpo"], indirect=True)

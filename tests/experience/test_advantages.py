@@ -30,7 +30,7 @@ def mask_of(lengths: list[int], columns: int) -> Tensor:
 
 
 def slow_gae(values: list[float], rewards: list[float], gamma: float, lam: float) -> list[float]:
-    """GAE as the sum it is defined by (arXiv:1506.02438 eq. 16): sum over l of (gamma lam)^l delta_{t+l}."""
+    """GAE by its definition (arXiv:1506.02438 eq. 16): the sum over l of (gamma lam)^l delta_{t+l}."""
     n = len(values)
     deltas = [rewards[t] + (gamma * values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
     return [sum((gamma * lam) ** step * deltas[t + step] for step in range(n - t)) for t in range(n)]
@@ -39,10 +39,10 @@ def slow_gae(values: list[float], rewards: list[float], gamma: float, lam: float
 numbers = st.floats(-3, 3, width=32)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data(), gamma=st.floats(0.5, 1.0), lam=st.floats(0.0, 1.0))
 def test_gae_equals_its_definition(data: st.DataObject, gamma: float, lam: float) -> None:
-    """Over the actions of the mask alone: holes in it, and what lies outside, count as no time."""
+    """Over the actions of the mask alone: columns outside the mask, holes included, are no time steps."""
     rows = data.draw(st.integers(1, 4))
     values, rewards = (
         data.draw(st.lists(st.lists(numbers, min_size=6, max_size=6), min_size=rows, max_size=rows)) for _ in range(2)
@@ -97,7 +97,7 @@ def test_gae_can_be_used_in_a_backward_pass() -> None:
     assert torch.equal(log_probs.grad, advantages)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(log_ratio=st.floats(-60, 80, width=32))
 def test_k3_is_its_formula_and_never_negative(log_ratio: float) -> None:
     kl = k3_kl(torch.tensor([[log_ratio]]), mask_of([1], 1)).item()
@@ -154,7 +154,7 @@ def test_the_kl_of_a_group_response_is_the_mean_over_its_own_tokens() -> None:
     assert kl.tolist() == [-1.0, -2.0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), group_size=st.integers(2, 5), groups=st.integers(1, 3))
 def test_group_advantages_equal_their_definition(data: st.DataObject, group_size: int, groups: int) -> None:
     rewards = data.draw(st.lists(numbers, min_size=group_size * groups, max_size=group_size * groups))

@@ -1,4 +1,4 @@
-"""Batches taken apart, stripped, padded and packed; tests/experience/test_batching_properties.py has the cases by thousands."""
+"""Batches split, stripped, padded and packed; tests/experience/test_batching_properties.py has generated cases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_zero_pad_sequences_refuses_another_side_and_other_shapes() -> None:
 rows_strategy = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=rows_strategy, ppo=st.booleans())
 def test_a_batch_taken_apart_and_made_again_is_the_same(rows: list[tuple[int, int]], ppo: bool) -> None:
     batch = make_experience_batch([item_of(p, a, ppo=ppo, base=i + 1) for i, (p, a) in enumerate(rows)])
@@ -56,7 +56,7 @@ def test_a_batch_taken_apart_and_made_again_is_the_same(rows: list[tuple[int, in
     assert_same(make_experience_batch(split_experience_batch(batch)), batch)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=rows_strategy, ppo=st.booleans(), left=st.integers(0, 4), right=st.integers(0, 4))
 def test_stripping_gives_back_the_row_that_was_padded(
     rows: list[tuple[int, int]], ppo: bool, left: int, right: int
@@ -71,7 +71,7 @@ def test_stripping_gives_back_the_row_that_was_padded(
         assert_same(back, item)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=rows_strategy, ppo=st.booleans())
 def test_rows_of_a_left_padded_batch_come_back_stripped(rows: list[tuple[int, int]], ppo: bool) -> None:
     items = [item_of(p, a, ppo=ppo, base=i + 1) for i, (p, a) in enumerate(rows)]

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
@@ -37,12 +37,11 @@ sizes = st.lists(
 """For each row: prompt tokens, response tokens, columns of padding on the left and on the right."""
 
 seeds = st.integers(0, 2**32 - 1)
-many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def made_up(kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int) -> list[Row]:
     rng = random.Random(seed)
-    # A single number and one number an action look alike in a row of one action, and nobody can tell them apart.
+    # In a row of one action, one number a row and one number an action are indistinguishable.
     least = 2 if kind.scores == "single" else 0
     return [slow_rows.made_up_row(kind, p, max(a, least), left, right, rng) for p, a, left, right in sizes]
 
@@ -84,7 +83,7 @@ def expect_batch(batch: Experience, rows: list[Row], *, packed: bool) -> None:
         expect(key, value, (rows[0]["info"][key][0], [row["info"][key][1] for row in rows]))
 
 
-@settings(many, max_examples=1600)
+@settings(max_examples=1600)
 @given(kind=kinds, sizes=sizes, seed=seeds)
 def test_rows_are_padded_and_taken_apart_as_the_reference_does(
     kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int
@@ -100,7 +99,7 @@ def test_rows_are_padded_and_taken_apart_as_the_reference_does(
     assert_same(make_experience_batch(items), batch)
 
 
-@settings(many, max_examples=1600)
+@settings(max_examples=1600)
 @given(kind=kinds, sizes=sizes, seed=seeds)
 def test_rows_are_stripped_and_packed_as_the_reference_does(
     kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int
@@ -131,7 +130,7 @@ def expect_packing(packed: Experience, lengths: list[int]) -> None:
     assert packed.max_seqlen == max(lengths)
 
 
-@settings(many, max_examples=400)
+@settings(max_examples=400)
 @given(kind=kinds, sizes=sizes, seed=seeds, packing=st.booleans(), flat=st.booleans())
 def test_pixels_stay_with_their_rows_as_in_the_reference(
     kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int, packing: bool, flat: bool

@@ -69,7 +69,7 @@ EACH_ROW: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sequences": None}, FieldError, "row 1: sequences is None"),
     ({"reward": 1.0}, FieldError, "row 1: reward is a float, not a tensor"),
 ]
-"""What both `make_experience_batch` and `remove_padding_in_sequences` refuse."""
+"""Inputs that both `make_experience_batch` and `remove_padding_in_sequences` refuse."""
 
 
 @pytest.mark.parametrize("entry", [make_experience_batch, packed, remove_padding_in_sequences])
@@ -106,7 +106,7 @@ BETWEEN_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"advantages": torch.tensor([0.0, NAN, 0.0])}, FieldError, "row 1: advantages is nan in column 1 of 3"),
     ({"reward": torch.tensor(NAN)}, FieldError, "row 1: reward is nan; it must be finite"),
 ]
-"""What only putting rows together can find, and numbers that are not finite."""
+"""Errors that only batching can find, and numbers that are not finite."""
 
 
 @pytest.mark.parametrize("entry", [make_experience_batch, packed])

@@ -44,7 +44,7 @@ def first_action(experience, row):
     return int(experience.action_mask[row].int().argmax())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(1, 7), st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4),
     st.integers(0, 2**31),
@@ -80,7 +80,7 @@ def test_every_token_comes_back_where_it_belongs(shapes, seed, ppo, holes):
 
 @pytest.mark.parametrize("columns", [40, 3000])
 def test_what_lay_in_the_padding_before_reaches_no_batch(columns):
-    """Whatever the batch's size: the padding of many values is zeroed in another way than that of few."""
+    """For small and large batches: the padding of many values is zeroed in another way than that of few."""
     lengths = torch.tensor([columns, columns // 2, columns // 3, 2])
     mask = torch.arange(columns) >= columns - lengths.unsqueeze(1)
     experience = Experience(
@@ -114,7 +114,7 @@ def test_dtypes_survive():
 
 def test_padding_is_not_stored():
     wide = made_up(rows=16, prompt=2000, actions=2000)
-    # One token each, whatever the width.
+    # One token a row, for any width.
     wide.attention_mask.zero_()
     wide.attention_mask[:, 1999:2001] = 1
     wide.action_mask.zero_()

@@ -1,6 +1,6 @@
-"""Where the originals are wrong in rows and batches: a test a row, which fails on what the original gives.
+"""Mistakes of the originals in rows and batches: one test a mistake, which fails on the original's result.
 
-`tests/rollout/test_original_mistakes.py` has the rows about the maker, and what we match.
+`tests/rollout/test_original_mistakes.py` has the mistakes of the maker, and the behaviour that is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rows(value: Tensor | None) -> list[Any]:
 
 
 def test_row_ragged_and_none_fields_cannot_be_batched_again() -> None:
-    """torch.stack, which the original uses for what is not padded there, refuses both."""
+    """torch.stack, which the original uses for fields it does not pad, refuses both."""
     items = [dataclasses.replace(item_of(1, actions), action_mask=None, attention_mask=None) for actions in (2, 3)]
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
         torch.stack([item.sequences for item in items])
@@ -134,7 +134,7 @@ def test_row_to_device_forgets_base_log_probs_kl_and_info() -> None:
 
 
 def test_row_a_pickled_item_carries_all_64() -> None:
-    """What a view takes along is its storage: 64 rows of 500 ids of 8 bytes. The item itself has 500 of them."""
+    """Pickling a view copies its storage: 64 rows of 500 ids of 8 bytes. The item itself has 500 of them."""
     batch = make_experience_batch([item_of(100, 400, base=row) for row in range(64)])
     item = split_experience_batch(batch)[0]
     original = len(pickle.dumps(item.sequences))

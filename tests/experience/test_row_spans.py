@@ -1,4 +1,4 @@
-"""Spans of rows in their padding: the short way for what most batches are finds what the general one does."""
+"""Spans of rows in their padding: the fast path for the common batch agrees with the general one."""
 
 import numpy as np
 import pytest

@@ -36,8 +36,8 @@ def through(*experiences):
     return codec.gather([(reader, range(reader.header.rows)) for reader in readers])
 
 
-def by_the_book(parts):
-    """What batching gives for the same rows, by way of items."""
+def batched(parts):
+    """The batch that batching makes of the same rows, through items."""
     items = [item for experience, rows in parts for item in map(split_experience_batch(experience).__getitem__, rows)]
     return make_experience_batch(remove_padding_in_sequences(items))
 
@@ -84,7 +84,7 @@ def png(mode="RGB", size=(3, 2)):
 # Any rows of any appends, in any order.
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.lists(
         st.tuples(st.integers(1, 5), st.integers(0, 999), st.lists(st.integers(0, 4), min_size=1, max_size=6)),
@@ -107,7 +107,7 @@ def test_any_rows_of_any_appends_come_out_as_batching_would_put_them(drawn, dtyp
     for arranged in (list, sorted, set, lambda rows: rows[::-1]):
         chosen = [list(arranged([place % rows for place in places])) for rows, _, places in drawn]
         batch = codec.gather(list(zip(readers, chosen, strict=True)))
-        assert_same(batch, by_the_book(zip(appends, chosen, strict=True)))
+        assert_same(batch, batched(zip(appends, chosen, strict=True)))
 
 
 def test_images_stay_with_their_rows():
@@ -203,7 +203,7 @@ def test_pixels_of_two_dtypes_are_refused_with_both():
         through(vl([1]), vl([1], pixels=torch.ones(4, 3).half()))
 
 
-# What is refused before it is written.
+# Experience that is refused before it is written.
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_pixels_of_two_dtypes_are_refused_with_both():
         (vl([1], grids=torch.tensor([[1, -2, -2]])), FieldError, "image_grid_thws is [[1, -2, -2]]"),
         (vl([1], grids=torch.tensor([[1.0, 2, 2]])), FieldError, "image_grid_thws is [[1.0, 2.0, 2.0]]"),
         (vl([1], grids=torch.tensor([1, 2, 2])), ShapeError, "image_grid_thws of shape (3,) is not (images, 3)"),
-        (vl([1], grids=[[1, 2, 2]]), FieldError, "image_grid_thws: only tensors travel, got list"),
-        (vl([1], pixels=[1, 2, 3, 4]), FieldError, "pixel_values: only tensors travel, got list"),
+        (vl([1], grids=[[1, 2, 2]]), FieldError, "image_grid_thws: only tensors are stored, got list"),
+        (vl([1], pixels=[1, 2, 3, 4]), FieldError, "pixel_values: only tensors are stored, got list"),
         (vl([1], pixels=torch.ones(4)), ShapeError, "pixel_values: (4,), expected (patches, D)"),
-        (vl([1], pixels=torch.ones(4, 3, dtype=torch.complex64)), FieldError, "complex64 does not travel"),
+        (vl([1], pixels=torch.ones(4, 3, dtype=torch.complex64)), FieldError, "complex64 cannot be stored"),
         (vl([1, 1], info={"image_num": torch.tensor([3.0, -1.0])}), FieldError, "row 1: info['image_num'] is -1.0"),
         (vl([1, 1], info={"image_num": torch.tensor([1.5, 0.5])}), FieldError, "row 0: info['image_num'] is 1.5"),
         (vl([1], info={"image_num": torch.tensor([float("nan")])}), FieldError, "row 0: info['image_num'] is nan"),
@@ -227,7 +227,7 @@ def test_pixels_of_two_dtypes_are_refused_with_both():
         (vl([1, 1], info={"image_num": torch.tensor([1.0, 2.0])}), FieldError, "counts 3 grids, the batch has 2"),
         (vl([1, 0], raw=[[7], None]), FieldError, "raw_images: row 0 has a int"),
         (vl([0, 1], raw=[None, [object()]]), FieldError, "raw_images: row 1 has a object"),
-        (vl([1], raw=[["a\udcff"]]), FieldError, "row 0 has a path that is no text"),
+        (vl([1], raw=[["a\udcff"]]), FieldError, "row 0 has a path that is not valid text"),
         (vl([1], raw=[[png("CMYK")]]), FieldError, "row 0 has a Image of mode CMYK, which PNG would change"),
     ],
 )  # fmt: skip
@@ -305,7 +305,7 @@ def test_a_flipped_bit_of_a_pixel_is_found_by_the_checksum():
 
 
 def test_a_row_that_the_extent_does_not_have_is_damage():
-    with pytest.raises(DecodeError, match="row 2 is wanted of an extent of 2 rows"):
+    with pytest.raises(DecodeError, match="row 2 is requested from an extent of 2 rows"):
         codec.gather([(stored(vl([1, 1])), [0, 2])])
 
 
@@ -420,7 +420,7 @@ def test_lengths_without_sequences_are_damage():
         codec.ExtentReader(relaid(reader, header))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=8))
 def test_changed_bytes_are_damage_or_other_values(flips):
     memory = memoryview(bytearray(CLEAN))
@@ -460,7 +460,7 @@ def test_a_leased_batch_of_a_vision_language_run_is_what_was_sealed(tmp_path):
 
     batch = house.batch(house.connect()).experience
 
-    expected = by_the_book([(house.rolled[0], range(4)), (house.rolled[1], range(4))])
+    expected = batched([(house.rolled[0], range(4)), (house.rolled[1], range(4))])
     assert batch.info.pop("policy_version").tolist() == [0] * 8
     assert_same(batch, expected)
     house.close()

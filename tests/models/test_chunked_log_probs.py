@@ -1,4 +1,4 @@
-"""How many logits exist at once, and of which models the head is run alone."""
+"""The bound on logits in memory, and the models whose head runs alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class MostPositions(TorchDispatchMode):
-    """Sees every tensor that any operation makes, in backward passes too; `seen` is the longest with V columns."""
+    """Records every tensor of any operation, backward passes included; `seen` is the longest with V columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def gemma2() -> Gemma2ForCausalLM:
 def test_no_more_logits_exist_than_the_bound(
     build: type[GPT2LMHeadModel], gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many rows and actions there are, forward and backward; all of them would be 120 positions."""
+    """For any number of rows and actions, forward and backward; without the bound it would be 120 positions."""
     model, (sequences, mask) = build(), rows()
     saved_columns: list[int] = []
 
@@ -117,7 +117,7 @@ def test_the_makers_log_probs_are_bounded_whatever_its_mini_batches(
     )
     prompts, mask = torch.tensor([[5, 9, 3], [0, 7, 2]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
 
-    # The lean loop itself has the logits of one position of each of the 8 rows.
+    # The sampling loop itself has the logits of one position of each of the 8 rows.
     with at_most_logits_of(18, monkeypatch):
         experience = maker.make_experience(prompts, mask, max_length=43, eos_token_id=[])
 

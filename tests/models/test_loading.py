@@ -32,7 +32,7 @@ ROW = [5, 9, 3, 17, 8, 11, 1]
 
 
 def slow_log_probs(model: torch.nn.Module, row: list[int], num_actions: int, temperature: float = 1.0) -> list[float]:
-    """One token at a time from the definition: log softmax(logits / temperature) after the tokens before it."""
+    """The definition, one token at a time: log softmax(logits / temperature) given the tokens before it."""
     result = []
     for position in range(len(row) - num_actions, len(row)):
         logits = model(input_ids=torch.tensor([row[:position]])).logits[0, -1].double()

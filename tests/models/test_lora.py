@@ -1,4 +1,4 @@
-"""LoRA: what is trained, published and saved is the adapters alone, and both sides compute with them alike."""
+"""LoRA: adapters alone are trained, published and saved, and trainer and worker compute with them alike."""
 
 import json
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def settings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj")):
 
 
 def trained(seed=3, **changes):
-    """An adapted model whose adapters do something."""
+    """An adapted model whose adapters are not zero."""
     model = adapt(tiny.llama(), settings(**changes), seed=seed)
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():

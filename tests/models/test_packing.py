@@ -1,4 +1,4 @@
-"""A packed batch gives the log-probs, values, losses and gradients of the padded one, and its rows never meet."""
+"""A packed batch gives the log-probs, values, losses and gradients of the padded one; its rows are isolated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTIONS = ["eager", "sdpa"]
 
 
 def experience_of(algorithm: Literal["ppo", "grpo"], seed: int = 0) -> Experience:
-    """Ragged rows whose action masks have holes; their numbers are made up."""
+    """Rows of different lengths whose action masks have holes, with random values."""
     experience = made_up(6, prompt=7, actions=9, seed=seed, ppo=algorithm == "ppo", holes=True)
     experience.sequences = experience.sequences % (tiny.VOCABULARY_SIZE - 2) + 2
     return experience
@@ -148,7 +148,7 @@ def test_losses_and_gradients_of_a_packed_and_a_padded_batch_agree(
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @torch.no_grad()
 def test_no_row_sees_another(build: Any, attention: str) -> None:
-    """Other tokens in all rows but one change nothing of that one, bit for bit; its own first token changes it."""
+    """Other tokens in all rows but one leave that row equal bit for bit; its own first token changes it."""
     model = build()
     model.set_attn_implementation(attention)
     critic = critic_of(model)
@@ -182,13 +182,13 @@ def test_a_model_that_caps_its_logits_keeps_them_when_packed() -> None:
 
 
 def test_a_model_whose_rows_would_see_each_other_is_refused() -> None:
-    """Bloom takes no position ids: it counts on through all rows."""
+    """Bloom takes no position ids: its positions continue through all rows."""
     config = BloomConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, n_layer=1, n_head=2)
     model = BloomForCausalLM(config).eval()
     _, packed = both_forms(experience_of("ppo"))
 
     for _ in range(2):
-        with pytest.raises(FieldError, match="BloomModel lets a packed row see the row before it"):
+        with pytest.raises(FieldError, match="BloomModel lets a packed row attend to the row before it"):
             packed_action_log_probs(model, packed)
 
 

@@ -71,3 +71,17 @@ def test_what_is_not_allowed_fails(tmp_path: Path, body: str, expected: str) -> 
 
     assert "1 error" in printed or "1 failed" in printed
     assert expected in printed
+
+
+@pytest.mark.parametrize("slow", ["the example", "its making"])
+def test_an_example_takes_as_long_as_it_takes(tmp_path: Path, slow: str) -> None:
+    made = "st.integers()" if slow == "the example" else "st.builds(lambda: time.sleep(0.6))"
+    body = f"""
+import time
+from hypothesis import given, settings, strategies as st
+@settings(max_examples=3)
+@given({made})
+def test_one(_): time.sleep(0.3)
+"""
+
+    assert "1 passed" in outcome(tmp_path, body)

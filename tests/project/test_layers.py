@@ -1,4 +1,4 @@
-"""The folders of `pipeline`: their docstrings, their sizes, and the modules that an import loads, unseen by import-linter."""
+"""The folders of `pipeline`: docstrings, sizes, and the modules loaded at run time, unseen by import-linter."""
 
 from __future__ import annotations
 

@@ -36,8 +36,10 @@ def segment() -> Path:
 
 def test_a_running_child_is_found_and_killed() -> None:
     before = Holdings.now()
-    with subprocess.Popen([sys.executable, "-c", SLEEPING], stdin=subprocess.DEVNULL) as child:
-        leaks = before.leaks(grace_s=0.0)
+    with subprocess.Popen([sys.executable, "-c", SLEEPING], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
+        # Amid exec a process has no command line yet.
+        assert child.stdout is not None and child.stdout.readline() == b"\n"
+        leaks = before.leaks(grace_s=0.0, descriptors=False)
 
     assert leaks == [f"process {child.pid} is still running: {sys.executable} -c {SLEEPING}"]
 

@@ -1,4 +1,4 @@
-"""A row without a reward is left out, with its group; it is not reward 0, and the rows beside it are as they were."""
+"""A row without a reward is left out, with its group; it is not reward 0, and the other rows do not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tokenizer:
 
 
 class Judge:
-    """Scores a row by its tokens, and the rows with these numbers not at all."""
+    """Scores a row by its tokens; the rows with these numbers get no score."""
 
     def __init__(self, errored: list[int], value: float = math.nan) -> None:
         self.errored = errored
@@ -102,7 +102,7 @@ def score(input_ids, attention_mask, *, gt_answer, response_start, response_end,
     response = tokenizer.decode(input_ids[response_start:response_end], skip_special_tokens=True)
     return 1.0 + (response == gt_answer)
 """
-"""One prompt in eight has no reward, in one way or another."""
+"""One prompt in eight has no reward, for different reasons."""
 
 
 @pytest.mark.integration

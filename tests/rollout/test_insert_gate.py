@@ -76,10 +76,10 @@ FAULTS = [
     (info("score", torch.tensor([0.0, NAN, 0.0])), "not_finite", "info['score'] is nan at (1,)"),
     (put("sequences", (1, 2), VOCABULARY), "vocabulary", "row 1: sequences has token 99 in column 2"),
     (put("sequences", (0, 0), -1), "vocabulary", "row 0: sequences has token -1 in column 0; the vocabulary has 99"),
-    (put("action_mask", (0, 2), 0), "mask", "row 0: attention_mask and action_mask do not say the same"),
-    (put("action_mask", (1, 1), 1), "mask", "row 1: attention_mask and action_mask do not say the same"),
+    (put("action_mask", (0, 2), 0), "mask", "row 0: attention_mask and action_mask disagree"),
+    (put("action_mask", (1, 1), 1), "mask", "row 1: attention_mask and action_mask disagree"),
     (put("sequences", (2, 4), 7), "mask", "row 2: a token of its response is outside action_mask"),
-    (put("attention_mask", (0, 1), 0), "mask", "row 0: its tokens are not in one run"),
+    (put("attention_mask", (0, 1), 0), "mask", "row 0: its tokens are not contiguous"),
     (replace("action_mask", torch.ones(3, 4, dtype=torch.bool)), "lengths", "action_log_probs has shape (3, 3)"),
     (replace("action_mask", None), "lengths", "action_mask is None"),
     (replace("attention_mask", torch.ones(3, 4)), "lengths", "attention_mask has shape (3, 4), sequences (3, 5)"),
@@ -178,7 +178,7 @@ def new_engine(*arguments, **keywords):
 
 
 def broken_run(folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] = ()) -> Daemon:
-    """Return a daemon on 32 prompts of which one gets log-probs of NaN at every attempt."""
+    """Return a daemon on 32 prompts, one of which gets log-probs of NaN at every attempt."""
     (folder / "broken.py").write_text(ENGINE)
     prompts = [BAD if line == 20 else f"{line:02}98>" for line in range(32)]
     path = folder / "prompts.jsonl"
@@ -212,7 +212,7 @@ def test_rows_of_nan_are_counted_and_quarantined_never_trained_and_the_run_goes_
         daemon.wait_until(
             lambda: total(daemon.metrics(), "rlhfd_quarantine_files_total", result="kept") > 0, "a copy is kept"
         )
-        # The bad prompt comes in each epoch, three times: some are passed before the run has gone on for this long.
+        # Each epoch has the bad prompt three times: a run of this length has passed some of them.
         daemon.wait_step(daemon.status()["step"] + 6)
         daemon.wait_until(
             lambda: total(daemon.metrics(), "rlhfd_tickets_total", result="failed") > 0, "its attempts are bounded"

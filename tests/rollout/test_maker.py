@@ -726,7 +726,7 @@ def test_equal_calls_give_equal_experience_bit_for_bit() -> None:
         assert torch.equal(getattr(one, name), getattr(two, name)), name
 
 
-def test_the_lean_loop_stands_in_for_generate_and_an_own_generate_is_called() -> None:
+def test_the_cached_loop_replaces_generate_and_an_own_generate_is_called() -> None:
     actor = tiny.llama()
     calls: list[dict[str, Any]] = []
     original = actor.generate

@@ -1,4 +1,4 @@
-"""The maker and the learner with images: each row's pixels go with it, whatever batches and micro-batches are cut."""
+"""The maker and the learner with images: each row keeps its pixels in all batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_an_actor_of_text_alone_is_not_shown_images() -> None:
 
 
 class ForeignActor:
-    """An actor that is no model of transformers; remembers the pixels of each call."""
+    """An actor that is not a transformers model; records the pixels of each call."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Tensor, Tensor]] = []

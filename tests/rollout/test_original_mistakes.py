@@ -211,7 +211,7 @@ def test_row_inference_batch_size_freezes_at_the_first_batch() -> None:
 
 
 def test_row_critic_and_logits_over_the_whole_batch() -> None:
-    """Rows and columns of logits that are ever asked for at once; the original: 4 rows, all 6 columns."""
+    """Rows and columns of logits computed at a time; the original: 4 rows, all 6 columns."""
     shapes: list[tuple[int, int]] = []
     critic_rows: list[int] = []
 

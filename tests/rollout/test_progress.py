@@ -1,4 +1,4 @@
-"""Work tells that it goes on, unit by unit: where these calls cease, the watchdog looks."""
+"""Work writes a heartbeat after each unit; hang detection relies on these calls."""
 
 from __future__ import annotations
 

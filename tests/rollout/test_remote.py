@@ -1,4 +1,4 @@
-"""A worker's models on another machine: the same rollouts, and all that is to be counted comes with the answers."""
+"""A worker's models on another machine: the same rollouts, and the events to count come with the results."""
 
 import dataclasses
 import logging
@@ -13,7 +13,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, WeightsError
 from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.weights.store import WeightsCopy, WeightsPublisher, WeightsReader
-from pipeline.rollout.loader import load_models
+from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
 from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
 
@@ -22,15 +22,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def node_of(tmp_path, monkeypatch):
-    """Make nodes, and undo what one does to the process it has for itself otherwise."""
+    """Make nodes, and undo their changes to this process, which a node has for itself otherwise."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "1")
     level, threads, made = logging.getLogger().level, torch.get_num_threads(), []
 
-    def node(settings, **errand):
-        given = {"config": settings.model_dump_json(), "working_directory": str(tmp_path), "texts": True, **errand}
+    def node(settings, **spec):
+        given = {"config": settings.model_dump_json(), "working_directory": str(tmp_path), "texts": True, **spec}
         made.append(RolloutNode(WorkerSpec(**given)))
         return made[-1]
 
@@ -58,9 +58,9 @@ def reward(folder, name, body):
     return {"reward_functions": [f"{name}:score"], "reward_timeout_s": 0}
 
 
-def sent(answer):
-    """What arrives of an answer that travelled."""
-    return pickle.loads(pickle.dumps(answer))
+def sent(result):
+    """Return the copy of a result that arrives at the gateway."""
+    return pickle.loads(pickle.dumps(result))
 
 
 def equal(one, other):
@@ -77,16 +77,16 @@ def equal(one, other):
 def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(task, node_of):  # noqa: F811
     config = config_of(task)
     node, here = node_of(config), NodeTelemetry()
-    local = load_models(config, load_tokenizer(config.model.actor), CPU, here, here.scored, texts=True)
+    local = load_roller(config, load_tokenizer(config.model.actor), CPU, here, here.on_row, texts=True)
 
     loaded = sent(node.load())
     assert loaded.error is None
-    here.taken(None, None)
+    here.take(None, None)
     answer, mine = sent(node.roll(8, 3)), local.roll(8, 3)
 
     equal(vars(mine.experience), vars(answer.value.experience))
     assert torch.equal(mine.stopped, answer.value.stopped) and list(mine.answers) == list(answer.value.answers)
-    counted = here.taken(None, None)
+    counted = here.take(None, None)
     assert answer.scores == counted.scores and len(answer.scores) == 12
     assert [name for name, _ in answer.stages] == [name for name, _ in counted.stages]
     assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in answer.stages}
@@ -157,7 +157,7 @@ def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):
     config = config_of(task)
     node = node_of(config)
     assert node.load().error is None
-    node._models.roller._maker.reward_model = lambda **row: torch.full((len(row["input_ids"]),), torch.nan)
+    node._roller._maker.reward_model = lambda **row: torch.full((len(row["input_ids"]),), torch.nan)
     failed = sent(node.roll(0, 1))
     assert isinstance(failed.error, RewardError) and failed.value is None
     assert failed.error.bare == failed.error.told(texts=False)
@@ -190,7 +190,7 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
     except ValueError:
         log.exception("failed: what=%s", object)
 
-    first, second = sent(node.look(logging.INFO, 1.0)).records
+    first, second = sent(node.status(logging.INFO, 1.0)).records
 
     assert (first.msg, first.args, first.levelname) == (
         "prompt set aside: position=%d reason=%s",
@@ -198,18 +198,18 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
         "WARNING",
     )
     assert second.getMessage() == "failed: what=<class 'object'>" and "ValueError: once" in second.stack_info
-    assert node.look(logging.INFO, 1.0).records == []
+    assert node.status(logging.INFO, 1.0).records == []
 
     log.warning(ValueError("no text"))
     monkeypatch.setattr(logging, "raiseExceptions", False)
     log.warning("a=%s b=%s", object)
     for number in range(2000):
         log.info("much: number=%d", number)
-    third, *others = node.look(logging.ERROR, 1.0).records
+    third, *others = node.status(logging.ERROR, 1.0).records
     assert third.getMessage() == "no text"
     assert (others[-1].getMessage(), len(others)) == ("records left out: count=1001", 1000)
     log.warning("not wanted")
-    assert node.look(logging.INFO, 1.0).records == []
+    assert node.status(logging.INFO, 1.0).records == []
 
 
 def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
@@ -222,15 +222,15 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
         wake.wait(60.0)
         return torch.zeros(len(row["input_ids"]))
 
-    node._models.roller._maker.reward_model = stuck_reward
+    node._roller._maker.reward_model = stuck_reward
     work = threading.Thread(target=lambda: node.roll(0, 1))
     work.start()
     told = wait_until(
-        lambda: [r for r in node.look(logging.INFO, 1.0).records if "no sign of life" in r.msg], 20.0, "it says so"
+        lambda: [r for r in node.status(logging.INFO, 1.0).records if "no heartbeat" in r.msg], 20.0, "it says so"
     )
     assert "stuck_reward" in told[0].stack_info
-    assert node.look(logging.INFO, 1.0).activity == "reward"
-    assert not any("no sign of life" in record.msg for record in node.look(logging.INFO, 1.0).records), "once"
+    assert node.status(logging.INFO, 1.0).activity == "reward"
+    assert not any("no heartbeat" in record.msg for record in node.status(logging.INFO, 1.0).records), "once"
     wake.set()
     work.join()
-    assert node.look(logging.INFO, 1.0).activity == ""
+    assert node.status(logging.INFO, 1.0).activity == ""

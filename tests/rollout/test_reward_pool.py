@@ -102,7 +102,7 @@ BAD = {
     "nan": "invalid",
     "text": "invalid",
 }
-"""What the function does for an answer, and how the row is counted."""
+"""The function's action for an answer, and the reason the row is counted under."""
 
 
 def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(

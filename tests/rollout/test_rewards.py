@@ -1,4 +1,4 @@
-"""Reward functions at the seam of a reward model, and what is no reward."""
+"""Reward functions with the interface of a reward model, and results that are not rewards."""
 
 from __future__ import annotations
 

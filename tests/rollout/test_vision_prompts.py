@@ -1,4 +1,4 @@
-"""Prompts with images: what the model gets of them, and what happens to those that cannot be read."""
+"""Prompts with images: the model's inputs, and images that cannot be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.prompts import Prompt, PromptSource
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.rewards import FunctionReward
-from pipeline.rollout.roller import Roller, refuse_broken_reward
+from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward
 from pipeline.rollout.vision_prompts import VisionPrompts
 from tests.support import tiny, tiny_vision
 from tests.support.tiny_vision import END, IMAGE, START
@@ -137,14 +137,14 @@ def source_of(folder: Path, *lines: dict[str, Any]) -> contextlib.closing[Prompt
     return contextlib.closing(PromptSource(path, 0))
 
 
-def new_roller(source: PromptSource, model_directory: Path, *, sees: bool = True) -> Roller:
+def new_roller(source: PromptSource, model_directory: Path, *, sees: bool = True) -> LocalRoller:
     tokenizer = load_tokenizer(model_directory)
     actor: Any = tiny_vision.model() if sees else tiny.llama()
     maker = NaiveExperienceMaker(
         actor, None, FunctionReward([constant], tokenizer), None, tokenizer, kl_coef=0, use_grpo=True, num_generation=2
     )
-    return Roller(
-        maker, source, tokenizer, seed=1, max_length=32, template="auto", generate_kwargs={},
+    return LocalRoller(
+        maker, source, tokenizer, ModelWeights({}), seed=1, max_length=32, template="auto", generate_kwargs={},
         device=torch.device("cpu"), vocabulary=actor.config.get_text_config().vocab_size,
         vision=VisionPrompts(model_directory, tokenizer) if sees else None,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """PPO and GRPO from prompts to advantages, each number derived on this page and none taken from the program.
 
-The models are tables (tests/support/tables.py). Vocabulary: 0 pad, 1 eos, 2 and 3 words, 4 and 5 prompt tokens. The actor and
-the reference choose the next token by the one before it; these are probabilities, their logits are the logarithms:
+The models are tables (tests/support/tables.py). Vocabulary: 0 pad, 1 eos, 2 and 3 words, 4 and 5 prompt tokens. The
+actor and the reference choose the next token by the one before; these are probabilities, logits are their logarithms:
 
     after   actor: P(1) P(2) P(3)     reference: P(1) P(2) P(3)
       4            0.1  0.8  0.1                 0.2  0.4  0.4
@@ -29,7 +29,7 @@ REFERENCE = {4: (0.2, 0.4, 0.4), 5: (0.2, 0.4, 0.4), 2: (0.25, 0.55, 0.2), 3: (0
 
 
 def logits(table: dict[int, tuple[float, float, float]]) -> Tensor:
-    """Logarithms of the table's probabilities, in columns 1 to 3; nothing else is ever said."""
+    """Logarithms of the table's probabilities, in columns 1 to 3; there are no other ids."""
     result = torch.full((6, 6), -1e9)
     for token, probabilities in table.items():
         result[token, 1:4] = torch.tensor(probabilities).log()

@@ -1,4 +1,4 @@
-"""A rollout worker's decisions, with a maker that is quick and a buffer that is this test."""
+"""A rollout worker's decisions, with a fast maker; the test plays the buffer."""
 
 import contextlib
 import json
@@ -11,9 +11,8 @@ from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.prompts import PromptSource
-from pipeline.rollout.loader import RolloutModels
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import Roller, refuse_broken_reward, seed_of
+from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward, seed_of
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Drain, Failed, Faulty, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
 from pipeline.storage.arena import Arena
@@ -37,7 +36,7 @@ class Letters:
 
 
 class Maker:
-    """Makes experience up from the seed it is given; remembers what it was asked."""
+    """Makes synthetic experience from the seed; records its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -78,13 +77,12 @@ class Bench:
         self.model = {"actor.w": torch.zeros(2)}
         self.publisher = WeightsPublisher(folder / "weights", self.model)
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
-        roller = Roller(
-            self.maker, self.source, Letters(), seed=7, max_length=MAX_LENGTH, template="none", generate_kwargs={},
-            device=torch.device("cpu"), vocabulary=VOCABULARY,
+        self.roller = LocalRoller(
+            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7, max_length=MAX_LENGTH,
+            template="none", generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY,
         )  # fmt: skip
-        self.roller = roller
         self.worker = RolloutWorker(
-            RolloutModels(roller, None, self.model), self.arena, folder / "weights", self.sent,
+            self.roller, self.arena, folder / "weights", self.sent,
             RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function"),
             index=0, clock=lambda: self.now_s,
         )  # fmt: skip
@@ -121,7 +119,7 @@ def short_positions(bench, count):
 
 
 def test_a_worker_says_as_which_attempt_it_has_each_ticket(bench):
-    """A buffer that was killed amid handing one out again can tell what the worker has heard of."""
+    """A buffer that was killed while it issued a ticket again learns the attempt that the worker has."""
     for number, attempt in ((0, 3), (1, 1)):
         bench.worker.handle(Ticket(bench.incarnation, number, number * 2, 2, attempt, 0, 1 << 15, 0, 100.0))
     bench.worker.step()
@@ -199,7 +197,7 @@ def test_a_ticket_of_nothing_but_such_prompts_fails_for_good(tmp_path):
 
 
 class Chatty(Letters):
-    """Letters with a chat template that refuses a system's message, and quotes it."""
+    """Letters with a chat template that refuses a system message, and quotes it."""
 
     chat_template = "{{ messages }}"
 
@@ -274,9 +272,9 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
     path.write_text("".join(json.dumps({"prompt": messages}) + "\n" for messages in ([user], [system], [user])))
     maker = Maker()
     with contextlib.closing(PromptSource(path, 0)) as source:
-        roller = Roller(
-            maker, source, Chatty(), seed=7, max_length=MAX_LENGTH, template="auto", generate_kwargs={},
-            device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
+        roller = LocalRoller(
+            maker, source, Chatty(), ModelWeights({}), seed=7, max_length=MAX_LENGTH, template="auto",
+            generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
         )  # fmt: skip
         rolled = roller.roll(0, 3)
 
@@ -345,7 +343,7 @@ def test_a_restarted_buffer_hears_again_what_was_not_settled(bench):
 
 
 def test_a_dead_buffers_ticket_that_was_not_read_yet_is_void(bench):
-    """The next buffer was not told of it, and gives its room to somebody else."""
+    """The next buffer does not know the ticket, and gives its room to another worker."""
     bench.ticket(0)
     bench.sent.clear()
     bench.worker.handle(Welcome(2))

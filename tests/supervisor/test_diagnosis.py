@@ -6,8 +6,16 @@ import dataclasses
 
 import pytest
 
-from pipeline.supervisor.diagnosis import ProcessView, RunView, ShareWindow, culprit, duration, explain, waits_outside
-from pipeline.supervisor.hangs import HangLimits, Standing
+from pipeline.supervisor.diagnosis import (
+    ProcessView,
+    RunView,
+    ShareWindow,
+    culprit,
+    duration,
+    explain,
+    waits_for_external_trainer,
+)
+from pipeline.supervisor.hangs import HangLimits, Observation
 from pipeline.telemetry.metrics import Progress
 
 NOW_S = 10_000.0
@@ -23,14 +31,14 @@ def view(
     working_on: int = -1,
     state: str = "ready",
     stopped: bool = False,
-    meets: bool = False,
+    in_collective: bool = False,
     last_line: str = "",
     age_s: float = 60.0,
     **shares: float,
 ) -> ProcessView:
-    progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, 0.0, meets)
-    standing = Standing(name, name.partition("-")[0], 4711, state == "ready", progress, NOW_S if stopped else None)
-    return ProcessView(standing, state, NOW_S - age_s, shares, last_line)
+    progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, 0.0, in_collective)
+    observed = Observation(name, name.partition("-")[0], 4711, state == "ready", progress, NOW_S if stopped else None)
+    return ProcessView(observed, state, NOW_S - age_s, shares, last_line)
 
 
 def run(
@@ -55,31 +63,31 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
          "The workers wait for the trainer: trainer-0 (pid 4711) has been in train on lease 9 for 2.0 s; "
          "rollout-0 (pid 4711) is waiting for the next version (buffer.max_staleness)."),
         (run(BUFFER, TRAINING, GENERATING),
-         "Nothing is waited for: rollout-0 (pid 4711) has been in generate on ticket 17 for 41 s, "
+         "No process waits: rollout-0 (pid 4711) has been in generate on ticket 17 for 41 s, "
          "trainer-0 (pid 4711) has been in train on lease 9 for 2.0 s; 128 of 256 rows are ready."),
         (run(BUFFER, STARVED, view("rollout-0", "generate", since_s=41, silent_s=41, working_on=17)),
          "rollout-0 (pid 4711) hangs or is very slow: it has made no progress for 41 s in generate on ticket 17; "
-         "after 5 min 00 s it is killed and started again."),
+         "after 5 min 00 s it is killed and restarted."),
         (run(BUFFER, STARVED, view("rollout-0", "reward", silent_s=12, stopped=True)),
          "rollout-0 (pid 4711) is stopped (SIGSTOP, or a debugger) and has made no progress for 12 s in reward; "
-         "after 5 min 00 s it is killed and started again."),
+         "after 5 min 00 s it is killed and restarted."),
         (run(BUFFER, STARVED, view("rollout-0", "", state="starting", last_line="loading weights"), state="starting"),
          "rollout-0 (pid 4711) has been starting for 1 min 00 s; its last line: loading weights."),
         (run(BUFFER, view("rollout-0", "generate", state="starting", stopped=True), state="starting"),
          "rollout-0 (pid 4711) has been starting for 1 min 00 s, and is stopped (SIGSTOP, or a debugger)."),
         (run(BUFFER, STARVED, view("rollout-0", "", state="backoff", age_s=-3, last_line="OSError: gone")),
-         "rollout-0 ended and is started again in 3.0 s: OSError: gone"),
-        (run(BUFFER, dataclasses.replace(TRAINING, standing=dataclasses.replace(TRAINING.standing, is_ready=False)),
+         "rollout-0 ended and restarts in 3.0 s: OSError: gone"),
+        (run(BUFFER, dataclasses.replace(TRAINING, observed=dataclasses.replace(TRAINING.observed, is_ready=False)),
              GENERATING),
          "No trainer is ready; rollout-0 (pid 4711) has been in generate on ticket 17 for 41 s; "
          "128 of 256 rows are ready."),
         (run(BUFFER, GENERATING, external=True),
-         "The trainer outside waits for data: 128 of 256 rows are ready; "
+         "The external trainer waits for data: 128 of 256 rows are ready; "
          "rollout-0 (pid 4711) has been in generate on ticket 17 for 41 s."),
         (run(BUFFER, view("rollout-0", "wait_ticket_full"), ready=512, external=True),
-         "The run waits for a trainer outside to connect and take a batch; 512 of 256 rows are ready."),
+         "The run waits for an external trainer to connect and take a batch; 512 of 256 rows are ready."),
         (run(BUFFER, view("rollout-0", "wait_ticket_full"), leases=2, external=True),
-         "The run waits for the trainer outside, which holds 2 batches; 128 of 256 rows are ready."),
+         "The run waits for the external trainer, which holds 2 batches; 128 of 256 rows are ready."),
         (run(BUFFER, view("rollout-0", "generate", state="draining", since_s=4), state="draining"),
          "The run drains: rollout-0 (pid 4711) has been in generate for 4.0 s."),
     ],
@@ -105,7 +113,7 @@ def test_the_last_minute_is_said_last_and_there_are_never_more_than_five_sentenc
         ([BUFFER, STARVED, view("rollout-0", "wait_ticket_full", silent_s=60), GENERATING], "rollout-0"),
         ([view("buffer", "wait_data", silent_s=60), TRAINING, GENERATING], "buffer"),
         ([BUFFER, STARVED, view("rollout-0", "wait_data")], "buffer"),
-        ([BUFFER, view("trainer-0", "train", silent_s=90, meets=True), view("trainer-1", "train", silent_s=60)],
+        ([BUFFER, view("trainer-0", "train", silent_s=90, in_collective=True), view("trainer-1", "train", silent_s=60)],
          "trainer-1"),
         ([view("buffer", "", state="backoff")], None),
     ],
@@ -113,7 +121,7 @@ def test_the_last_minute_is_said_last_and_there_are_never_more_than_five_sentenc
 def test_the_culprit_is_who_does_not_merely_wait(processes: list[ProcessView], expected: str | None) -> None:
     found = culprit(run(*processes))
 
-    assert (found and found.standing.name) == expected
+    assert (found and found.observed.name) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,7 @@ def test_the_culprit_is_who_does_not_merely_wait(processes: list[ProcessView], e
     ],
 )
 def test_only_a_trainer_of_somebody_elses_is_waited_for_without_end(seen: RunView, expected: bool) -> None:
-    assert waits_outside(seen) == expected
+    assert waits_for_external_trainer(seen) == expected
 
 
 def test_shares_are_of_the_window_and_add_up() -> None:

@@ -20,7 +20,7 @@ from pipeline.runtime.messages import Message
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.placement import Place
 from pipeline.supervisor.restarts import RestartLimits
-from pipeline.supervisor.shutdown import Ending
+from pipeline.supervisor.shutdown import Shutdown
 from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 
@@ -56,9 +56,9 @@ class Idlers(Fleet):
             limits=RestartLimits(),
         )
         self.ranks = [self.add("trainer", rank, Place("", ())) for rank in (0, 1)]
-        for template in self.of("template"):
+        for forkserver in self.of("forkserver"):
             # Then roles are executed.
-            template.state = "failed"
+            forkserver.state = "failed"
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
         def ignore() -> None:
@@ -98,32 +98,32 @@ class Unheard:
 
 
 @contextlib.asynccontextmanager
-async def stopping(folder: Path, *, brief: Iterable[int] = ()) -> AsyncIterator[tuple[Idlers, Ending]]:
+async def stopping(folder: Path, *, brief: Iterable[int] = ()) -> AsyncIterator[tuple[Idlers, Shutdown]]:
     """Two ranks that run, and their stop, which has begun; nothing of them is left behind."""
     fleet = Idlers(folder)
     config = Config(daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state"))
-    ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
-    fleet.ended, fleet.brief = ending.child_ended, set(brief)
+    shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
+    fleet.ended, fleet.brief = shutdown.child_ended, set(brief)
     for rank in fleet.ranks:
         fleet.start(rank)
     fleet.brief = set()
-    ending.begin()
+    shutdown.begin()
     try:
-        yield fleet, ending
+        yield fleet, shutdown
     finally:
         fleet.ended = lambda slot, code: None
-        ending.kill_all()
+        shutdown.kill_all()
         await fleet.until(lambda: not fleet.alive())
 
 
 def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
     async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, ending):
+        async with stopping(tmp_path) as (fleet, shutdown):
 
             def ended(slot: Slot, code: int) -> None:
-                ending.child_ended(slot, code)
+                shutdown.child_ended(slot, code)
                 # The other one is not reaped yet.
-                ending.press_on(time.monotonic())
+                shutdown.advance(time.monotonic())
 
             fleet.ended = ended
             os.kill(fleet.started[1][0], signal.SIGKILL)
@@ -139,13 +139,13 @@ def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tm
 
 def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_with_it(tmp_path: Path) -> None:
     async def stop() -> None:
-        async with stopping(tmp_path, brief={1}) as (fleet, ending):
+        async with stopping(tmp_path, brief={1}) as (fleet, shutdown):
             os.kill(fleet.started[0][0], signal.SIGKILL)
             # Both are dead before either end is heard of.
             for pids in fleet.started.values():
                 os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
             await fleet.until(lambda: not fleet.alive())
-            ending.press_on(time.monotonic())
+            shutdown.advance(time.monotonic())
 
             assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
             assert fleet.ranks[0].generation == fleet.ranks[1].generation
@@ -155,17 +155,17 @@ def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_w
 
 def test_once_the_first_rank_has_ended_in_order_a_stop_waits_for_no_other(tmp_path: Path) -> None:
     async def stop() -> None:
-        async with stopping(tmp_path, brief={0}) as (fleet, ending):
+        async with stopping(tmp_path, brief={0}) as (fleet, shutdown):
             # It dies first; the other one has ended before it can be killed for that.
             os.kill(fleet.started[1][0], signal.SIGKILL)
             os.waitid(os.P_PID, fleet.started[0][0], os.WEXITED | os.WNOWAIT)
             await fleet.until(lambda: not fleet.alive())
             closed: list[str] = []
             fleet.close = lambda: closed.append("and the buffer is told to end")  # type: ignore[method-assign]
-            ending.press_on(time.monotonic())
+            shutdown.advance(time.monotonic())
 
             assert closed
-            assert (ending.over, ending.exit_code) == (True, ExitCode.OK)
+            assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.OK)
 
     asyncio.run(stop())
 
@@ -173,9 +173,9 @@ def test_once_the_first_rank_has_ended_in_order_a_stop_waits_for_no_other(tmp_pa
 def test_a_rank_that_starts_is_not_left_waiting_for_one_that_has_ended(tmp_path: Path) -> None:
     async def stop() -> None:
         # As one does that cannot load its model.
-        async with stopping(tmp_path, brief={1}) as (fleet, ending):
+        async with stopping(tmp_path, brief={1}) as (fleet, shutdown):
             await fleet.until(lambda: not fleet.alive())
-            ending.press_on(time.monotonic())
+            shutdown.advance(time.monotonic())
 
             assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
 
@@ -185,16 +185,16 @@ def test_a_rank_that_starts_is_not_left_waiting_for_one_that_has_ended(tmp_path:
 @pytest.mark.parametrize("hung", [0, 1])
 def test_a_rank_that_hangs_again_at_its_last_checkpoint_is_not_started_a_third_time(tmp_path: Path, hung: int) -> None:
     async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, ending):
+        async with stopping(tmp_path) as (fleet, shutdown):
             for lives in (1, 2):
                 assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: lives, 1: lives}
                 fleet.ranks[hung].ended_by = "watchdog"
                 os.kill(fleet.started[hung][-1], signal.SIGKILL)
                 await fleet.until(lambda: not fleet.alive())
-                ending.press_on(time.monotonic())
+                shutdown.advance(time.monotonic())
 
             assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
-            assert (ending.over, ending.exit_code) == (True, ExitCode.FAILED)
+            assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.FAILED)
 
     asyncio.run(stop())
 
@@ -204,27 +204,27 @@ def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_time(tmp_
         fleet = Idlers(tmp_path)
         buffer = fleet.add("buffer", 0, Place("", ()))
         config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
-        ending = Ending(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
-        fleet.ended = ending.child_ended
+        shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+        fleet.ended = shutdown.child_ended
         fleet.start(buffer)
-        ending.begin()
+        shutdown.begin()
         for lives in (1, 2):
-            assert (len(fleet.started[0]), ending.exit_code, ending.over) == (lives, ExitCode.OK, False)
+            assert (len(fleet.started[0]), shutdown.exit_code, shutdown.over) == (lives, ExitCode.OK, False)
             buffer.ended_by = "watchdog"
             os.kill(fleet.started[0][-1], signal.SIGKILL)
             await fleet.until(lambda: not fleet.alive())
-            ending.press_on(time.monotonic())
+            shutdown.advance(time.monotonic())
 
-        assert (len(fleet.started[0]), ending.exit_code, ending.over) == (2, ExitCode.FAILED, True)
+        assert (len(fleet.started[0]), shutdown.exit_code, shutdown.over) == (2, ExitCode.FAILED, True)
 
     asyncio.run(stop())
 
 
 def test_a_trainer_that_has_something_to_write_is_not_cut(tmp_path: Path) -> None:
     async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, ending):
-            late_s = time.monotonic() + 1000 * ending.config.daemon.drain_timeout_s
-            ending.press_on(late_s)
+        async with stopping(tmp_path) as (fleet, shutdown):
+            late_s = time.monotonic() + 1000 * shutdown.config.daemon.drain_timeout_s
+            shutdown.advance(late_s)
             # A death would be heard of here.
             await asyncio.sleep(0.2)
 
@@ -239,7 +239,7 @@ def test_a_rank_joins_the_one_that_waits_for_it(tmp_path: Path, first: int) -> N
     async def join() -> None:
         fleet = Idlers(tmp_path)
         waiting, late = fleet.ranks[first], fleet.ranks[1 - first]
-        # As when its template did not answer, twice.
+        # As when its forkserver did not answer, twice.
         late.generation = 2
         fleet.start(waiting)
         fleet.start(late)

@@ -1,4 +1,4 @@
-"""NVML is the driver's: a real one where there is a GPU (tests/daemon/test_gpu.py), here its absence and its interface."""
+"""NVML without a driver: its absence and its interface; tests/daemon/test_gpu.py has the real one."""
 
 from __future__ import annotations
 

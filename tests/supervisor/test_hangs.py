@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.supervisor.hangs import HangLimits, PauseWatch, RunWatch, Standing, hung
+from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, RunWatch, hung
 from pipeline.telemetry.metrics import Progress
 
 LIMITS = HangLimits(hang_timeout_s=300, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=1800)
@@ -19,19 +19,19 @@ def process(
     since_s: float = 41.0,
     working_on: int = -1,
     overdue_s: float | None = None,
-    meets: bool = False,
+    in_collective: bool = False,
     ready: bool = True,
     stopped: bool = False,
     starting_s: float | None = None,
     stopped_s: float = 0.0,
     ending: bool = False,
-) -> Standing:
+) -> Observation:
     deadline_s = 0.0 if overdue_s is None else NOW_S - overdue_s
-    progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, deadline_s, meets)
+    progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, deadline_s, in_collective)
     starting_since_s = None if starting_s is None else NOW_S - starting_s
     ready = ready and starting_s is None
     stopped_since_s = NOW_S - stopped_s if stopped or stopped_s else None
-    return Standing(name, name.partition("-")[0], 4711, ready, progress, stopped_since_s, starting_since_s, ending)
+    return Observation(name, name.partition("-")[0], 4711, ready, progress, stopped_since_s, starting_since_s, ending)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def process(
         # A start has its own time, and one that is stopped in it is stopped.
         ([process(starting_s=120, silent_s=9000)], []),
         ([process(starting_s=120.1)], [("rollout-0", "not ready in time")]),
-        ([process("template", starting_s=120.1, silent_s=NOW_S)], [("template", "not ready in time")]),
+        ([process("forkserver", starting_s=120.1, silent_s=NOW_S)], [("forkserver", "not ready in time")]),
         ([process(starting_s=20, silent_s=9000, stopped=True)], []),
         ([process(starting_s=120.1, silent_s=9000, stopped=True)], [("rollout-0", "stopped")]),
         # Ranks start together: the last one's time is that of all, and one that is yet to come is waited for.
@@ -62,23 +62,26 @@ def process(
         ([process(working_on=17, overdue_s=-100, since_s=5000)], []),
         ([process(working_on=17, overdue_s=601, silent_s=301)], [("rollout-0", "ticket overdue")]),
         # A rank that waits for another one is as silent as that one.
-        ([process("trainer-0", silent_s=301, meets=True), process("trainer-1", silent_s=301)],
+        ([process("trainer-0", silent_s=301, in_collective=True), process("trainer-1", silent_s=301)],
          [("trainer-1", "no progress")]),
-        ([process("trainer-0", silent_s=900, meets=True), process("trainer-1", silent_s=301, stopped=True)],
+        ([process("trainer-0", silent_s=900, in_collective=True), process("trainer-1", silent_s=301, stopped=True)],
          [("trainer-1", "stopped")]),
-        ([process("trainer-0", silent_s=301, meets=True), process("trainer-1", silent_s=400, meets=True, stopped=True)],
+        ([process("trainer-0", silent_s=301, in_collective=True),
+          process("trainer-1", silent_s=400, in_collective=True, stopped=True)],
          [("trainer-1", "stopped")]),
         # The other rank has no data yet, or is still loading: nobody hangs.
-        ([process("trainer-0", silent_s=9000, meets=True), process("trainer-1", activity="wait_data")], []),
-        ([process("trainer-0", silent_s=9000, meets=True), process("trainer-1", silent_s=9000, ready=False)], []),
+        ([process("trainer-0", silent_s=9000, in_collective=True), process("trainer-1", activity="wait_data")], []),
+        ([process("trainer-0", silent_s=9000, in_collective=True),
+          process("trainer-1", silent_s=9000, ready=False)], []),
         # All ranks wait in it: the collective itself hangs, and the first in it is named.
-        ([process("trainer-0", silent_s=301, meets=True), process("trainer-1", silent_s=302, meets=True)],
+        ([process("trainer-0", silent_s=301, in_collective=True),
+          process("trainer-1", silent_s=302, in_collective=True)],
          [("trainer-1", "no progress")]),
         ([process("rollout-0", silent_s=301), process("buffer", silent_s=301), process("rollout-1")],
          [("rollout-0", "no progress"), ("buffer", "no progress")]),
     ],
 )  # fmt: skip
-def test_who_hangs(processes: list[Standing], expected: list[tuple[str, str]]) -> None:
+def test_who_hangs(processes: list[Observation], expected: list[tuple[str, str]]) -> None:
     verdicts = hung(processes, NOW_S, LIMITS)
 
     assert [(verdict.name, verdict.reason) for verdict in verdicts] == expected

@@ -182,7 +182,7 @@ def test_stream_that_cannot_hold_a_character_gets_its_escape() -> None:
 
 
 def test_panel_shows_every_value() -> None:
-    text = rendered(dataclasses.replace(SNAPSHOT, last_event="rollout-1 restarts in 2.0 s"))
+    text = rendered(SNAPSHOT)
 
     for shown in (
         "rlhfd ready grpo builtin:sort-digits",
@@ -194,14 +194,13 @@ def test_panel_shows_every_value() -> None:
         "0.75 versions",
         "version 45",
         "1 / 2 ready",
-        "rollout-1 restarts in 2.0 s",
         "http://127.0.0.1:9477",
     ):
         assert shown in text
 
 
 def test_panel_takes_no_name_for_markup() -> None:
-    text = rendered(dataclasses.replace(SNAPSHOT, model="/models/[bold]x[/nope]", last_event="[/] [red]"))
+    text = rendered(dataclasses.replace(SNAPSHOT, model="/models/[bold]x[/nope]", metrics_url="[/] [red]"))
 
     assert "/models/[bold]x[/nope]" in text
     assert "[/] [red]" in text

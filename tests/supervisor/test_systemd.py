@@ -33,7 +33,7 @@ def heard(listener: socket.socket) -> list[str]:
 def test_fields_arrive_at_sockets_in_files_and_abstract_ones(listener: tuple[socket.socket, str]) -> None:
     bound, address = listener
 
-    told = Notifier(address).tell(READY=1, STATUS="step 3 – récompense\nWATCHDOG=trigger")
+    told = Notifier(address).send(READY=1, STATUS="step 3 – récompense\nWATCHDOG=trigger")
 
     assert told
     assert heard(bound) == ["READY=1", "STATUS=step 3 – récompense WATCHDOG=trigger"]
@@ -42,22 +42,22 @@ def test_fields_arrive_at_sockets_in_files_and_abstract_ones(listener: tuple[soc
 def test_a_child_cannot_inherit_the_way_to_the_manager() -> None:
     environ = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "6000000", "WATCHDOG_PID": str(os.getpid()), "PATH": "/bin"}
 
-    notifier = Notifier.take(environ)
+    notifier = Notifier.from_environ(environ)
 
     assert environ == {"PATH": "/bin"}
-    assert notifier.is_heard and notifier.watchdog_s == 6.0
+    assert notifier.is_connected and notifier.watchdog_s == 6.0
 
 
 @pytest.mark.parametrize(("pid", "usec"), [("1", "6000000"), ("", ""), ("", "soon")])
 def test_a_watchdog_of_somebody_else_or_none_is_not_answered(pid: str, usec: str) -> None:
     environ = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid}
 
-    assert Notifier.take(environ).watchdog_s == 0.0
+    assert Notifier.from_environ(environ).watchdog_s == 0.0
 
 
 def test_without_a_manager_nothing_is_sent_and_with_a_dead_one_it_is_said(tmp_path: Path) -> None:
-    assert Notifier().tell(READY=1)
-    assert not Notifier(str(tmp_path / "gone")).tell(READY=1)
+    assert Notifier().send(READY=1)
+    assert not Notifier(str(tmp_path / "gone")).send(READY=1)
 
 
 class Told:

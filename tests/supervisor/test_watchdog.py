@@ -22,7 +22,7 @@ LIMIT_S = 100.0
 
 
 class Watch:
-    """A fleet and its guard, to which as much time passes as it is told.
+    """A fleet and its watchdog, with a clock that the test advances.
 
     Attributes:
         ended: Each slot that ended, with its exit code.
@@ -35,17 +35,17 @@ class Watch:
         config = Config(
             daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state", startup_timeout_s=LIMIT_S)
         )
-        self.guard = Watchdog(
+        self.watchdog = Watchdog(
             config, self.fleet.slab, self.fleet, state=lambda: "starting", gave_up=lambda reason: pytest.fail(reason)
         )
         self._now_s = time.monotonic()
 
     def pass_s(self, seconds: float) -> None:
-        """Let time pass, the guard looking on without a pause."""
+        """Let time pass, the watchdog ticking without a pause."""
         until_s = self._now_s + seconds
         while self._now_s < until_s:
             self._now_s = min(self._now_s + 10.0, until_s)
-            self.guard.tick(self._now_s, 0.0, 0.0)
+            self.watchdog.tick(self._now_s, 0.0, 0.0)
 
     async def all_end(self) -> None:
         """Wait until no child is left."""
@@ -136,7 +136,7 @@ def test_the_second_late_start_in_a_row_is_the_last_and_one_in_between_begins_an
     alone(test, tmp_path)
 
 
-def test_one_that_a_cluster_has_no_place_for_is_neither_late_nor_waited_for(tmp_path: Path) -> None:
+def test_one_that_a_cluster_is_pending_for_is_neither_late_nor_waited_for(tmp_path: Path) -> None:
     async def test(watch: Watch) -> None:
         pending, other = watch.fleet.ranks
 
@@ -156,12 +156,12 @@ def test_one_that_a_cluster_has_no_place_for_is_neither_late_nor_waited_for(tmp_
         assert not all_ready()
 
         watch.fleet.say_ready(pending, "pending")
-        await watch.fleet.until(lambda: pending.has_no_place)
+        await watch.fleet.until(lambda: pending.is_pending)
         watch.pass_s(3 * LIMIT_S)
         assert not pending.is_late and all_ready()
 
         watch.fleet.say_ready(pending, "placed")
-        await watch.fleet.until(lambda: not pending.has_no_place)
+        await watch.fleet.until(lambda: not pending.is_pending)
         assert not all_ready()
         watch.pass_s(LIMIT_S)
         assert pending.is_late, "from there on it may be"
@@ -169,18 +169,18 @@ def test_one_that_a_cluster_has_no_place_for_is_neither_late_nor_waited_for(tmp_
     alone(test, tmp_path)
 
 
-def test_a_template_that_is_late_is_replaced(tmp_path: Path) -> None:
+def test_a_forkserver_that_is_late_is_replaced(tmp_path: Path) -> None:
     async def test(watch: Watch) -> None:
-        (template,) = watch.fleet.of("template")
+        (forkserver,) = watch.fleet.of("forkserver")
         ends: list[tuple[Slot, int]] = []
         watch.fleet.ended = lambda slot, code: ends.append((slot, code))
-        watch.fleet.start(template)
+        watch.fleet.start(forkserver)
 
         watch.pass_s(LIMIT_S + 1.0)
         await watch.all_end()
 
-        assert ends == [(template, -signal.SIGUSR1)]
-        assert watch.fleet.retry(template) is not None
+        assert ends == [(forkserver, -signal.SIGUSR1)]
+        assert watch.fleet.retry(forkserver) is not None
 
     alone(test, tmp_path)
 

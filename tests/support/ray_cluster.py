@@ -16,10 +16,14 @@ import tempfile
 from collections.abc import Sequence
 from types import TracebackType
 
+# Whatever its temporary folder, Ray writes the head's address into its default one too, which it does not make.
 _PROGRAM = """
-import shutil, sys, tempfile
+import os, shutil, sys, tempfile
+parent = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie in it
+os.environ["RAY_TMPDIR"] = parent  # read by Ray: its default folder is the folder "ray" in it
+folder = os.path.join(parent, "ray")
+os.mkdir(folder)
 from ray.cluster_utils import Cluster
-folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie in it
 store = {"object_store_memory": 100 << 20}
 head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **store}
 cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -30,7 +34,7 @@ for line in sys.stdin:
     cluster.remove_node(lost, allow_graceful=False)
     print(lost.node_id, flush=True)
 cluster.shutdown()
-shutil.rmtree(folder, ignore_errors=True)
+shutil.rmtree(parent, ignore_errors=True)
 """
 
 

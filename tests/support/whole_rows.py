@@ -1,7 +1,7 @@
-"""An engine of one's own, as somebody would write it who knows the seam alone: slow, plain, with its own weights.
+"""A user's engine, written against the interface alone: slow, plain, with its own weights.
 
-Every token costs a forward pass over the whole row, nothing is cached or batched. It draws as the lean loop does, so
-that both make the same responses. It computes with a copy of the model, which goes stale unless it is told of weights.
+Every token costs a forward pass over the whole row, nothing is cached or batched. It draws as the cached loop does, so
+that both make the same responses. It computes with a copy of the model, which is stale without `update_weights`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def test_text_line_names_time_level_process_and_logger(stderr: Captured) -> None
     logging.getLogger().handle(record)
 
     assert stderr.getvalue() == (
-        "2001-09-09T01:46:40.250Z INFO trainer-0 pipeline.models.weights.store: weights published: version=3 nbytes=4096\n"
+        "2001-09-09T01:46:40.250Z INFO trainer-0 pipeline.models.weights.store: "
+        "weights published: version=3 nbytes=4096\n"
     )
 
 

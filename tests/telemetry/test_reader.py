@@ -67,7 +67,7 @@ def test_text_shows_each_bound_series_and_nothing_else(slab: MetricsSlab) -> Non
         "# HELP rlhfd_tokens_total Tokens by kind (prompt, response, trained).\n"
         "# TYPE rlhfd_tokens_total counter\n"
         'rlhfd_tokens_total{kind="prompt"} 3.0\n'
-        "# HELP rlhfd_rollouts_in_flight Rollouts being worked on.\n"
+        "# HELP rlhfd_rollouts_in_flight Rollouts in flight.\n"
         "# TYPE rlhfd_rollouts_in_flight gauge\n"
         'rlhfd_rollouts_in_flight{worker="1"} 2.0\n'
     )
@@ -161,7 +161,7 @@ def test_mean_of_a_histogram_is_over_all_that_was_observed(slab: MetricsSlab) ->
 def test_both_parsers_read_every_series(slab: MetricsSlab) -> None:
     write_everything(slab)
     reader = MetricsReader(slab, INFO)
-    reader.told.update(GPUS)
+    reader.external.update(GPUS)
 
     text = {family.name: family for family in parse_text(reader.text().decode())}
     openmetrics = {family.name: family for family in parse_openmetrics(reader.openmetrics().decode())}
@@ -179,7 +179,7 @@ def test_both_parsers_read_every_series(slab: MetricsSlab) -> None:
 def test_parsed_values_are_those_that_were_read(slab: MetricsSlab) -> None:
     write_everything(slab)
     reader = MetricsReader(slab, INFO)
-    reader.told.update(GPUS)
+    reader.external.update(GPUS)
 
     parsed = {
         (sample.name, tuple(sample.labels.values())): sample.value
@@ -200,7 +200,7 @@ def test_promtool_finds_nothing_to_complain_of(slab: MetricsSlab) -> None:
     write_everything(slab)
 
     reader = MetricsReader(slab, INFO)
-    reader.told.update(GPUS)
+    reader.external.update(GPUS)
     body = reader.text()
     checked = subprocess.run(["promtool", "check", "metrics"], input=body, capture_output=True, timeout=60)
 

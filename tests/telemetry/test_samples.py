@@ -344,7 +344,7 @@ def test_parts_are_named_by_function_and_model() -> None:
 def test_a_filter_takes_what_it_says(wanted: Filter, tickets: list[int]) -> None:
     all_of_them = [sample(0), sample(1, prompt="xabcx", rewards=(0.0, 0.5)), sample(2, worker=1, rewards=(1.0, 1.0))]
 
-    assert [one.ticket for one in all_of_them if wanted.wants(one)] == tickets
+    assert [one.ticket for one in all_of_them if wanted.matches(one)] == tickets
 
 
 def test_a_sample_reads_as_prompt_and_responses_the_best_first() -> None:

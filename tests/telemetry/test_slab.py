@@ -192,7 +192,7 @@ def test_slot_tells_its_pid_incarnation_and_progress(slab: MetricsSlab) -> None:
     writer = slab.writer("rollout")
     writer.work_on(17, deadline_s=600.0)
     writer.enter("generate", 12_500_000_000, 0)
-    writer.meet(True)
+    writer.set_in_collective(True)
 
     progress = slab.progress("rollout")
     assert slab.pid("rollout") == os.getpid()

@@ -42,7 +42,7 @@ class Place:
     def close(self) -> None:
         """Leave; whoever writes is told so, and only then the writer's end is closed."""
         os.close(self._reader)
-        wait_until(lambda: all(thread.name != "outlet" for thread in threading.enumerate()), DEADLINE_S, "all end")
+        wait_until(lambda: all(thread.name != "stdio" for thread in threading.enumerate()), DEADLINE_S, "all end")
         os.close(self.writer)
 
 
@@ -72,14 +72,14 @@ def fill(writer: int) -> None:
 def test_who_writes_goes_on_while_nobody_reads_and_what_is_left_out_is_counted(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outlet = NonBlockingStream(place.writer)
+    stream = NonBlockingStream(place.writer)
 
     for number in range(5000):
-        outlet.write(f"{number} {LONG}\n")
+        stream.write(f"{number} {LONG}\n")
     wait_until(lambda: place.read() and "left out" in caplog.text, DEADLINE_S, "what is left out is told")
-    outlet.write("after\n")
-    wait_until(lambda: place.read().endswith("after\r\n" if outlet.isatty() else "after\n"), DEADLINE_S, "it goes on")
-    outlet.finish(DEADLINE_S)
+    stream.write("after\n")
+    wait_until(lambda: place.read().endswith("after\r\n" if stream.isatty() else "after\n"), DEADLINE_S, "it goes on")
+    stream.finish(DEADLINE_S)
 
     *kept, last = place.read().splitlines()
     (left_out,) = re.findall(r"left out: lines=(\d+)", caplog.text)
@@ -90,12 +90,12 @@ def test_who_writes_goes_on_while_nobody_reads_and_what_is_left_out_is_counted(
 
 @pytest.mark.timeout(90)
 def test_the_end_waits_for_who_reads_and_a_moment_for_who_does_not(place: Place) -> None:
-    outlet = NonBlockingStream(place.writer)
+    stream = NonBlockingStream(place.writer)
     for _ in range(500):
-        outlet.write(LONG)
+        stream.write(LONG)
     started_s = time.monotonic()
 
-    outlet.finish(0.2)
+    stream.finish(0.2)
 
     assert 0.2 <= time.monotonic() - started_s < DEADLINE_S
     # What was taken comes all the same, as long as the process lives.
@@ -105,26 +105,26 @@ def test_the_end_waits_for_who_reads_and_a_moment_for_who_does_not(place: Place)
 def test_a_reader_that_is_gone_is_an_error_to_who_writes() -> None:
     gone, writer = os.pipe()
     os.close(gone)
-    outlet = NonBlockingStream(writer)
+    stream = NonBlockingStream(writer)
 
     def fails() -> bool:
         try:
-            outlet.write("x\n")
+            stream.write("x\n")
         except BrokenPipeError:
             return True
         return False
 
     wait_until(fails, DEADLINE_S, "a write fails")
-    outlet.finish(DEADLINE_S)
+    stream.finish(DEADLINE_S)
     os.close(writer)
 
 
 def test_no_signal_is_taken_from_the_thread_that_holds_it_back(place: Place) -> None:
-    outlet = NonBlockingStream(place.writer)
+    stream = NonBlockingStream(place.writer)
 
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "outlet")
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "stdio")
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
-    outlet.finish(DEADLINE_S)
+    stream.finish(DEADLINE_S)
 
     (blocked,) = re.findall(r"^SigBlk:\s*(\w+)$", status, re.MULTILINE)
     assert all(int(blocked, 16) >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))

@@ -134,7 +134,7 @@ class Deaf:
 
 def test_a_welcome_that_is_lost_is_asked_for_again_and_costs_no_batch(house):
     connection = house.connect()
-    connection._receiver = deaf = Deaf(house)
+    connection._session._receiver = deaf = Deaf(house)
 
     assert connection.meet_buffer(10.0)
 

@@ -10,7 +10,7 @@ from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer import prefetch
-from pipeline.trainer.prefetch import Staging
+from pipeline.trainer.prefetch import Prefetcher
 from tests.support.experiences import made_up
 
 LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
@@ -44,45 +44,45 @@ def shelf(tmp_path):
 
 
 def test_what_was_begun_is_copied_before_it_is_taken(shelf):
-    stage, lease = Staging(shelf.arena, ahead=True), shelf.lease(0)
-    stage.begin(lease, CPU)
-    stage._next[2].result()
+    prefetcher, lease = Prefetcher(shelf.arena, ahead=True), shelf.lease(0)
+    prefetcher.begin(lease, CPU)
+    prefetcher._next[2].result()
     shelf.damage(0)
 
-    staged = stage.take(lease, CPU)
+    fetched = prefetcher.take(lease, CPU)
 
-    assert torch.equal(staged.experience.reward, shelf.made[0].reward)
-    assert staged.experience.info["policy_version"].tolist() == [3] * 4
-    assert stage.take(lease, CPU).damaged.keys() == {0}, "and the extent was no longer whole"
-    stage.close()
+    assert torch.equal(fetched.experience.reward, shelf.made[0].reward)
+    assert fetched.experience.info["policy_version"].tolist() == [3] * 4
+    assert prefetcher.take(lease, CPU).damaged.keys() == {0}, "and the extent was no longer whole"
+    prefetcher.close()
 
 
 def test_a_batch_is_never_taken_for_another(shelf):
-    stage, leases = Staging(shelf.arena, ahead=True), [shelf.lease(number) for number in range(2)]
-    stage.begin(leases[0], CPU)
+    prefetcher, leases = Prefetcher(shelf.arena, ahead=True), [shelf.lease(number) for number in range(2)]
+    prefetcher.begin(leases[0], CPU)
 
-    staged = stage.take(leases[1], CPU)
+    fetched = prefetcher.take(leases[1], CPU)
 
-    assert torch.equal(staged.experience.reward, shelf.made[1].reward)
-    stage.begin(leases[0], CPU)
-    assert stage.take(leases[0], torch.device("meta")).experience.reward.device.type == "meta"
-    stage.close()
+    assert torch.equal(fetched.experience.reward, shelf.made[1].reward)
+    prefetcher.begin(leases[0], CPU)
+    assert prefetcher.take(leases[0], torch.device("meta")).experience.reward.device.type == "meta"
+    prefetcher.close()
 
 
 def test_damage_that_is_found_ahead_is_told_when_the_batch_is_taken(shelf):
-    stage, lease = Staging(shelf.arena, ahead=True), shelf.lease(0)
+    prefetcher, lease = Prefetcher(shelf.arena, ahead=True), shelf.lease(0)
     shelf.damage(0)
-    stage.begin(lease, CPU)
+    prefetcher.begin(lease, CPU)
 
-    staged = stage.take(lease, CPU)
+    fetched = prefetcher.take(lease, CPU)
 
-    assert staged.experience is None and "checksum" in staged.damaged[0]
-    stage.close()
+    assert fetched.experience is None and "checksum" in fetched.damaged[0]
+    prefetcher.close()
 
 
-@pytest.mark.parametrize("ending", ["forget", "close"])
-def test_once_it_is_forgotten_nothing_of_the_arena_is_read(shelf, monkeypatch, ending):
-    stage, lease = Staging(shelf.arena, ahead=True), shelf.lease(0)
+@pytest.mark.parametrize("ending", ["discard", "close"])
+def test_once_it_is_discarded_nothing_of_the_arena_is_read(shelf, monkeypatch, ending):
+    prefetcher, lease = Prefetcher(shelf.arena, ahead=True), shelf.lease(0)
     go_on, reading, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow(*args, **kwargs):
@@ -91,38 +91,38 @@ def test_once_it_is_forgotten_nothing_of_the_arena_is_read(shelf, monkeypatch, e
         return codec.gather(*args, **kwargs)
 
     monkeypatch.setattr(prefetch, "codec", type("Slow", (), {"ExtentReader": codec.ExtentReader, "gather": slow}))
-    stage.begin(lease, CPU)
+    prefetcher.begin(lease, CPU)
     assert reading.wait(10.0)
-    end = threading.Thread(target=lambda: (getattr(stage, ending)(), ended.set()))
+    end = threading.Thread(target=lambda: (getattr(prefetcher, ending)(), ended.set()))
     end.start()
 
     assert not ended.wait(0.2), "a copy is under way"
     go_on.set()
     assert ended.wait(10.0)
     end.join()
-    stage.close()
+    prefetcher.close()
 
 
 def test_by_default_a_cpu_is_not_given_two_things_to_do(shelf):
-    assert not Staging(shelf.arena).wants_next(CPU)
-    assert Staging(shelf.arena).wants_next(torch.device("cuda", 0))
+    assert not Prefetcher(shelf.arena).wants_next(CPU)
+    assert Prefetcher(shelf.arena).wants_next(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
 def test_on_a_card_batches_are_whole_while_it_computes(shelf):
     device = torch.device("cuda", 0)
-    stage, leases = Staging(shelf.arena), [shelf.lease(number) for number in range(12)]
+    prefetcher, leases = Prefetcher(shelf.arena), [shelf.lease(number) for number in range(12)]
     busy = torch.randn(2048, 2048, device=device)
     held = []
     for place, lease in enumerate(leases):
-        staged = stage.take(lease, device)
+        fetched = prefetcher.take(lease, device)
         for _ in range(8):
             busy = busy @ busy / 2048
-        held.append(staged.experience.reward + 0 * busy[0, 0])
+        held.append(fetched.experience.reward + 0 * busy[0, 0])
         if place + 1 < len(leases):
-            stage.begin(leases[place + 1], device)
-        del staged
-    stage.close()
+            prefetcher.begin(leases[place + 1], device)
+        del fetched
+    prefetcher.close()
 
     for number, reward in enumerate(held):
         assert torch.equal(reward.cpu(), shelf.made[number].reward)

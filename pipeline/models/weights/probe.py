@@ -1,8 +1,8 @@
-"""One question that trainer and worker must answer alike, so that weights are not only copied but in force.
+"""The probe: tokens whose log-prob must be equal in trainer and worker, which proves that weights are in use.
 
-A fingerprint says that the bytes in shared memory are those that were published. It does not say that a worker's model
-computes with them: a tensor may have been copied into a buffer that the model has let go of, or into another type. So
-the trainer publishes with a version what its model answers, and a worker compares.
+A fingerprint proves that the bytes in shared memory are the published ones. It does not prove that a worker's model
+computes with them: a tensor may have been copied into a buffer that the model no longer uses, or into another dtype. So
+the trainer publishes its model's result with a version, and a worker compares its own result with it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from pipeline.errors import WeightsMismatchError
 from pipeline.storage.weights_header import Probe, WeightsVersion
 
-# Both answers carry the rounding of their own kernels, which sum in another order on another device. Some 300 roundings
-# lie on the way to a logit (10 a layer, 32 layers); as a random walk they grow it by a factor of 18, from a unit
-# roundoff of 2**-24, 2**-12 and 2**-9 of logits up to 20. That is 2e-5, 0.09 and 0.7 nats for the worst token of the
-# lowest precision, a third of that on average over tokens whose errors differ in sign; and tenfold room for float32.
+# Each result has the rounding errors of its own kernels, which sum in another order on another device. A logit is the
+# result of some 300 roundings (10 a layer, 32 layers); as a random walk they grow the error by a factor of 18, from a
+# unit roundoff of 2**-24, 2**-12 and 2**-9 of logits up to 20. That is 2e-5, 0.09 and 0.7 nats for the worst token of
+# each precision, and a third of that on average over tokens whose errors differ in sign; float32 has a tenfold margin.
 _TOLERANCE_NATS_A_TOKEN = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 
 def answer(model: Callable[..., Any], tokens: Sequence[int], device: torch.device) -> Probe:
-    """Return the summed log-prob of all tokens but the first, each after those before it.
+    """Return the summed log-prob of all tokens but the first, each given the tokens before it.
 
     Args:
         model: A causal language model in eval mode.
-        tokens: At least two.
-        device: The model's.
+        tokens: At least two token ids.
+        device: The model's device.
     """
     ids = torch.tensor([tokens], device=device)
     with torch.no_grad():
@@ -39,25 +39,31 @@ def answer(model: Callable[..., Any], tokens: Sequence[int], device: torch.devic
 
 
 def tolerance_nats(dtype: torch.dtype, tokens: int) -> float:
-    """Return how far two honest answers may lie apart."""
+    """Return the largest difference that rounding explains between two results for the same weights."""
     return _TOLERANCE_NATS_A_TOKEN.get(dtype, _TOLERANCE_NATS_A_TOKEN[torch.float32]) * (tokens - 1)
 
 
 def check(published: WeightsVersion, mine: Probe, dtype: torch.dtype) -> None:
-    """Compare a model's answer with the one that was published with its weights.
+    """Compare a model's probe with the probe published with its weights.
+
+    Args:
+        published: The version that the model should compute with; without a probe nothing is compared.
+        mine: The model's probe.
+        dtype: Dtype of the model, which sets the tolerance.
 
     Raises:
-        WeightsMismatchError: If they lie further apart than rounding explains, or are to different questions.
+        WeightsMismatchError: If they differ by more than rounding explains, or have different numbers of tokens.
     """
-    its = published.probe
-    if its is None:
+    expected = published.probe
+    if expected is None:
         return
-    limit = tolerance_nats(dtype, its.tokens)
-    # Written so that a NaN on one side is refused, and one on both is no one's fault here.
-    alike = abs(mine.log_prob - its.log_prob) <= limit or (math.isnan(mine.log_prob) and math.isnan(its.log_prob))
-    if mine.tokens != its.tokens or not alike:
+    limit = tolerance_nats(dtype, expected.tokens)
+    both_nan = math.isnan(mine.log_prob) and math.isnan(expected.log_prob)
+    # A NaN on one side fails this comparison; a NaN on both sides is not an error of the copy.
+    is_equal = abs(mine.log_prob - expected.log_prob) <= limit or both_nan
+    if mine.tokens != expected.tokens or not is_equal:
         raise WeightsMismatchError(
             f"this model does not compute with the weights that it was given: version={published.version} "
             f"fingerprint={published.fingerprint:016x} log_prob={mine.log_prob:.6f} over {mine.tokens} tokens, "
-            f"the trainer's {its.log_prob:.6f} over {its.tokens}, may differ by {limit:g}"
+            f"the trainer's {expected.log_prob:.6f} over {expected.tokens}, may differ by {limit:g}"
         )

@@ -1,8 +1,9 @@
-"""Tensors into a slot of shared memory and out of it, fingerprinted on the way.
+"""Copies of tensors into and out of a slot of shared memory, with a fingerprint.
 
-A slot is copied and hashed block by block, so that a block is hashed while it is still in the cache; a large slot by
-several threads, for one core does not fill the memory bus. Its fingerprint is the xxh3-64 of its blocks' own, in order.
-A GPU's copies run beside the hashing, at full speed where the slot is page-locked (`pipeline.models.weights.pinned`).
+A slot is copied and hashed block by block, so that a block is hashed while it is still in the cache. A large slot is
+copied by several threads, because one core does not saturate the memory bus. The fingerprint is the xxh3-64 of the
+blocks' xxh3-64 digests, in order. GPU copies run concurrently with the hashing, at full speed if the slot is
+page-locked (`pipeline.models.weights.pinned`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _EVENT_BYTES = 1 << 26
 
 
 class _Segment(NamedTuple):
-    """What of one tensor lies in one block: bytes of the slot, and of the tensor."""
+    """The part of a tensor in one block: its bytes in the slot, and its start in the tensor."""
 
     name: str
     start: int
@@ -35,11 +36,11 @@ class _Segment(NamedTuple):
 
 
 class Slot:
-    """The bytes of one slot, and the tensors that lie in it.
+    """The bytes of one slot, and the tensors in it.
 
     Args:
-        memory: All of it.
-        views: Each tensor by name, over `memory`, in the order of their places.
+        memory: The whole slot.
+        views: The tensors over `memory` by name, in the order of their offsets.
     """
 
     def __init__(self, memory: memoryview, views: Mapping[str, torch.Tensor]) -> None:
@@ -51,27 +52,27 @@ class Slot:
         ]
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Copy tensors in, from any device, and return the fingerprint of what lies there now.
+        """Copy tensors in, from any device, and return the fingerprint of the slot.
 
         Raises:
-            WeightsError: If one is missing or of another shape; the slot is as it was then.
+            WeightsError: If a tensor is missing or of another shape; the slot is then unchanged.
         """
         given = self._matching(tensors, "expected")
         plain = {name: flat for name, tensor in given.items() if (flat := self._flat_bytes(name, tensor)) is not None}
         copied: list[tuple[int, Any]] = []
-        waiting, issued = 0, 0
+        pending, issued = 0, 0
         for name, tensor in given.items():
             if name in plain:
                 continue
             self.views[name].copy_(tensor.detach(), non_blocking=True)
             if tensor.is_cuda:
-                # Everything before this byte of the slot is there once the event is: places are in order.
+                # Offsets are in order: once the event has completed, all bytes before this one have been copied.
                 place = self._end_of(name)
-                waiting, issued = waiting + place - issued, place
-                if waiting >= _EVENT_BYTES:
+                pending, issued = pending + place - issued, place
+                if pending >= _EVENT_BYTES:
                     copied.append((place, torch.cuda.current_stream(tensor.device).record_event()))
-                    waiting = 0
-        if waiting:
+                    pending = 0
+        if pending:
             last = next(tensor for tensor in reversed(given.values()) if tensor.is_cuda)
             copied.append((issued, torch.cuda.current_stream(last.device).record_event()))
 
@@ -88,7 +89,7 @@ class Slot:
         return self._fingerprint(block)
 
     def read(self, into: Mapping[str, torch.Tensor]) -> int:
-        """Copy all tensors out, to any device, and return the fingerprint of what was copied.
+        """Copy all tensors out, to any device, and return the fingerprint of the copied bytes.
 
         Raises:
             WeightsError: If a target is missing or of another shape.
@@ -114,7 +115,7 @@ class Slot:
 
         found = self._fingerprint(block)
         for device in devices:
-            # Whoever looks at the slot's sequence next must know that no copy is still under way.
+            # The caller reads the slot's sequence next: no copy may still be in flight then.
             torch.cuda.current_stream(device).synchronize()
         return found
 
@@ -123,7 +124,7 @@ class Slot:
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         if len(self._memory) < _THREADS_FROM_BYTES or threads == 1:
             return combined([block(index) for index in indices])
-        # Parts of equal size: each thread reads and writes a stretch of its own.
+        # Parts of equal size: each thread reads and writes its own range.
         bounds = [len(indices) * part // threads for part in range(threads + 1)]
         with ThreadPoolExecutor(threads) as pool:
             parts = pool.map(
@@ -146,7 +147,7 @@ class Slot:
         return found
 
     def _flat_bytes(self, name: str, tensor: torch.Tensor) -> Any:
-        """The tensor's memory as a flat array, where a copy of bytes is a copy of the tensor."""
+        """Return the tensor's memory as a flat array; None unless a copy of its bytes is a copy of the tensor."""
         if tensor.device.type != "cpu" or tensor.dtype != self.views[name].dtype or not tensor.is_contiguous():
             return None
         return tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -157,7 +158,7 @@ class Slot:
 
     @staticmethod
     def _wait_for(copied: list[tuple[int, Any]], end: int) -> None:
-        """Wait until what lies before `end` has been copied; events are in the order of their bytes."""
+        """Wait until all bytes before `end` have been copied; events are in the order of their bytes."""
         for place, event in copied:
             event.synchronize()
             if place >= end:
@@ -165,7 +166,7 @@ class Slot:
 
     @functools.cached_property
     def _segments(self) -> list[list[_Segment]]:
-        """Each block's part of every tensor that reaches into it."""
+        """For each block the parts of the tensors that overlap it."""
         segments: list[list[_Segment]] = [[] for _ in self._blocks]
         for name, view in self.views.items():
             if not view.numel():
@@ -181,6 +182,6 @@ class Slot:
 def combined(digests: list[int]) -> int:
     """Return the fingerprint of blocks with these digests.
 
-    Below 2**63: above it, it would not fit every reader's signed integer.
+    The fingerprint is below 2**63, so that it fits a signed 64-bit integer of any reader.
     """
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests)) >> 1

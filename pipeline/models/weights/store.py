@@ -4,14 +4,16 @@
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
     data        the slots, page-aligned
 
-A slot's sequence is odd while it is written. The publisher takes the slot after the newest: sequence odd, tensors,
-fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and looks at its sequence
-before and after; if it changed, or the fingerprint is wrong, the copy is thrown away. With several slots nobody waits.
+A slot's sequence is odd during a write. The publisher writes the slot after the newest, in this order: sequence odd,
+tensors, fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and compares its
+sequence before and after; if it has changed, or the fingerprint is wrong, the copy is discarded. With several slots no
+process waits for another.
 
-The newest slot is not always the one of the highest version: a trainer that goes on from a checkpoint publishes a lower
-one as a rollback. `history` counts these, so that version 7 of now is told from version 7 of a past that is gone.
+The newest slot does not always have the highest version: a trainer that resumes from a checkpoint publishes a lower
+version as a rollback. `history` counts the rollbacks, so that version 7 differs from version 7 before a rollback.
 
-A trainer's own state lies in a second such file (`pipeline.models.weights.versions`), where a version is found by its number.
+The trainer's training state is in a second such file (`pipeline.models.weights.versions`), where a version is found by
+its number.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where one tensor lies in every slot."""
+    """The place of one tensor, the same in every slot."""
 
     name: str
     dtype: str
@@ -64,7 +66,7 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Join state dicts as ``{"actor.lm_head.weight": ...}``, a tensor that two names share (tied weights) once."""
+    """Return state dicts joined as ``{"actor.lm_head.weight": ...}``; a tensor under two names (tied weights) once."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, torch.dtype]] = set()
     for prefix, state in models.items():
@@ -77,7 +79,7 @@ def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tens
 
 
 class _Mapping:
-    """The file's mapping; publisher and reader see the same bytes."""
+    """The file's mapping, shared by publisher and readers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,7 +89,7 @@ class _Mapping:
         self.slots: int
         magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = HEADER.unpack_from(self.memory)
         if magic != MAGIC:
-            raise WeightsError(f"{path} holds no weights of this version")
+            raise WeightsError(f"{path} is not a weights file of this version")
         manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
         self.places = msgspec.msgpack.decode(manifest, type=list[TensorPlace])
         self.marks = self.memory[:PAGE_BYTES].cast("Q")
@@ -102,7 +104,7 @@ class _Mapping:
         return [Slot(memory, _views(memory, self.places)) for memory in memories]
 
     def pin_for(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Page-lock the slots, once, if any of these tensors is on a card."""
+        """Page-lock the slots, once, if any of these tensors is on a GPU."""
         if self._pinned is None and any(tensor.is_cuda for tensor in tensors.values()):
             start = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + int(self.data_offset)
             self._pinned = PinnedMemory(start, self.slots * self.slot_bytes, f"weights in {self.path.name}")
@@ -115,7 +117,7 @@ class _Mapping:
         return unpack_version(self.marks, slot)
 
     def slot_of(self, wanted: Age) -> int | None:
-        """Return the slot that holds a version whole."""
+        """Return the slot that holds a complete version; None if there is none."""
         for slot in range(self.slots if self.newest() is not None else 0):
             if self.marks[slot_mark(slot)] % 2 == 0 and self.version(slot).age == wanted:
                 return slot
@@ -129,23 +131,23 @@ class _Mapping:
         try:
             self._map.close()
         except BufferError:
-            # A tensor over a slot still lives; the mapping goes with it.
+            # A tensor over a slot is still referenced; the mapping is released with it.
             pass
 
 
 class WeightsPublisher:
-    """The trainer's side; exactly one process publishes."""
+    """The trainer's side of the weights; exactly one process publishes."""
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], *, slots: int = 3) -> None:
         """Attach to the weights of an earlier trainer of the same model, or allocate room for `slots` versions.
 
         Args:
             path: The file, in the instance's shared-memory folder.
-            tensors: What will be published (`flatten`); names, dtypes and shapes are fixed from here on.
+            tensors: The tensors to publish (`flatten`); names, dtypes and shapes are fixed from here on.
             slots: Versions held at once, at least 2.
 
         Raises:
-            ConfigError: If shared memory has less room than that.
+            ConfigError: If shared memory has too little room.
         """
         if not 2 <= slots <= MOST_SLOTS:
             raise ValueError(f"slots must be 2 to {MOST_SLOTS}, got {slots}")
@@ -170,16 +172,19 @@ class WeightsPublisher:
         history: int | None = None,
         probe: Probe | None = None,
     ) -> WeightsVersion:
-        """Make `version` the newest.
+        """Publish `version` as the newest.
 
         Args:
-            version: Above the newest, unless `rollback`.
-            tensors: Values, on any device, under the names given at the start.
-            trained_through: First lease that these weights do not include; a dead trainer's successor reads it.
-            rollback: Whether what was newest until now is undone by this.
-            position: Of a rollback, the first prompt that may be missing from these weights; -1 where nobody knows.
-            history: Rollbacks up to this version; left out, as many as this publisher's file knows of.
-            probe: What a model with these weights answers.
+            version: Version number, above the newest unless `rollback`.
+            tensors: Values, on any device, under the names given to the constructor.
+            trained_through: First lease that these weights do not include, for the successor of a dead trainer.
+            rollback: Whether this version undoes the newest one.
+            position: For a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+            history: Rollbacks up to this version; None for the number in this publisher's file.
+            probe: The probe of a model with these weights.
+
+        Returns:
+            The published version, with its fingerprint.
 
         Raises:
             WeightsError: If a tensor is missing, of another shape, or the version is not new.
@@ -200,14 +205,14 @@ class WeightsPublisher:
         for place, word in enumerate(pack_version(published), mark + 1):
             marks[place] = word
         marks[mark] += 1
-        # Last: whoever sees this slot as the newest sees it whole.
+        # Last: a reader that finds this slot as the newest finds it complete.
         marks[NEWEST] = slot + 1
         return published
 
     def rewind(self, age: Age) -> bool:
-        """Make a version that is still held the newest again, as if none had come after it; return whether it is.
+        """Make a version that is still held the newest again, discarding later ones; return whether it is held.
 
-        The slot that is written next is then not the one of this version, however many came after it.
+        The next slot to be written is then the one after this version's slot, never this version's own.
         """
         slot = self._mapping.slot_of(age)
         if slot is None:
@@ -216,13 +221,13 @@ class WeightsPublisher:
         return True
 
     def close(self) -> None:
-        """Unmap; the file stays for the workers."""
+        """Unmap the file; it stays, for the workers."""
         self._slots.clear()
         self._mapping.close()
 
     @staticmethod
     def matches(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether there is a file, and it was made for tensors like these."""
+        """Return whether the file exists and has the names, dtypes and shapes of these tensors."""
         if not path.exists():
             return False
         mapping = _Mapping(path)
@@ -233,7 +238,7 @@ class WeightsPublisher:
 
 
 class WeightsReader:
-    """A worker's side."""
+    """A worker's side of the weights."""
 
     def __init__(self, path: Path) -> None:
         self._mapping = _Mapping(path)
@@ -245,22 +250,23 @@ class WeightsReader:
         return int(self._mapping.slot_bytes)
 
     def newest(self) -> WeightsVersion | None:
-        """Return the newest version, None before the first publish."""
+        """Return the newest version; None before the first publish."""
         slot = self._mapping.newest()
         return None if slot is None else self._mapping.version(slot)
 
     def fetch(self, into: Mapping[str, torch.Tensor], *, age: Age | None = None) -> WeightsVersion:
-        """Copy the newest version, or the one of that age, into a model's tensors.
+        """Copy the newest version, or the version of a given age, into a model's tensors.
 
         Args:
             into: Targets by published name; every published tensor needs one of its shape.
-            age: Which one; None for the newest.
+            age: Age of the version; None for the newest.
 
         Returns:
-            The version the targets hold now, with its verified fingerprint.
+            The version that the targets now hold, with its verified fingerprint.
 
         Raises:
-            WeightsError: If there is no such version, a target is missing or misshapen, or no whole copy could be had.
+            WeightsError: If there is no such version, a target is missing or has another shape, or every attempt at a
+                whole copy failed.
         """
         self._mapping.pin_for(into)
         return self._whole(age, lambda slot, found: self._slots[slot].read(into) == found.fingerprint)
@@ -269,7 +275,7 @@ class WeightsReader:
         """Return a copy of the newest version, to be sent to another machine.
 
         Raises:
-            WeightsError: If there is no version yet, or no whole copy could be had.
+            WeightsError: If there is no version yet, or every attempt at a whole copy failed.
         """
         data = np.empty(self.nbytes, np.uint8)
 
@@ -280,21 +286,23 @@ class WeightsReader:
         return WeightsCopy(self._whole(None, take), list(self._mapping.places), data)
 
     def _whole(self, age: Age | None, take: Callable[[int, WeightsVersion], bool]) -> WeightsVersion:
-        """Have a slot taken until nobody has written to it meanwhile; return the version that was taken."""
+        """Call `take` on a slot until the slot was not written to during the call; return the version taken."""
         for _ in range(_FETCH_ATTEMPTS):
             slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
             if slot is None:
-                raise WeightsError("no weights were published yet" if age is None else f"version {age[0]} is gone")
+                raise WeightsError(
+                    "no weights were published yet" if age is None else f"version {age[0]} is no longer held"
+                )
             mark = slot_mark(slot)
             before = self._mapping.marks[mark]
             found = self._mapping.version(slot)
             if before % 2 == 0 and take(slot, found) and self._mapping.marks[mark] == before:
                 return found
-            log.warning("weights of version %d were overtaken while being copied, trying again", found.version)
+            log.warning("weights of version %d were overwritten during the copy, retrying", found.version)
         raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
 
     def holds(self, age: Age) -> bool:
-        """Whether a version is there, whole."""
+        """Return whether a version is held, complete."""
         return self._mapping.slot_of(age) is not None
 
     def close(self) -> None:
@@ -305,11 +313,11 @@ class WeightsReader:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsCopy:
-    """One version outside of shared memory, as it travels to another machine; `fetch` is as that of `WeightsReader`.
+    """A copy of one version outside shared memory, to be sent to another machine; `fetch` is as in `WeightsReader`.
 
     Attributes:
-        version: Which one.
-        places: Where its tensors lie in `data`.
+        version: The version.
+        places: The places of its tensors in `data`.
         data: ``(bytes of a slot,)`` uint8; may be read-only.
     """
 
@@ -324,14 +332,14 @@ class WeightsCopy:
             into: Targets by published name; every published tensor needs one of its shape.
 
         Returns:
-            The version, whose fingerprint is that of what was copied.
+            The version, with its verified fingerprint.
 
         Raises:
-            WeightsError: If a target is missing or misshapen, or these are not the bytes that were published.
+            WeightsError: If a target is missing or has another shape, or the bytes are not the published ones.
         """
         memory = self.data.data
         with warnings.catch_warnings():
-            # Torch warns of memory that is not writable; here it is read and never written.
+            # Torch warns about memory that is not writable; here it is only read.
             warnings.simplefilter("ignore", UserWarning)
             slot = Slot(memory, _views(memory, self.places))
         if (found := slot.read(into)) != self.version.fingerprint:

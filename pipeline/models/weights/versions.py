@@ -1,12 +1,12 @@
-"""The trainer's end of the policy versions: weights for the workers, and what training itself goes on from.
+"""The trainer's side of the policy versions: weights for the workers, and the training state for a restarted trainer.
 
     weights     three slots, read by all (`pipeline.models.weights.store`)
-    training    two slots of the same make: optimizer moments, float32 copies, step, digest, random state
+    training    two slots of the same format: optimizer moments, float32 copies, step, digest, random state
 
 `publish` writes the training state of a version first, its weights last. So whenever a version of the weights is the
-newest, the state that belongs to it is whole: a trainer killed at any store goes on from there exactly. A state whose
-weights never came is forgotten by the successor, whose first act is to make the version of the weights the newest
-state again; what is written next then takes the other slot. Two slots are enough for that.
+newest, its training state is complete: a trainer killed at any store instruction is resumed exactly from there. A state
+whose weights were never published is discarded by the successor, which first makes the state of the newest weights the
+newest state again; the next write then uses the other slot. Two slots are enough for that.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class PolicyVersions:
-    """Publishes and restores versions; of all ranks only the first publishes."""
+    """Publishes and restores versions; among the ranks only the first one publishes."""
 
     def __init__(self, weights_path: Path) -> None:
-        """Nothing is made before the first `publish`.
+        """Store the paths; the first `publish` creates the files.
 
         Args:
-            weights_path: File of the weights in the instance's folder; the training state's lies beside it.
+            weights_path: File of the weights in the instance's folder; the training state's file is beside it.
         """
         self._weights_path = weights_path
         self._training_path = weights_path.with_name("training")
@@ -47,7 +47,7 @@ class PolicyVersions:
         return sum(publisher.nbytes for publisher in (self._weights, self._training) if publisher is not None)
 
     def newest(self) -> WeightsVersion | None:
-        """Return the version published last, by this trainer or the one before it; None before the first."""
+        """Return the version published last, by this trainer or its predecessor; None before the first."""
         if not self._weights_path.exists():
             return None
         reader = WeightsReader(self._weights_path)
@@ -60,7 +60,7 @@ class PolicyVersions:
         """Copy the newest weights into state dicts.
 
         Raises:
-            WeightsError: If there are none, or they are another model's.
+            WeightsError: If there are no weights, or they are another model's.
         """
         reader = WeightsReader(self._weights_path)
         try:
@@ -69,10 +69,10 @@ class PolicyVersions:
             reader.close()
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
-        """Copy the training state of a version into tensors; return whether it was there, for a model like this.
+        """Copy the training state of a version into tensors; return False if it is not held or is another model's.
 
         Raises:
-            WeightsError: If it is there and damaged; the tensors hold no one knows what then.
+            WeightsError: If the stored state is corrupt; the contents of `into` are then undefined.
         """
         if not WeightsPublisher.matches(self._training_path, into):
             return False
@@ -93,7 +93,19 @@ class PolicyVersions:
         position: int = -1,
         probe: Probe | None = None,
     ) -> WeightsVersion:
-        """Make a version the newest: its training state, if one is given and there is room for it, then its weights.
+        """Publish a version: its training state first, if given and if shared memory has room for it, then its weights.
+
+        Args:
+            version: Version number, above the newest unless `rollback`.
+            weights: State dicts of the models, by model.
+            training: Tensors of the training state; None if it is not published.
+            trained_through: First lease that these weights do not include.
+            rollback: Whether this version undoes the newest one.
+            position: For a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+            probe: The probe of a model with these weights.
+
+        Returns:
+            The published version of the weights.
 
         Raises:
             ConfigError: If shared memory has no room for the weights.
@@ -104,13 +116,13 @@ class PolicyVersions:
         if self._weights is None:
             if not self._weights_path.parent.exists():
                 raise UnreachableError(f"the daemon has ended: {self._weights_path.parent} is gone")
-            # First: where there is room for one of the two, it is theirs.
+            # Allocated first: if there is room for only one of the two, the weights get it.
             self._weights = WeightsPublisher(self._weights_path, tensors)
         if training is not None and self._training is None and self._has_room:
             self._training = self._keep(training)
         if self._training is not None and training is not None:
             before = self.newest()
-            # The weights' count, not one of its own: a version is told by it from another one of the same number.
+            # The weights' count, not one of its own: it distinguishes versions of the same number.
             history = rollback + (0 if before is None else before.history)
             self._training.publish(
                 version, training, trained_through=trained_through, rollback=rollback, history=history
@@ -120,7 +132,7 @@ class PolicyVersions:
         )
 
     def close(self) -> None:
-        """Unmap; the files stay, for the workers and for the next trainer."""
+        """Unmap the files; they stay, for the workers and for the next trainer."""
         for publisher in (self._weights, self._training):
             if publisher is not None:
                 publisher.close()
@@ -130,7 +142,7 @@ class PolicyVersions:
             publisher = WeightsPublisher(self._training_path, training, slots=_TRAINING_SLOTS)
         except ConfigError as error:
             self._has_room = False
-            log.warning("no training state in shared memory, a killed trainer goes on from a checkpoint: %s", error)
+            log.warning("no training state in shared memory, a killed trainer resumes from a checkpoint: %s", error)
             return None
         newest = self.newest()
         if newest is not None:

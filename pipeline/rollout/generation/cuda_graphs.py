@@ -1,9 +1,9 @@
-"""Steps of the lean loop over tensors that stay where they are, so that a card replays each as one CUDA graph.
+"""Decoding steps over tensors of fixed address and shape, so that a GPU replays each step as one CUDA graph.
 
-A step of a small batch is hundreds of kernels of some microseconds each, and launching them takes longer than they do.
-A graph is one launch, but of the very tensors that it was captured with. So a token's place in the cache is a number on
-the card, attention looks at the whole buffer through a mask, and rows leave when half of them have ended. Buffers begin
-small and double: looking at room for tokens to come costs what looking at tokens does.
+A step of a small batch is hundreds of kernels of some microseconds each, and their launch takes longer than they do. A
+graph is one launch, but only for the tensors that it was captured with. Therefore a token's place in the cache is a
+number on the GPU, attention reads the whole buffer through a mask, and rows leave when half of them have ended. Buffers
+begin small and double, because attention to unused room costs as much as attention to tokens.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from pipeline.rollout.generation.kv_cache import RoomyLayer
+from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 
 _LEAST_ROOM_TOKENS = 64
 _EAGER_STEPS = 2
-"""Steps before the capture: libraries set themselves up in them, which a graph must not hold."""
+"""Steps before the capture: libraries initialize in them, and initialization must not be captured."""
 
 log = logging.getLogger(__name__)
 
 
-class FixedLayer(RoomyLayer):
-    """One layer's keys and values, ``(rows, heads, room, D)``: all of the room, zero where no token is yet.
+class FixedShapeLayer(PreallocatedLayer):
+    """One layer's keys and values, ``(rows, heads, room, D)``: the whole buffer, zero in columns without a token.
 
     Args:
-        layer: Whose tokens it takes over.
-        filled: How many.
-        room: Tokens that there is room for.
-        column: ``(1,)`` int64 on the device, where the next token goes.
+        layer: The layer to copy tokens from.
+        filled: Tokens in that layer.
+        room: Columns of the buffer.
+        column: ``(1,)`` int64 on the device, the column of the next token.
     """
 
-    def __init__(self, layer: RoomyLayer, filled: int, room: int, column: Tensor) -> None:
+    def __init__(self, layer: PreallocatedLayer, filled: int, room: int, column: Tensor) -> None:
         super().__init__()
         self._column = column
         self._buffers = tuple(_moved(old[:, :, :filled], room) for old in (layer.keys, layer.values))
@@ -46,18 +46,18 @@ class FixedLayer(RoomyLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_arguments: Any, **_keywords: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one token's states; return all of the room."""
+        """Write one token's states; return the whole buffers."""
         self.keys.index_copy_(2, self._column, key_states)
         self.values.index_copy_(2, self._column, value_states)
         return self.keys, self.values
 
 
 class CudaGraphDecoder:
-    """Decoding steps of a batch of rows, until the room is full or rows leave.
+    """Decoding steps of a batch of rows, until the buffers are full or rows leave.
 
     Attributes:
         filled: Columns that hold a token.
-        room: Columns in all.
+        room: Columns of the buffers.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class CudaGraphDecoder:
         """Take over a cache.
 
         Args:
-            forward: ``(rows, V)`` logits of tokens, mask, positions and cache.
-            cache: Of layers that `fits_fixed_steps`; they are replaced by larger ones.
-            mask: ``(rows, columns)``, 1 where a token is real; as wide as the longest row may get.
+            forward: Returns ``(rows, V)`` logits of tokens, mask, positions and cache.
+            cache: A cache that `can_run_fixed_shapes`; its layers are replaced by larger ones.
+            mask: ``(rows, columns)``, 1 where a token is real; as wide as the longest possible row.
             filled: Columns of the mask that are in the cache.
-            positions: Of the next tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
+            positions: Positions of the next tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
         """
         self.filled = filled
         self.room = min(mask.shape[1], filled + max(_LEAST_ROOM_TOKENS, filled))
@@ -86,7 +86,7 @@ class CudaGraphDecoder:
         self._mask = torch.zeros((len(mask), 1, 1, self.room), dtype=torch.bool, device=mask.device)
         self._mask[:, 0, 0, :filled] = mask[:, :filled] != 0
         layers: list[Any] = cache.layers
-        cache.layers = [FixedLayer(layer, filled, self.room, self._column) for layer in layers]
+        cache.layers = [FixedShapeLayer(layer, filled, self.room, self._column) for layer in layers]
         self._logits: Tensor | None = None
         self._graph: Any = None
         self._steps = 0
@@ -98,7 +98,7 @@ class CudaGraphDecoder:
         return self.filled == self.room
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits after one more token of each row, ``(rows, V)``; overwritten by the next step."""
+        """Return logits after one more token of each row, ``(rows, V)``; the next step overwrites them."""
         self._tokens.copy_(tokens.unsqueeze(1))
         if self._captures and self._steps == _EAGER_STEPS:
             self._capture()
@@ -122,25 +122,25 @@ class CudaGraphDecoder:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                # Nothing is computed yet: the tensors are as they were before.
+                # A capture computes nothing: the tensors keep their values.
                 self._logits = self._run()
         except RuntimeError as error:
-            # A model that asks the card for a number on its way cannot be captured; its steps go on one by one.
+            # A model that reads a value back from the GPU cannot be captured; its kernels are launched one by one.
             log.warning("no CUDA graph of this model, its tokens take longer: %s", str(error).partition("\n")[0])
             self._captures = False
         else:
             self._graph = graph
 
 
-def fits_fixed_steps(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Whether a model attends through a mask of bools, and to all that was before in every layer."""
+def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Return whether a model attends through a mask of bools, and every layer attends to all earlier tokens."""
     return model.config._attn_implementation == "sdpa" and all(
-        isinstance(layer, RoomyLayer) and layer.is_initialized for layer in cache.layers
+        isinstance(layer, PreallocatedLayer) and layer.is_initialized for layer in cache.layers
     )
 
 
 def _moved(tokens: Tensor, room: int) -> Tensor:
-    # Zeros: what a mask hides is multiplied by 0, and a NaN left over from elsewhere would stay one.
+    # Zeros: masked values are multiplied by 0, and a NaN in uninitialized memory would stay NaN.
     buffer = torch.zeros((*tokens.shape[:2], room, tokens.shape[3]), dtype=tokens.dtype, device=tokens.device)
     buffer[:, :, : tokens.shape[2]] = tokens
     return buffer

@@ -1,6 +1,6 @@
-"""Engines by name: what stands at the seam is chosen by `rollout.engine` alone.
+"""Engines by name: `rollout.engine` alone chooses the engine.
 
-A name is that of a module in this folder, or ``module:function`` of one's own; either gives an `EngineFactory`.
+A name is that of a module in this folder, or ``module:function`` of the user's; either gives an `EngineFactory`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _FACTORY = "new_engine"
 
 
 class EngineFactory(Protocol):
-    """What makes an engine for one worker."""
+    """A function that makes the engine of one worker.
+
+    `rollout.engine` names it as ``module:function``.
+    """
 
     def __call__(
         self, actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
@@ -25,12 +28,15 @@ class EngineFactory(Protocol):
         """Make the engine.
 
         Args:
-            actor: The worker's transformers model, whose tensors hold the weights in force from the first
+            actor: The worker's transformers model. Its tensors hold the current weights from the first
                 `ResponseGenerator.update_weights` on. An engine may compute with it, or keep weights of its own.
-            directory: Where the actor was loaded from, for an engine that loads models itself.
-            device: The worker's.
-            on_progress: To be called once a token, or as often as there is a sign of life: calls that cease for
-                `daemon.hang_timeout_s` get the worker killed.
+            directory: The directory the actor was loaded from, for an engine that loads models itself.
+            device: The worker's ``torch.device``.
+            on_progress: The heartbeat, to be called once a token, or as often as there is progress: a worker without a
+                call for `daemon.hang_timeout_s` is killed.
+
+        Returns:
+            The engine.
         """
         ...
 
@@ -38,17 +44,27 @@ class EngineFactory(Protocol):
 def load_engine(
     name: str, actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
 ) -> ResponseGenerator:
-    """Make the engine of that name for a worker; arguments as in `EngineFactory`.
+    """Make the engine of a name for a worker.
+
+    Args:
+        name: A module of this folder, or ``module:function``.
+        actor: As in `EngineFactory`, like the arguments below.
+        directory: The actor's.
+        device: The worker's.
+        on_progress: The heartbeat.
+
+    Returns:
+        The engine.
 
     Raises:
-        ConfigError: If there is none, or what is there is no engine.
+        ConfigError: If there is no such module or function, or its result lacks a method of `ResponseGenerator`.
     """
     module_name, _, function_name = name.partition(":")
     if not function_name:
         module_name, function_name = f"{__package__}.{name}", _FACTORY
     try:
         module = importlib.import_module(module_name)
-    # Somebody else's code may raise anything while it is imported, and would again at the next start.
+    # User code may raise any exception at import, and would again at the next start.
     except Exception as error:
         raise ConfigError(f"rollout.engine: cannot import {module_name}: {type(error).__name__}: {error}") from error
     factory = getattr(module, function_name, None)

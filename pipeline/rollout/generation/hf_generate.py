@@ -1,4 +1,4 @@
-"""The adapter that puts any object with the Hugging Face convention of ``generate`` behind the engines' seam."""
+"""The adapter from the Hugging Face convention of ``generate`` to the interface of an engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ActorGenerator:
     """An engine over any object with the Hugging Face convention of ``generate``.
 
     The actor gets rows in batch order at full prompt width, with the prompts already repeated, and returns ``(B, T)``
-    ids. It draws from the global random state, which is seeded for the call and put back after it.
+    ids. It draws from the global random state, which is seeded for the call and restored after it.
 
     Args:
         actor: ``generate(input_ids=, attention_mask=, max_length=, do_sample=, temperature=, top_k=, top_p=,
-            pad_token_id=, eos_token_id=, ...)``; what its signature does not take is left out. Stop sequences arrive
-            as `stopping_criteria`, pixels and grids by the names that transformers has for them.
-        extra_keywords: Passed on as they are.
+            pad_token_id=, eos_token_id=, ...)``; keywords that its signature lacks are left out. Stop sequences are
+            passed as `stopping_criteria`, pixels and grids under transformers' names.
+        extra_keywords: Passed on unchanged.
         on_progress: Called once a mini-batch.
     """
 
@@ -76,24 +76,24 @@ class ActorGenerator:
         return Responses(sequences=joined, lengths=lengths)
 
     def update_weights(self, actor: Mapping[str, Tensor]) -> None:
-        """Nothing to do: the actor's own tensors are computed with."""
+        """Do nothing: the engine computes with the actor's own tensors."""
 
     def pause(self) -> None:
-        """Nothing to do: no memory is held between calls."""
+        """Do nothing: no memory is held between calls."""
 
     def resume(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _pixels(self, ids: Tensor, mask: Tensor, vision: VisionRows) -> dict[str, Tensor]:
         pixels = vision.model_keywords(ids.device)
         backbone = vision_backbone(self._actor)
         if backbone is not None:
-            # Its own `generate` counts positions by itself, from the kinds of the tokens.
+            # The model's `generate` computes positions itself, from the kinds of the tokens.
             pixels["mm_token_type_ids"] = token_kinds(backbone, ids, mask, vision)
         return pixels
 
     def _call(self, ids: Tensor, mask: Tensor, sampling: Sampling, pixels: dict[str, Tensor]) -> Tensor:
-        # Without top_k=0 transformers takes the 50 most probable tokens only; the log-probs would not be the sampler's.
+        # Without top_k=0 transformers samples from the 50 most probable tokens only: log-probs would not match.
         keywords: dict[str, Any] = {
             "max_length": sampling.max_length,
             "do_sample": sampling.do_sample,
@@ -128,7 +128,7 @@ def _stopping_criterion(width: int, stops: tuple[tuple[int, ...], ...]) -> Calla
 
 
 def _checked(sequences: Tensor, prompts: Tensor, sampling: Sampling) -> Tensor:
-    """Ids as ``(rows, max_length)``, once they are known to continue the prompts."""
+    """Return ids padded to ``(rows, max_length)``; check that they continue the prompts."""
     width = prompts.shape[1]
     if sequences.dim() != 2 or len(sequences) != len(prompts) or not width < sequences.shape[1] <= sampling.max_length:
         raise ShapeError(

@@ -1,15 +1,15 @@
-"""Generation: prompts in, sampled responses out, behind one seam for every engine.
+"""The interface of a generation engine: prompts in, sampled responses out.
 
-An engine takes each prompt once, not once a response: it makes `group_size` responses of it, contiguous, and says how
-long each of them is. What it samples depends on the prompts and on `Sampling` alone, the seed in it above all: not on
-the random state of the process, which it leaves as it was, nor on how many rows it runs at a time.
+An engine takes each prompt once, not once a response. It makes `group_size` responses of it, contiguous, and returns
+their lengths. Its samples depend on the prompts and on `Sampling` alone, above all on the seed in it: not on the random
+state of the process, which the engine leaves unchanged, and not on the number of rows that run at a time.
 
 Weights change in place: `pause`, the new values are copied into the actor's tensors, `update_weights`, `resume`.
-`engines` makes an engine of the name in `rollout.engine`; docs/engines.md says where the next one goes.
+`engines` makes the engine named by `rollout.engine`; docs/engines.md describes how to add one.
 
-`transformers` holds the engine that stands behind `NaiveExperienceMaker` by default, over `cache` and, on a card,
-`fixed_steps`; `actors` the adapter for any object that keeps the Hugging Face convention of ``generate``; `stops` says
-where a response ends.
+`transformers` is the default engine of `NaiveExperienceMaker`, over `kv_cache` and, on a GPU, `cuda_graphs`.
+`hf_generate` is the adapter for any object with the Hugging Face convention of ``generate``. `stops` finds the end of a
+response.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from pipeline.experience.vision_rows import VisionRows
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled, and where they end.
+    """Sampling parameters, and the conditions that end a response.
 
     Attributes:
-        max_length: Columns of prompt and response together; a response still going there is cut off.
-        pad_token_id: What stands after the end of a response.
+        max_length: Columns of prompt and response together; a response that reaches it is cut off.
+        pad_token_id: The token after the end of a response.
         eos_token_ids: Each of these tokens ends a response and belongs to it.
         stop_sequences: Each of these token sequences, inside the response, ends it and belongs to it.
-        temperature: Above 0.
+        temperature: Divisor of the logits, above 0.
         top_p: Sample from the smallest set of tokens whose probabilities reach it; 1.0 for all.
         top_k: Sample from this many most probable tokens; 0 for all.
-        seed: Sampling depends on it alone.
-        do_sample: False takes the most probable token each time.
+        seed: Seed of all random numbers of the call.
+        do_sample: False takes the most probable token each time (greedy).
+
+    Raises:
+        FieldError: If the temperature is not above 0, `top_p` is not in (0, 1], or `top_k` is negative.
     """
 
     max_length: int
@@ -61,13 +64,13 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Responses:
-    """What an engine sampled; row i * group_size + g is response g of prompt i.
+    """The responses of an engine; row i * group_size + g is response g of prompt i.
 
     Attributes:
         sequences: ``(B, max_length)`` int64, the prompts at full width, the responses, then pad tokens.
         lengths: ``(B,)`` int64, tokens of each response, its stop included.
-        log_probs: ``(B, max_length - P)`` float32, zero after the end, of the sampled tokens at the temperature, before
-            top_k and top_p; None where the engine does not know them.
+        log_probs: ``(B, max_length - P)`` float32, of the sampled tokens at the temperature, before top_k and top_p;
+            zero after the end. None if the engine does not compute them.
     """
 
     sequences: Tensor
@@ -76,7 +79,7 @@ class Responses:
 
 
 class ResponseGenerator(Protocol):
-    """The seam: an engine that samples responses with weights that others replace."""
+    """The interface of an engine: samples responses; the worker replaces its weights between two calls."""
 
     def generate(
         self,
@@ -93,10 +96,10 @@ class ResponseGenerator(Protocol):
         Args:
             input_ids: ``(prompts, P)`` int64, padded on the left.
             attention_mask: ``(prompts, P)``, 1 where the token is real.
-            sampling: How; P is below its `max_length`.
+            sampling: The sampling parameters; P is below `max_length`.
             group_size: Responses of each prompt (G), contiguous in the result.
-            batch_rows: At most this many rows at a time; None for all at once. It bounds memory and changes no token.
-            vision: Images and videos of the prompts; not given where no prompt has any.
+            batch_rows: Rows that run at a time, at most; None for all. It bounds memory and changes no token.
+            vision: Images and videos of the prompts; not passed if no prompt has any.
 
         Returns:
             ``prompts * group_size`` responses, on the device of `input_ids`.
@@ -108,14 +111,14 @@ class ResponseGenerator(Protocol):
 
         Args:
             actor: The actor's state dict under Hugging Face's names: the same tensors each time, with new values. An
-                engine that computes with them has nothing to do.
+                engine that computes with these tensors does nothing.
         """
         ...
 
     def pause(self) -> None:
-        """Return once no weight is being read, and let go of memory that only generating needs."""
+        """Return once no weight is being read, and release memory that only generation needs."""
         ...
 
     def resume(self) -> None:
-        """Be ready to generate again."""
+        """Prepare for the next `generate`."""
         ...

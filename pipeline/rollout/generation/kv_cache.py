@@ -1,8 +1,8 @@
-"""The key-value cache of the lean loop: keys and values of new tokens are written where there is room already.
+"""The key-value cache of `TransformersGenerator`: keys and values of new tokens are written into preallocated buffers.
 
-transformers' own growing layer joins old and new tensors at every token, which reads and writes the whole cache each
+transformers' growing layer concatenates old and new tensors at every token, which reads and writes the whole cache each
 time: a third of a small model's step at 128 tokens. Here a buffer has room for half as many tokens again; attention
-sees a view of what is filled.
+reads a view of the filled part.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 _LEAST_ROOM_TOKENS = 32
 
 
-class RoomyLayer(DynamicLayer):
-    """One layer's keys and values, ``(rows, heads, tokens, D)``, views of buffers with room for more tokens.
+class PreallocatedLayer(DynamicLayer):
+    """One layer's keys and values, ``(rows, heads, tokens, D)``: views of buffers with room for more tokens.
 
     Invariant: ``keys`` is ``_buffers[0][:, :, :tokens]`` and ``values`` is ``_buffers[1][:, :, :tokens]``.
     """
@@ -33,7 +33,7 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_arguments: Any, **_keywords: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens; return all of them."""
+        """Append the states of new tokens; return keys and values of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -54,7 +54,7 @@ class RoomyLayer(DynamicLayer):
         self._choose(lambda buffer: buffer.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows only."""
+        """Drop all rows but these."""
         self._choose(lambda buffer: buffer.index_select(0, indices))
 
     def _choose(self, rows: Any) -> None:
@@ -74,12 +74,13 @@ class RoomyLayer(DynamicLayer):
         return buffer
 
 
-def roomy_cache(config: Any) -> DynamicCache:
-    """Make an empty cache for a decoder, with room where layers attend to all that was before.
+def preallocated_cache(config: Any) -> DynamicCache:
+    """Return an empty cache for a decoder; layers with full attention are preallocated.
 
     Args:
-        config: The decoder's own. Layers of another kind (sliding windows, linear attention) are transformers' own.
+        config: The decoder's configuration. Layers of another kind (sliding window, linear attention) are
+            transformers' own.
     """
     cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

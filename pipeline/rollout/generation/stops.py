@@ -1,4 +1,4 @@
-"""Where a response ends: at the first stop sequence, else at the first eos, else before the padding."""
+"""The end of a response: the first stop sequence, else the first eos, else the last token before the padding."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipeline.errors import FieldError, ShapeError
 def parse_stop_token_ids(
     stop_token_ids: int | Sequence[int] | Sequence[Sequence[int]] | None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Read the forms that `stop_token_ids` may have.
+    """Convert the accepted forms of `stop_token_ids`.
 
     Args:
-        stop_token_ids: An int is one stop token; a list of ints is ONE stop sequence; a list of lists are
+        stop_token_ids: An int is one stop token; a list of ints is ONE stop sequence; a list of lists holds
             alternatives; None or an empty list means that only eos ends a response.
 
     Returns:
         The stop sequences.
 
     Raises:
-        FieldError: If it is something else, or an alternative is empty.
+        FieldError: If it has another form, or an alternative is empty.
     """
     if stop_token_ids is None:
         return ()
@@ -51,16 +51,16 @@ def response_lengths(
     eos_token_ids: Sequence[int],
     pad_token_id: int,
 ) -> Tensor:
-    """Find the end of each response in ids that say nothing else about it.
+    """Return the length of each response, found from its ids alone.
 
     The first stop sequence ends a response; without one the first eos; without either the padding at its end is
     stripped, and a response cut off at the length limit keeps all its tokens. The stop belongs to the response.
 
     Args:
         responses: ``(B, A)`` int64, without the prompts.
-        stop_sequences: The stops.
+        stop_sequences: The stop sequences.
         eos_token_ids: Tokens that end a response on their own.
-        pad_token_id: What follows the end; may be one of the eos tokens.
+        pad_token_id: The token after the end; may be one of the eos tokens.
 
     Returns:
         ``(B,)`` int64, from 1 to A.
@@ -84,7 +84,7 @@ def response_lengths(
 
 
 def _ends_of(responses: Tensor, stop: Sequence[int]) -> Tensor:
-    """``(B, A)`` bool: the stop sequence ends in this column and began inside the response."""
+    """Return ``(B, A)`` bool: the stop sequence ends in this column and began inside the response."""
     found = torch.zeros_like(responses, dtype=torch.bool)
     if len(stop) <= responses.shape[1]:
         windows = responses.unfold(1, len(stop), 1)  # (B, A - len + 1, len)

@@ -1,9 +1,9 @@
-"""Sampling with transformers models: a lean loop over the key-value cache.
+"""Sampling with transformers models: a loop over a key-value cache.
 
-The loop encodes each prompt once however many responses it gets, drops finished rows from the batch, and draws each
-row's random numbers before the first step, one a step, so that a row's tokens do not depend on its neighbours. Pixels
-go with the prompts; from there on the cache knows the images, and positions are counted on from the prompt's own.
-Measured against coati's own loop on a CPU it is about 50 times faster, and twice as fast as ``generate``.
+The loop encodes each prompt once for all its responses, drops finished rows from the batch, and draws each row's
+random numbers before the first step, one a step, so that a row's tokens do not depend on its neighbours. Pixels are
+passed with the prompts; later steps need only the cache, and positions continue from the prompt's. On a CPU it was
+measured about 50 times faster than coati's loop, and twice as fast as ``generate``.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DROP_SHARE = 8
-"""Finished rows leave the batch once they are one row in this many: leaving copies the cache of all the others."""
+"""Finished rows leave the batch once they are one row in this many: to leave costs a copy of the others' cache."""
 
 _FIXED_DROP_SHARE = 2
-"""The same where steps have fixed shapes: each change of the batch is another graph."""
+"""The same for steps of fixed shapes: each change of the batch is another graph."""
 
 _SAMPLE_ELEMENTS = 2**24
-"""Probabilities in float64 at once while a token is sampled: 128 MiB."""
+"""Most probabilities in float64 at a time while a token is sampled: 128 MiB."""
 
 
-def fits_lean_loop(actor: object) -> bool:
-    """Tell whether `TransformersGenerator` can stand in for the actor's own ``generate``.
+def can_replace_generate(actor: object) -> bool:
+    """Return whether `TransformersGenerator` can replace the actor's own ``generate``.
 
     Args:
         actor: Any object.
 
     Returns:
-        True for a decoder-only transformers model that keeps the library's ``generate``; an actor with one of its own
-        wants it called.
+        True for a decoder-only transformers model with the library's ``generate``; an actor's own ``generate`` is
+        always called.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import GenerationMixin, PreTrainedModel
@@ -60,9 +60,11 @@ def fits_lean_loop(actor: object) -> bool:
 def new_engine(
     actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
 ) -> TransformersGenerator | ActorGenerator:
-    """Make the engine for an actor; see `pipeline.rollout.generation.engines.EngineFactory`."""
+    """Return the engine for an actor; see `pipeline.rollout.generation.engines.EngineFactory`."""
     return (
-        TransformersGenerator(actor, on_progress) if fits_lean_loop(actor) else ActorGenerator(actor, None, on_progress)
+        TransformersGenerator(actor, on_progress)
+        if can_replace_generate(actor)
+        else ActorGenerator(actor, None, on_progress)
     )
 
 
@@ -72,8 +74,8 @@ class TransformersGenerator:
     Args:
         model: Called with `input_ids`, `attention_mask`, `position_ids` and a cache; its current weights are used.
         on_progress: Called once a token.
-        fixed_shapes: Whether steps run over tensors of fixed shapes (`pipeline.rollout.generation.cuda_graphs`), where the
-            model is fit for it; left out: on a card, where they are CUDA graphs.
+        fixed_shapes: Whether steps run over tensors of fixed shapes (`pipeline.rollout.generation.cuda_graphs`), if the
+            model allows it. None: on a GPU only, where the steps are CUDA graphs.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class TransformersGenerator:
         num_actions = sampling.max_length - width
         draws = torch.Generator().manual_seed(sampling.seed)
         shape = (prompts * group_size, num_actions)
-        # All draws at once and on the CPU: a row's are the same in any mini-batch and on any device.
+        # All draws at once and on the CPU: a row's draws are the same in any mini-batch and on any device.
         noise = torch.rand(shape, generator=draws, dtype=torch.float64)
         device = self._model.device
         state = _State(
@@ -114,7 +116,7 @@ class TransformersGenerator:
             lengths=torch.zeros(shape[0], dtype=torch.int64, device=device),
             noise=noise.to(device),
         )
-        # Prompts of similar length together: what is padding in all of a mini-batch is not run at all.
+        # Prompts of similar length together: columns that are padding in a whole mini-batch are not computed.
         order = (attention_mask != 0).sum(dim=1).argsort(stable=True).cpu()
         for part, first_response, repeats in _mini_batches(prompts, group_size, batch_rows):
             chosen = order[part]
@@ -136,13 +138,13 @@ class TransformersGenerator:
         )
 
     def update_weights(self, actor: Mapping[str, Tensor]) -> None:
-        """Nothing to do: the model's own tensors are computed with."""
+        """Do nothing: the engine computes with the model's own tensors."""
 
     def pause(self) -> None:
-        """Nothing to do: no memory is held between calls."""
+        """Do nothing: no memory is held between calls."""
 
     def resume(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _run(
         self,
@@ -155,28 +157,28 @@ class TransformersGenerator:
         state: _State,
     ) -> None:
         """Generate `repeats` responses of each prompt into the rows of `state`."""
-        from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder, fits_fixed_steps
-        from pipeline.rollout.generation.kv_cache import roomy_cache
+        from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder, can_run_fixed_shapes
+        from pipeline.rollout.generation.kv_cache import preallocated_cache
 
         first_real = int((attention_mask != 0).any(dim=0).nonzero()[0])
         input_ids, mask = input_ids[:, first_real:], (attention_mask[:, first_real:] != 0).long()
         width = input_ids.shape[1]
-        # One column more than the prompt: there stands the position of the first token to come.
+        # One column more than the prompt, for the position of the first token to be sampled.
         inputs, others = model_inputs(
             self._model, functional.pad(input_ids, (0, 1)), functional.pad(mask, (0, 1), value=1), vision
         )
         positions, pixels = others.pop("position_ids"), others
-        cache = roomy_cache(self._model.config.get_text_config(decoder=True))
+        cache = preallocated_cache(self._model.config.get_text_config(decoder=True))
         logits = self._forward(inputs["input_ids"][:, :-1], mask, positions[..., :-1], cache, **pixels)
         logits = logits.repeat_interleave(repeats, dim=0)
         if repeats > 1:
             cache.batch_repeat_interleave(repeats)
-        # (rows, 1), or (3, rows, 1) where positions have three axes.
+        # (rows, 1), or (3, rows, 1) if positions have three axes.
         next_position = positions[..., -1:].repeat_interleave(repeats, dim=-2)
         mask = functional.pad(mask, (0, state.tokens.shape[1]), value=1).repeat_interleave(repeats, dim=0)
         alive = torch.ones_like(rows, dtype=torch.bool)
-        wanted = logits.is_cuda if self._fixed_shapes is None else self._fixed_shapes
-        fixed = wanted and fits_fixed_steps(self._model, cache)
+        fixed = logits.is_cuda if self._fixed_shapes is None else self._fixed_shapes
+        fixed = fixed and can_run_fixed_shapes(self._model, cache)
         drop_share = _FIXED_DROP_SHARE if fixed else _DROP_SHARE
         steps: CudaGraphDecoder | None = None
         for step in range(state.tokens.shape[1]):
@@ -202,7 +204,7 @@ class TransformersGenerator:
             logits = steps.step(tokens)
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, **pixels: Tensor) -> Tensor:
-        """``(rows, V)`` float32 logits after the last token."""
+        """Return ``(rows, V)`` float32 logits after the last token."""
         optional = {"position_ids": positions, "logits_to_keep": 1}
         output = self._model(
             input_ids=input_ids,
@@ -217,7 +219,7 @@ class TransformersGenerator:
 
 
 class _State:
-    """The responses of one call while they grow, ``(B, A)``, and the random numbers they will use."""
+    """The growing responses of one call, ``(B, A)``, and their random numbers."""
 
     def __init__(self, tokens: Tensor, log_probs: Tensor, lengths: Tensor, noise: Tensor) -> None:
         self.tokens = tokens
@@ -226,7 +228,7 @@ class _State:
         self._noise = noise
 
     def sample(self, logits: Tensor, rows: Tensor, alive: Tensor, step: int, sampling: Sampling) -> Tensor:
-        """Take the next token of these rows, ``(rows,)``; finished rows keep their padding."""
+        """Sample the next token of these rows, ``(rows,)``; finished rows keep their padding."""
         scaled = logits / sampling.temperature
         if sampling.do_sample:
             tokens = sample_tokens(scaled, self._noise[rows, step], top_k=sampling.top_k, top_p=sampling.top_p)
@@ -239,7 +241,7 @@ class _State:
         return tokens
 
     def ended(self, rows: Tensor, step: int, sampling: Sampling) -> Tensor:
-        """``(rows,)`` bool: the response ends with the token of this step."""
+        """Return ``(rows,)`` bool: the response ends with the token of this step."""
         token = self.tokens[rows, step]
         ended = torch.zeros_like(rows, dtype=torch.bool)
         for eos in sampling.eos_token_ids:
@@ -263,8 +265,8 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
         top_p: As in `Sampling`.
 
     Returns:
-        ``(B,)`` int64; never a token of probability zero. A row of logits that are not numbers gives any token, whose
-        log-prob is not a number either.
+        ``(B,)`` int64; never a token of probability zero. A row with NaN logits gives an arbitrary token, whose
+        log-prob is NaN too.
     """
     rows = max(1, _SAMPLE_ELEMENTS // scaled_logits.shape[1])
     if len(noise) > rows:
@@ -277,19 +279,19 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
     if top_p < 1:
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
-        # The most probable token has nothing before it, so that one always stays.
+        # No token is before the most probable one, which therefore always stays.
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(before >= top_p, 0.0))
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1]
-    # Rounding must not reach the total: the token found beyond it would have probability zero.
+    # Below the total even after rounding: the token found beyond it would have probability zero.
     target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
-    # Only logits that are not numbers get here beyond the vocabulary, where a device would die of it, not of the cause.
+    # Only NaN logits give an id beyond the vocabulary; on a GPU it would fail later, and hide the cause.
     return tokens.clamp_(max=probs.shape[1] - 1)
 
 
 def _mini_batches(prompts: int, group_size: int, batch_rows: int | None) -> list[tuple[slice, int, int]]:
-    """Which prompts, the first of their responses and how many of each, for every mini-batch."""
+    """Return for every mini-batch: its prompts, the first of their responses, and the responses of each."""
     if batch_rows is None or batch_rows >= group_size:
         step = prompts if batch_rows is None else batch_rows // group_size
         return [(slice(first, min(first + step, prompts)), 0, group_size) for first in range(0, prompts, step)]

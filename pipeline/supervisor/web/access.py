@@ -26,17 +26,17 @@ _OPEN_PATHS: Final = ("/healthz", "/readyz")
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Who may ask: everybody who reaches the port, unless there is a token; in the clear, unless there is TLS."""
+    """Access rules: every client is admitted unless there is a token; plain HTTP unless there is TLS."""
 
     tls: ssl.SSLContext | None = None
     token: bytes = dataclasses.field(default=b"", repr=False)
 
     @classmethod
     def of(cls, config: MetricsConfig) -> Access:
-        """Read what a configuration names.
+        """Return the access rules of a configuration, with the content of its token, certificate and key files.
 
         Raises:
-            ConfigError: If a file cannot be read or used, or others than its user may read what is secret.
+            ConfigError: If a file cannot be read or used, or other users may read the token or the key.
         """
         token = b""
         if config.token_file is not None:
@@ -59,7 +59,7 @@ class Access:
 
 
 def _token_of(authorization: bytes) -> bytes:
-    """Return the token of a request: a bearer's, or the password that a browser asks its user for."""
+    """Return the token of a request: the bearer token, or the password of basic authentication (a browser's prompt)."""
     scheme, _, credentials = authorization.partition(b" ")
     if scheme.lower() == b"bearer":
         return credentials
@@ -79,7 +79,7 @@ def load_certificate(context: ssl.SSLContext, config: MetricsConfig) -> None:
     """
     assert config.tls_cert is not None
     try:
-        # A password is asked for on the terminal otherwise.
+        # Without a password argument, OpenSSL would prompt on the terminal.
         context.load_cert_chain(config.tls_cert, config.tls_key, password="")
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"metrics.tls_cert: cannot use {config.tls_cert} and its key: {error}") from error
@@ -96,9 +96,9 @@ def _secret(key: str, path: Path) -> bytes:
 
 
 class AccessCheck:
-    """ASGI middleware: passes requests that `Access` admits; on the loopback address, /api/ only under the server's own name.
+    """ASGI middleware: passes requests that `Access` admits; on the loopback address, /api/ only under the own name.
 
-    A page from elsewhere, whose owner points its name to 127.0.0.1, would otherwise be of the same origin.
+    DNS rebinding: a foreign page, whose owner points its host name to 127.0.0.1, would otherwise have the same origin.
     """
 
     def __init__(self, application: ASGIApp, access: Access, *, names_are_refused: bool) -> None:
@@ -110,7 +110,7 @@ class AccessCheck:
         """Answer a request with 401 or 421, or pass it on."""
         if not self.access.admits(scope):
             refused = PlainTextResponse("a bearer token is needed\n", 401, headers={"WWW-Authenticate": "Bearer"})
-            # A browser asks for a password then; any user's name will do. It takes one way a line.
+            # A browser then prompts for a password; any user name will do. It reads one scheme a header line.
             refused.headers.append("WWW-Authenticate", 'Basic realm="rlhfd: the password is the token"')
             await refused(scope, receive, send)
         elif self._names_are_refused and scope["path"].startswith("/api/") and not _is_own_name(scope):

@@ -1,7 +1,7 @@
-"""Lets connections in, a bounded number at a time: one counts from when it is accepted until its descriptor is free.
+"""The bound on open connections: a connection counts from its accept until its descriptor is free.
 
-asyncio's own server accepts a hundred in one turn of its loop, before any of them can be refused, and tells nobody of
-those that still shake hands for TLS.
+asyncio's own server accepts a hundred connections in one turn of its loop, before any of them can be refused, and does
+not report those in their TLS handshake.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Making = asyncio.Task[tuple[asyncio.Transport, asyncio.Protocol]]
 
 
 class ConnectionLimiter:
-    """Accepts a connection a turn of the loop; where too many are held, the oldest is cut first."""
+    """Accepts one connection a turn of the loop; if too many are open, the oldest is aborted first."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class ConnectionLimiter:
         most_connections: int,
         handshake_timeout_s: float,
     ) -> None:
-        """Let in who comes to `listener` from here on.
+        """Accept connections from now on.
 
         Args:
-            listener: Where connections come in; closed by `close`.
-            protocol: Makes what speaks with one.
-            tls: What to shake hands by first, if at all.
-            most_connections: How many are held at once, those that shake hands among them.
-            handshake_timeout_s: How long that may take.
+            listener: The listening socket; `close` closes it.
+            protocol: Returns the protocol of a new connection.
+            tls: TLS context of the handshake, None for plain connections.
+            most_connections: Most connections open at once, those in their handshake included.
+            handshake_timeout_s: Longest handshake.
         """
         self._listener = listener
         self._protocol = protocol
@@ -55,7 +55,7 @@ class ConnectionLimiter:
         self._open()
 
     def close(self) -> None:
-        """Let nobody in any more; those that are in stay, unless they still shake hands."""
+        """Accept no more connections; open ones stay, unless they are in their handshake."""
         self._is_open = False
         self._loop.remove_reader(self._listener)
         self._listener.close()
@@ -63,7 +63,7 @@ class ConnectionLimiter:
             making.cancel()
 
     def cut_all(self) -> None:
-        """Cut every connection; its descriptor is free some turns of the loop later."""
+        """Abort every connection; its descriptor is free some turns of the loop later."""
         for making in self._held.values():
             _cut(making)
 
@@ -74,7 +74,7 @@ class ConnectionLimiter:
     def _accept(self) -> None:
         self._held = {connection: making for connection, making in self._held.items() if connection.fileno() >= 0}
         if len(self._held) >= self._most_connections:
-            # Until its descriptor is free the new one waits at the listener.
+            # The new connection waits at the listener until that descriptor is free.
             _cut(next(iter(self._held.values())))
             return
         try:
@@ -93,7 +93,7 @@ class ConnectionLimiter:
         )
 
     def _pause(self, error: OSError) -> None:
-        """Ask again later: the listener stays readable, and the loop would do nothing else."""
+        """Retry later: the listener stays readable, and the loop would do nothing else."""
         log.warning("no connection can be accepted now: error=%s", error.strerror)
         self._loop.remove_reader(self._listener)
         self._loop.call_later(_PAUSE_S, self._reopen)
@@ -104,7 +104,7 @@ class ConnectionLimiter:
 
 
 def _cut(making: _Making) -> None:
-    """Cut a connection; what is being cut already is left alone."""
+    """Abort a connection, unless that is under way."""
     if not making.done():
         making.cancel()
     elif not making.cancelled() and making.exception() is None:
@@ -112,6 +112,6 @@ def _cut(making: _Making) -> None:
 
 
 def _close_failed(connection: socket.socket, making: _Making) -> None:
-    """Free a connection's descriptor where there was no handshake, or no turn to begin one."""
+    """Free a connection's descriptor if its handshake failed or never began."""
     if making.cancelled() or making.exception() is not None:
         connection.close()

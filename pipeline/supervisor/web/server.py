@@ -1,12 +1,13 @@
-"""The HTTP server of an instance: metrics for Prometheus, health and readiness for whoever watches, a page for people.
+"""The HTTP server of an instance: metrics for Prometheus, health and readiness for monitors, a page for people.
 
 It runs inside the supervisor's event loop, and a request costs that loop no more than its handler: no client, however
-slow, holds up another one. Connections are bounded: the oldest goes when one too many comes, and one that has not
-shaken hands or sent a whole request in time. What is no HTTP is answered with 400 and not logged, for it would be a
-line for each.
+slow, holds up another one. Connections are bounded: the oldest is aborted when the bound is exceeded, and so is one
+that has not completed its handshake or its request in time. Bytes that are not HTTP are answered with 400 and not
+logged, because each such request would be a line.
 
-The page is files of `pipeline/supervisor/web/static` and two answers in JSON that it asks for again and again. Its policy lets it load
-nothing from elsewhere, run no script that is not such a file, and take no text for markup.
+The page consists of the files in `pipeline/supervisor/web/static` and two JSON answers that it polls. Its content
+security policy forbids it to load anything from other hosts, to run a script that is not such a file, and to insert
+text as markup.
 """
 
 from __future__ import annotations
@@ -68,24 +69,24 @@ Ready = Callable[[], tuple[bool, dict[str, Any]]]
 
 
 class Page(Protocol):
-    """What the page asks for, as JSON (`pipeline.supervisor.page`)."""
+    """The page's data as JSON (`pipeline.supervisor.page`)."""
 
     def live(self, after_s: float) -> bytes:
-        """Return the run at this moment, and its history after a Unix time."""
+        """Return the present state of the run, and its history after a Unix time."""
 
     def samples(self, cursor: str) -> bytes:
-        """Return the rollouts that came after a cursor."""
+        """Return the rollouts recorded after a cursor."""
 
 
 class HttpServer:
-    """Listens from `bind` on, answers from `start` on; requests that come in between wait."""
+    """Listens from `bind` on and answers from `start` on; requests between the two wait."""
 
     def __init__(self, listener: socket.socket, access: Access) -> None:
         self._listener = listener
         self._access = access
-        self._guard: AccessCheck | None = None
+        self._access_check: AccessCheck | None = None
         self._server: _Server | None = None
-        self._door: ConnectionLimiter | None = None
+        self._limiter: ConnectionLimiter | None = None
         self._task: asyncio.Task[None] | None = None
         self.host: str
         self.port: int
@@ -93,10 +94,10 @@ class HttpServer:
 
     @classmethod
     def bind(cls, host: str, port: int, access: Access | None = None) -> HttpServer:
-        """Take the address; port 0 takes any that is free. One that others reach is warned of, unless there is a token.
+        """Bind the address; port 0 takes any free port. Warn of an address that other machines reach without a token.
 
         Raises:
-            ConfigError: If it is in use, or none of this machine's.
+            ConfigError: If the address is in use, or not one of this machine's.
         """
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -108,48 +109,48 @@ class HttpServer:
             raise ConfigError(f"{where} cannot be bound: {error.strerror or error}") from error
         if not server._access.token and not server.is_loopback:
             log.warning(
-                "metrics are open to everybody who reaches %s: metrics.token_file asks for a token", server.host
+                "metrics are open to every client that reaches %s: metrics.token_file requires a token", server.host
             )
         return server
 
     @property
     def url(self) -> str:
-        """Where it is reached, without a path."""
+        """The server's URL without a path."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self._access.tls is None else 'https'}://{host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether the server is reachable from this machine only."""
         return ipaddress.ip_address(self.host).is_loopback
 
     def renew(self, config: MetricsConfig) -> None:
-        """Read token, certificate and key again, for every request and connection from now on.
+        """Read token, certificate and key again; they apply to every later request and connection.
 
         Raises:
-            ConfigError: If they cannot be read or used; those in use stay.
+            ConfigError: If they cannot be read or used; the previous ones stay in use.
         """
         access = Access.of(config)
         if self._access.tls is not None and access.tls is not None:
-            # The listener keeps its context: a new certificate goes into that one.
+            # The listener keeps its context: the new certificate is loaded into it.
             load_certificate(self._access.tls, config)
         self._access = dataclasses.replace(access, tls=self._access.tls)
-        if self._guard is not None:
-            self._guard.access = self._access
+        if self._access_check is not None:
+            self._access_check.access = self._access
 
     async def start(self, metrics: Metrics, health: Health, ready: Ready, page: Page | None = None) -> None:
         """Answer requests from now on.
 
         Args:
-            metrics: Gives the exposition, in OpenMetrics if its argument is true.
-            health: Gives whether the instance goes on (200, else 503) and what /healthz says.
-            ready: Gives whether the instance is ready (200, else 503) and what /readyz says.
-            page: Gives what the page shows; without it there is none.
+            metrics: Returns the exposition, in OpenMetrics if its argument is true.
+            health: Returns whether the instance is healthy (200, else 503) and the body of /healthz.
+            ready: Returns whether the instance is ready (200, else 503) and the body of /readyz.
+            page: The page's data; None for no page.
         """
         routes = [*_routes(metrics, health, ready), *([] if page is None else _page_routes(page))]
-        self._guard = AccessCheck(Starlette(routes=routes), self._access, names_are_refused=self.is_loopback)
+        self._access_check = AccessCheck(Starlette(routes=routes), self._access, names_are_refused=self.is_loopback)
         config = uvicorn.Config(
-            self._guard,
+            self._access_check,
             http=_Connection,
             ws="none",
             lifespan="off",
@@ -167,7 +168,7 @@ class HttpServer:
         self._server = server = _Server(config)
         self._task = asyncio.create_task(server.serve(sockets=[]))
         self._task.add_done_callback(_report)
-        self._door = ConnectionLimiter(
+        self._limiter = ConnectionLimiter(
             self._listener,
             lambda: _Connection(config, server.server_state, {}),
             tls=self._access.tls,
@@ -176,25 +177,25 @@ class HttpServer:
         )
 
     async def stop(self) -> None:
-        """End within about a second, and leave no connection behind."""
-        if self._server is None or self._task is None or self._door is None:
+        """Stop within about a second; no connection is left open."""
+        if self._server is None or self._task is None or self._limiter is None:
             self.close()
             return
-        self._door.close()
+        self._limiter.close()
         self._server.should_exit = True
         await asyncio.wait({self._task}, timeout=_GRACE_S)
-        # Whoever has not taken its answer by now does not get it.
-        self._door.cut_all()
+        # A client that has not read its answer by now does not get it.
+        self._limiter.cut_all()
         await asyncio.wait({self._task}, timeout=_STOP_TIMEOUT_S)
         self._task.cancel()
 
     def close(self) -> None:
-        """Give the address back, where `start` was never reached."""
+        """Release the address if `start` was never called."""
         self._listener.close()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: SIGTERM and SIGINT are the supervisor's."""
+    """uvicorn without its signal handlers: the supervisor handles SIGTERM and SIGINT."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -202,7 +203,7 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """One connection, cut when it sends no whole request in time."""
+    """One connection, aborted if it does not send a whole request in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -216,7 +217,7 @@ class _Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             super().send_400_response(msg)
         else:
-            # Behind a request whose answer is not out yet: no 400 fits in between, and that answer would be an error.
+            # An earlier request is still unanswered: no 400 may be sent before its answer, which would then be wrong.
             self.cycle.disconnected = True
             self.transport.abort()
 
@@ -231,7 +232,7 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def _routes(metrics: Metrics, health: Health, ready: Ready) -> list[Route]:
-    # Coroutines all: Starlette would run plain functions in a thread of their own.
+    # All are coroutines: Starlette would run plain functions in threads.
     async def show_metrics(request: Request) -> Response:
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
         return Response(metrics(openmetrics), headers={"content-type": OPENMETRICS_TYPE if openmetrics else TEXT_TYPE})
@@ -283,7 +284,7 @@ def _json(text: bytes) -> Response:
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether an Accept header takes OpenMetrics 1.0.0 or later; read as prometheus_client reads it."""
+    """Whether an Accept header accepts OpenMetrics 1.0.0 or later; parsed as prometheus_client parses it."""
     for entry in accept.split(","):
         media, *parameters = (part.strip() for part in entry.split(";"))
         if media == "application/openmetrics-text":

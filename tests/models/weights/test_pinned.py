@@ -1,4 +1,4 @@
-"""Page-locked memory: asked for once, given back once, and done without where it is refused."""
+"""Page-locked memory: registered once, unregistered once, and one warning if CUDA refuses."""
 
 import logging
 import subprocess
@@ -8,7 +8,7 @@ from pipeline.models.weights.pinned import PinnedMemory
 
 
 class Runtime:
-    """CUDA's two calls, as far as an answer goes; tests/daemon/test_gpu.py asks the real one."""
+    """A fake of CUDA's two calls; tests/daemon/test_gpu.py uses the real runtime."""
 
     def __init__(self, code=0):
         self.code = code
@@ -52,7 +52,7 @@ def test_a_refusal_is_one_warning_with_the_limit_and_nothing_to_give_back(caplog
 
 
 def test_a_process_that_ends_without_closing_gives_it_back():
-    """In a process of its own, for it is the end of one that is looked at."""
+    """In a child process, because its exit is under test."""
     program = (
         "from tests.models.weights.test_pinned import Runtime\n"
         "from pipeline.models.weights.pinned import PinnedMemory\n"

@@ -1,4 +1,4 @@
-"""The probe: honest models answer alike, one that does not compute with its weights is found out."""
+"""The probe: equal weights give equal results, and a model that does not compute with its weights is detected."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def targets(model):
 
 
 def sharp(seed):
-    """A model as sure of its tokens as a trained one: any wrong tensor moves its answer far beyond bfloat16's bound."""
+    """A model with confident predictions, as a trained one: any wrong tensor exceeds bfloat16's tolerance by far."""
     model = tiny.llama(seed)
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
@@ -32,7 +32,7 @@ def sharp(seed):
 
 
 def published(tmp_path, model):
-    """What a trainer publishes with the weights of its model."""
+    """Publish a model's weights with its probe, as a trainer does."""
     publisher = WeightsPublisher(tmp_path / "weights", targets(model))
     return publisher.publish(16, targets(model), probe=answer(model, TOKENS, CPU))
 
@@ -78,8 +78,8 @@ def test_a_tensor_copied_to_where_the_model_does_not_look_is_found(tmp_path, dty
     mine = answer(model, TOKENS, CPU)
     with pytest.raises(WeightsMismatchError) as raised:
         check(version, mine, dtype)
-    for told in ("version=16", f"{version.fingerprint:016x}", f"{mine.log_prob:.6f}", f"{version.probe.log_prob:.6f}"):
-        assert told in str(raised.value)
+    for part in ("version=16", f"{version.fingerprint:016x}", f"{mine.log_prob:.6f}", f"{version.probe.log_prob:.6f}"):
+        assert part in str(raised.value)
 
 
 def test_weights_rounded_on_their_way_are_found(tmp_path):

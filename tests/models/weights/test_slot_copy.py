@@ -1,4 +1,4 @@
-"""Tensors into a slot and out of it: every byte, whatever the threads, and a fingerprint of just these bytes."""
+"""Copies into and out of a slot: every byte, for any number of threads, and a fingerprint of exactly these bytes."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""Weights through shared memory: versions, fingerprints, and that nobody ever loads half of one."""
+"""Weights in shared memory: versions, fingerprints, and that no reader loads part of a version."""
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ def test_a_reader_that_is_overtaken_copies_again(path):
     overtaken = []
 
     class Target(dict):
-        """While the first tensor is asked for, the publisher laps the reader."""
+        """At the read of the first tensor, the publisher overtakes the reader by all slots."""
 
         def get(self, name, default=None):
             if not overtaken:

@@ -1,4 +1,4 @@
-"""The seam for engines: another one runs the maker, a worker and a daemon, and nothing outside its own file changes."""
+"""The interface of an engine: a second engine runs the maker, a worker and a daemon, with no change outside its file."""
 
 import json
 import shutil
@@ -16,10 +16,9 @@ from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
-from pipeline.rollout.loader import RolloutModels
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import Roller
+from pipeline.rollout.roller import LocalRoller, ModelWeights
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Sealed, Ticket, Welcome
 from pipeline.storage.arena import Arena
@@ -79,15 +78,15 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("supervisor"), SlotName("rollout", 0)])
     slab.begin("rollout", 0)
     source, sent = PromptSource(tmp_path / "prompts.jsonl", 0), Sent()
-    roller = Roller(
-        maker(actor, engine), source, Letters(), seed=7, max_length=12, template="none", generate_kwargs={},
-        device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
-    )  # fmt: skip
     tensors = flatten(actor=actor.state_dict())
+    roller = LocalRoller(
+        maker(actor, engine), source, Letters(), ModelWeights(tensors, engine), seed=7, max_length=12, template="none",
+        generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+    )  # fmt: skip
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
     publisher.publish(1, flatten(actor=published.state_dict()))
     worker = RolloutWorker(
-        RolloutModels(roller, engine, tensors), arena, tmp_path / "weights", sent,
+        roller, arena, tmp_path / "weights", sent,
         RolloutMetrics(slab.writer("rollout", 0), reward_source="function"), index=0, clock=lambda: 0.0, group_size=4,
     )  # fmt: skip
     worker.handle(Welcome(1))
@@ -98,9 +97,9 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     (sealed,) = sent.of(Sealed)
     assert (engine.updates, engine.paused, sealed.policy_version) == (1, False, 1)
     experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
-    fresh = Roller(
-        maker(published, TransformersGenerator(published)), source, Letters(), seed=7, max_length=12, template="none",
-        generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+    fresh = LocalRoller(
+        maker(published, TransformersGenerator(published)), source, Letters(), ModelWeights({}), seed=7, max_length=12,
+        template="none", generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
     ).roll(0, 2)  # fmt: skip
     assert fresh.experience is not None
     assert torch.equal(experience.action_mask.sum(dim=1), fresh.experience.action_mask.sum(dim=1))
@@ -152,7 +151,7 @@ def test_a_name_that_leads_to_none_is_refused(name, message):
 
 
 def test_the_engines_here_compute_with_the_actors_own_tensors():
-    """What `update_weights` has to do is nothing: the next call sees the new values."""
+    """`update_weights` does nothing: the next call reads the new values."""
     actor, other = tiny.llama(), tiny.llama(seed=9)
     greedy = Sampling(max_length=10, pad_token_id=tiny.PAD, do_sample=False)
     for engine in (TransformersGenerator(actor), ActorGenerator(actor)):

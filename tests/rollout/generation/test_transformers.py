@@ -1,4 +1,4 @@
-"""Sampling: the lean loop, foreign actors behind the same seam, and where a response ends."""
+"""Sampling: the cached loop, other actors behind the same interface, and the end of a response."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.cache_utils import DynamicLayer
 from pipeline.errors import FieldError, ShapeError
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
-from pipeline.rollout.generation.kv_cache import RoomyLayer
+from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 from pipeline.rollout.generation.stops import parse_stop_token_ids, response_lengths
-from pipeline.rollout.generation.transformers import TransformersGenerator, fits_lean_loop, sample_tokens
+from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate, sample_tokens
 from tests.support import tiny
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -38,7 +38,7 @@ def slow_greedy(model: LlamaForCausalLM, prompt: list[int], steps: int) -> list[
     return row[len(prompt) :]
 
 
-# --- the lean loop
+# --- the cached loop
 
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
@@ -189,7 +189,7 @@ def test_prompts_of_similar_length_share_a_mini_batch() -> None:
 def test_the_cache_holds_what_transformers_own_would_hold() -> None:
     """Random appends, repeats and choices of rows, against the layer that joins tensors at every token."""
     generator = torch.Generator().manual_seed(3)
-    mine, its, rows = RoomyLayer(), DynamicLayer(), 3
+    mine, its, rows = PreallocatedLayer(), DynamicLayer(), 3
     for step in range(120):
         if step % 40 == 7:
             mine.batch_repeat_interleave(2)
@@ -210,7 +210,7 @@ def test_the_cache_holds_what_transformers_own_would_hold() -> None:
 
 
 def test_a_token_is_written_where_there_is_room_and_nothing_is_copied() -> None:
-    layer = RoomyLayer()
+    layer = PreallocatedLayer()
     layer.update(torch.zeros(2, 2, 100, 4), torch.zeros(2, 2, 100, 4))
     places = set()
     for _ in range(50):
@@ -237,7 +237,7 @@ def test_steps_of_fixed_shapes_give_the_tokens_of_the_others(model: Any, stops: 
 
 
 def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_rows_do() -> None:
-    """What a CUDA graph needs: the tensors of a step are those of the step before."""
+    """A CUDA graph requires that the tensors of a step are those of the step before."""
     model = tiny.llama()
     places: list[tuple[int, ...]] = []
     forward = model.forward
@@ -353,7 +353,7 @@ def test_impossible_sampling_is_refused(changes: dict[str, Any], message: str) -
         sampling(**changes)
 
 
-# --- foreign actors
+# --- other actors
 
 
 class Scripted:
@@ -417,18 +417,18 @@ def test_transformers_generate_behind_the_seam_is_seeded_and_leaves_the_random_s
 
 
 @pytest.mark.parametrize("stops", [(), "two tokens"])
-def test_the_lean_loop_agrees_with_transformers_own_generate(stops: Any) -> None:
+def test_the_cached_loop_agrees_with_transformers_own_generate(stops: Any) -> None:
     model = tiny.llama()
     if stops:
         free = TransformersGenerator(model).generate(PROMPTS, MASK, sampling(do_sample=False, eos_token_ids=()))
         stops = (tuple(free.sequences[1, 5:7].tolist()), (77, 78))
     greedy = sampling(do_sample=False, stop_sequences=stops, max_length=20)
 
-    lean = TransformersGenerator(model).generate(PROMPTS, MASK, greedy)
+    cached = TransformersGenerator(model).generate(PROMPTS, MASK, greedy)
     own = ActorGenerator(model).generate(PROMPTS, MASK, greedy)
 
-    assert torch.equal(lean.sequences, own.sequences)
-    assert torch.equal(lean.lengths, own.lengths)
+    assert torch.equal(cached.sequences, own.sequences)
+    assert torch.equal(cached.lengths, own.lengths)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_ids_that_do_not_continue_the_prompts_are_refused(result: Tensor, messag
         ActorGenerator(Wrong()).generate(PROMPTS, MASK, sampling())
 
 
-def test_only_an_actor_with_the_librarys_generate_runs_in_the_lean_loop() -> None:
+def test_only_an_actor_with_the_librarys_generate_runs_in_the_cached_loop() -> None:
     class Own(LlamaForCausalLM):
         def generate(self, *arguments: Any, **keywords: Any) -> Any:
             return super().generate(*arguments, **keywords)
@@ -457,11 +457,11 @@ def test_only_an_actor_with_the_librarys_generate_runs_in_the_lean_loop() -> Non
     patched = tiny.llama()
     patched.generate = lambda **keywords: None
 
-    assert fits_lean_loop(tiny.llama())
-    assert fits_lean_loop(tiny.gpt2())
-    assert not fits_lean_loop(Own(tiny.llama().config))
-    assert not fits_lean_loop(patched)
-    assert not fits_lean_loop(Scripted([8]))
+    assert can_replace_generate(tiny.llama())
+    assert can_replace_generate(tiny.gpt2())
+    assert not can_replace_generate(Own(tiny.llama().config))
+    assert not can_replace_generate(patched)
+    assert not can_replace_generate(Scripted([8]))
 
 
 def test_every_engine_keeps_the_protocol() -> None:
@@ -473,7 +473,7 @@ def test_every_engine_keeps_the_protocol() -> None:
         assert responses.lengths.dtype == torch.int64
 
 
-# --- where a response ends
+# --- the end of a response
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-// Charts of a series over time, drawn as SVG: a line with its spread, or shares stacked to one.
+// Charts of a series over time as SVG: a line with its spread, or shares stacked to one.
 
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 1000, HEIGHT = 100;
@@ -31,22 +31,22 @@ export const ago = (seconds) =>
   seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min`
   : seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
 
-/** Points at which something is known, cut where nobody watched. */
-function* runs(points, known) {
-  let run = [];
+/** Yields the consecutive points that have a value, split at gaps in the record. */
+function* segments(points, known) {
+  let segment = [];
   let end = null;
   for (const point of points) {
-    // Points of one life of the daemon follow each other without a gap.
+    // Points of one start of the daemon follow each other without a gap.
     const isGap = end !== null && point.start_s - end > 1;
-    if (isGap && run.length) { yield run; run = []; }
+    if (isGap && segment.length) { yield segment; segment = []; }
     end = point.end_s;
-    if (known(point)) run.push(point);
+    if (known(point)) segment.push(point);
   }
-  if (run.length) yield run;
+  if (segment.length) yield segment;
 }
 
 class Chart {
-  /** @param {HTMLElement} host @param {string} name what it shows, for those who do not see it */
+  /** @param {HTMLElement} host @param {string} name label for screen readers */
   constructor(host, name) {
     this.host = host;
     this.name = name;
@@ -91,7 +91,7 @@ class Chart {
     box.append(this.cross);
     this.from.textContent = `${ago(this.end_s - this.start_s)} ago`;
     this.to.textContent = "now";
-    this.host.setAttribute("aria-label", `${this.name}: ${points.length ? this.text(points.at(-1)) : "nothing yet"}`);
+    this.host.setAttribute("aria-label", `${this.name}: ${points.length ? this.text(points.at(-1)) : "no data yet"}`);
     this.#look(this.at);
   }
 
@@ -133,24 +133,24 @@ export class LineChart extends Chart {
     const reach = this.spread ? this.points.filter(known).flatMap((p) => [p[this.key] + (p[this.spread] ?? 0), p[this.key] - (p[this.spread] ?? 0)]) : values;
     let low = Math.min(this.least, ...reach), high = Math.max(this.capacity?.() ?? 0, ...reach);
     if (!(high > low)) high = low + 1;
-    // A reward between 0 and 1 needs no room below and above for a spread that no reward reaches.
+    // Rewards between 0 and 1 get the axis 0 to 1: no reward reaches a spread beyond it.
     if (this.spread && values.length && Math.min(...values) >= 0 && Math.max(...values) <= 1) { low = 0; high = 1; }
     this.top.textContent = this.format(high);
     const y = (value) => (HEIGHT * (1 - (Math.min(high, Math.max(low, value)) - low) / (high - low))).toFixed(2);
-    for (const run of runs(this.points, known)) {
-      const path = run.map((point, at) => `${at ? "L" : "M"}${this.middle(point)},${y(point[this.key])}`);
+    for (const segment of segments(this.points, known)) {
+      const path = segment.map((point, at) => `${at ? "L" : "M"}${this.middle(point)},${y(point[this.key])}`);
       if (this.spread) {
-        const upper = run.map((p) => `${this.middle(p)},${y(p[this.key] + (p[this.spread] ?? 0))}`);
-        const lower = run.map((p) => `${this.middle(p)},${y(p[this.key] - (p[this.spread] ?? 0))}`).reverse();
+        const upper = segment.map((p) => `${this.middle(p)},${y(p[this.key] + (p[this.spread] ?? 0))}`);
+        const lower = segment.map((p) => `${this.middle(p)},${y(p[this.key] - (p[this.spread] ?? 0))}`).reverse();
         element("path", "band", box).setAttribute("d", `M${[...upper, ...lower].join("L")}Z`);
       }
-      if (run.length === 1) path.push(path[0].replace("M", "L"));
+      if (segment.length === 1) path.push(path[0].replace("M", "L"));
       element("path", "line", box).setAttribute("d", path.join(""));
     }
   }
 }
 
-/** What the processes of a role spent their time on, stacked to one. */
+/** Time of the processes of a role by activity, stacked to one. */
 export class ShareChart extends Chart {
   constructor(host, name, role, legend) {
     super(host, name);
@@ -166,12 +166,12 @@ export class ShareChart extends Chart {
     const known = (point) => Object.keys(point.shares?.[this.role] ?? {}).length > 0;
     const seen = new Set(this.points.filter(known).flatMap((point) => Object.keys(point.shares[this.role])));
     const names = [...ORDER.filter((name) => seen.has(name)), ...[...seen].filter((name) => !ORDER.includes(name))];
-    for (const run of runs(this.points, known)) {
-      let below = run.map(() => 0);
+    for (const segment of segments(this.points, known)) {
+      let below = segment.map(() => 0);
       for (const name of names) {
-        const above = run.map((point, at) => below[at] + (point.shares[this.role][name] ?? 0));
-        // Steps, not slopes: a share holds for the whole of its span.
-        const edge = (heights) => run.flatMap((point, at) => [point.start_s, point.end_s].map((s) => `${this.x(Math.max(this.start_s, s))},${(HEIGHT * (1 - heights[at])).toFixed(2)}`));
+        const above = segment.map((point, at) => below[at] + (point.shares[this.role][name] ?? 0));
+        // Steps, not slopes: a share applies to its whole time span.
+        const edge = (heights) => segment.flatMap((point, at) => [point.start_s, point.end_s].map((s) => `${this.x(Math.max(this.start_s, s))},${(HEIGHT * (1 - heights[at])).toFixed(2)}`));
         element("path", `area a-${name}`, box).setAttribute("d", `M${[...edge(above), ...edge(below).reverse()].join("L")}Z`);
         below = above;
       }

@@ -1,4 +1,4 @@
-// Asks the daemon once a second, while somebody looks, and shows what it says.
+// Polls the daemon once a second while the page is visible, and shows its answers.
 
 import { LineChart, ShareChart, ago, isWait, NAMES } from "./charts.js";
 import { Feed } from "./rollouts.js";
@@ -22,8 +22,8 @@ const charts = [
   new LineChart($("chart-reward"), "Mean reward of a step, and its spread", { key: "reward", spread: "reward_spread", format: fixed(3) }),
   new LineChart($("chart-speed"), "Response tokens a second", { key: "tokens_per_s", format: fixed(0) }),
   new LineChart($("chart-ready"), "Rows that wait for the trainer", { key: "ready_items", format: fixed(0), capacity: () => latest?.status.buffer.capacity_items }),
-  new LineChart($("chart-staleness"), "Versions that trained rows were old", { key: "staleness", format: fixed(2) }),
-  ...["rollout", "trainer", "buffer"].map((role) => new ShareChart($(`chart-${role}`), `What the ${role} spends its time on`, role, $(`legend-${role}`))),
+  new LineChart($("chart-staleness"), "Staleness of trained rows in versions", { key: "staleness", format: fixed(2) }),
+  ...["rollout", "trainer", "buffer"].map((role) => new ShareChart($(`chart-${role}`), `Time of the ${role} by activity`, role, $(`legend-${role}`))),
 ];
 const feed = new Feed();
 
@@ -45,7 +45,7 @@ function showRun({ status, why }) {
   $("progress").value = status.max_steps ? Math.min(1, status.step / status.max_steps) : 0;
   write("version", shown(status.policy_version, fixed(0)));
   write("uptime", ago(status.uptime_s));
-  write("why", why.join(" ") || "Nothing to say yet.");
+  write("why", why.join(" ") || "Nothing to report yet.");
   write("reward", shown(status.reward_mean, fixed(3)));
   const change = status.reward_trend;
   write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since the start`);
@@ -65,7 +65,7 @@ function showRun({ status, why }) {
   showRows($("processes"), rows);
 }
 
-/** Cell by cell: a row that is replaced would lose what is selected in it. */
+/** Updates cell by cell: replacing a row would lose the text selection in it. */
 function showRows(body, rows) {
   while (body.rows.length > rows.length) body.deleteRow(-1);
   for (const [at, row] of rows.entries()) {
@@ -88,7 +88,7 @@ function showCharts() {
   if (!points.length) return;
   const seconds = Number(document.querySelector("input[name=range]:checked").value);
   const end_s = points.at(-1).end_s;
-  // Until the first response is made there is nothing to see.
+  // Before the first response the charts would be empty.
   const first = points.find((point) => point.tokens_per_s > 0) ?? points[0];
   const start_s = Math.max(seconds ? end_s - seconds : 0, first.start_s);
   const seen = points.filter((point) => point.end_s > start_s);
@@ -117,7 +117,7 @@ async function look() {
     const since = answered_ms ? ` since ${new Date(answered_ms).toLocaleTimeString()}` : "";
     write("state", "no answer");
     $("state").className = "pill gone";
-    write("why", `The daemon has not answered${since}. This page goes on asking, and shows what was last known.`);
+    write("why", `The daemon has not answered${since}. This page keeps asking, and shows the last known values.`);
   }
 }
 

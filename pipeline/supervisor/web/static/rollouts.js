@@ -25,7 +25,7 @@ function shade(value, mode) {
   return `${mode === "log_probs" ? "s" : value > 0 ? "p" : "n"}${depth}`;
 }
 
-/** What would be invisible, or move the text about, is shown by a sign of its own. */
+/** Replaces invisible characters, and those that reorder the text, by visible signs. */
 const visible = (text) => text
   .replaceAll("\n", "⏎\n").replaceAll("\t", "→\t")
   .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
@@ -51,7 +51,7 @@ export class Feed {
 
   add(samples) {
     this.waiting.push(...samples);
-    $("hold").textContent = !this.isHeld ? "Pause" : this.waiting.length ? `Go on, ${this.waiting.length} new` : "Go on";
+    $("hold").textContent = !this.isHeld ? "Pause" : this.waiting.length ? `Continue, ${this.waiting.length} new` : "Continue";
     if (this.isHeld || !this.waiting.length) { this.waiting.splice(0, this.waiting.length - MOST); return; }
     const known = new Set(this.samples.map(nameOf));
     this.samples.unshift(...this.waiting.filter((sample) => !known.has(nameOf(sample))).reverse());
@@ -66,14 +66,14 @@ export class Feed {
   }
 
   draw() {
-    const found = this.samples.filter(wanted());
+    const found = this.samples.filter(selected());
     const cards = found.slice(0, this.shown).map((sample) => this.#card(sample));
     const feed = $("feed");
     for (const card of [...feed.children]) if (!cards.includes(card)) card.remove();
     for (const [at, card] of cards.entries()) if (feed.children[at] !== card) feed.insertBefore(card, feed.children[at] ?? null);
     $("more").hidden = found.length <= this.shown;
     $("feed-note").hidden = found.length > 0;
-    $("feed-note").textContent = this.samples.length ? `None of ${this.samples.length} rollouts is like that.` : "No rollout yet.";
+    $("feed-note").textContent = this.samples.length ? `None of ${this.samples.length} rollouts matches.` : "No rollout yet.";
   }
 
   recolour() {
@@ -98,7 +98,7 @@ export class Feed {
 
 const nameOf = (sample) => `${sample.unix_s}-${sample.worker}-${sample.ticket}`;
 
-function wanted() {
+function selected() {
   const text = $("search").value.toLowerCase(), least = $("least").valueAsNumber, which = $("which").value;
   return (sample) => {
     const rewards = sample.responses.map((response) => response.reward);
@@ -125,7 +125,7 @@ function cardOf(sample) {
   const prompt = make("div", "text prompt", visible(sample.prompt), card);
   prompt.dir = "auto";
   const mates = make("div", "mates", undefined, card);
-  // The best first; their order in the batch means nothing.
+  // The best first; their order in the batch has no meaning.
   for (const response of [...sample.responses].sort((a, b) => b.reward - a.reward)) mates.append(mateOf(response));
   card.setAttribute("aria-label", `Rollout of ticket ${sample.ticket}, best reward ${number(Math.max(...sample.responses.map((r) => r.reward)))}`);
   return card;
@@ -141,7 +141,7 @@ function mateOf(response) {
   make("span", "", `${response.tokens} tokens${response.stopped ? "" : ", cut at the limit"}`, score);
   const text = make("div", "text", undefined, mate);
   text.dir = "auto";
-  // What scrolls takes the focus by itself; this one also when its button goes.
+  // Scrollable elements are focusable anyway; this one also takes the focus when its button is removed.
   text.tabIndex = -1;
   const show = (from, to) => {
     for (let at = from; at < to; at++) {

@@ -1,0 +1,110 @@
+"""The consequence of each child's exit outside of the shutdown: a restart, the shutdown, or the end with an exit code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pipeline.errors import ExitCode
+from pipeline.runtime.messages import PeerDied
+from pipeline.runtime.transport import Outbox, trainer_name, worker_name
+from pipeline.supervisor.fleet import Fleet, Slot
+
+log = logging.getLogger(__name__)
+
+
+class ExitHandler:
+    """Restarts children that exited, or ends the run; an exit during the shutdown is `shutdown.Shutdown`'s."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        to_buffer: Outbox,
+        *,
+        world_size: int,
+        drain: Callable[[str], None],
+        abort: Callable[[ExitCode, str], None],
+    ) -> None:
+        """Handle the exits of one instance.
+
+        Args:
+            fleet: The instance's processes.
+            to_buffer: Sender of the deaths of workers and ranks to the buffer.
+            world_size: Number of trainer ranks.
+            drain: Called with the reason once training is complete.
+            abort: Called with exit code and reason if the run cannot continue.
+        """
+        self._fleet = fleet
+        self._to_buffer = to_buffer
+        self._world_size = world_size
+        self._drain = drain
+        self._abort = abort
+        self._finished_ranks: set[int] = set()
+
+    def handle(self, slot: Slot, code: int) -> None:
+        """Decide the consequence of an exit.
+
+        Args:
+            slot: The slot of the child that exited.
+            code: Its exit code, or minus the signal.
+        """
+        if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
+            self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
+        elif slot.role == "setup":
+            self._setup_ended(slot, code)
+        elif slot.role == "trainer":
+            self._rank_ended(slot, code)
+        elif slot.role == "forkserver":
+            self._forkserver_ended(slot, code)
+        else:
+            if slot.role == "rollout":
+                self._to_buffer.send(PeerDied(worker_name(slot.index), slot.working_on, slot.last_pid))
+            self._retry(slot, code)
+
+    def _setup_ended(self, slot: Slot, code: int) -> None:
+        if code == 0:
+            for role in self._fleet.of("trainer", "rollout"):
+                self._fleet.start(role)
+        else:
+            reason = ExitCode.GAVE_UP if slot.ended_by == "watchdog" else ExitCode.FAILED
+            self._abort(reason, f"the embedded model could not be made: {slot.error or slot.last_line}")
+
+    def _rank_ended(self, slot: Slot, code: int) -> None:
+        # A rank that was killed because another one died is not at fault for its lease.
+        working_on = -1 if slot.ended_by == "group" else slot.working_on
+        self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
+        # A rank that exited by itself while another one died is needed nevertheless: that one restarts, and not alone.
+        has_finished = slot.finished and code in (ExitCode.OK, ExitCode.FAILED) and slot.ended_by != "group"
+        # Once rank 0 has written the last checkpoint, no other rank is needed.
+        if has_finished or 0 in self._finished_ranks:
+            self._finished_ranks.add(slot.index)
+            if len(self._finished_ranks) == self._world_size:
+                self._drain("training is complete")
+            return
+        # A rank cannot continue without the others, and no new rank can join it: all of them restart.
+        self._fleet.kill_group(self._fleet.alive("trainer"))
+        for other in self._fleet.of("trainer"):
+            if other.index in self._finished_ranks:
+                self._fleet.restart_now(other)
+        self._finished_ranks.clear()
+        self._retry(slot, code)
+
+    def _forkserver_ended(self, slot: Slot, code: int) -> None:
+        """Plan another forkserver: no running process depends on it; without one, a role's start takes seconds more."""
+        delay_s = self._fleet.retry(slot)
+        further = "roles are started without it" if delay_s is None else f"restart in {delay_s:.1f} s"
+        log.warning("the forkserver has ended (%d), %s: %s", code, further, slot.error or slot.last_line)
+
+    def _retry(self, slot: Slot, code: int) -> None:
+        delay_s = self._fleet.retry(slot)
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        how += f", {slot.ended_by}" if slot.ended_by else ""
+        reason = slot.error or slot.last_line
+        if delay_s is not None:
+            log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, reason)
+            return
+        often = "" if slot.unusable or slot.is_late else " too often"
+        log.error("%s ended (%s)%s, it is not started again: %s", slot.name, how, often, reason)
+        usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
+        if slot.role != "rollout" or not usable:
+            self._abort(ExitCode.GAVE_UP, f"{slot.name} failed ({how}): {reason}")

@@ -1,0 +1,223 @@
+"""A trainer rank's session with the buffer: the leases it holds, its messages, and their repeats to a new buffer.
+
+The buffer may be restarted at any time, and messages of both sides may be lost with it. On the `Welcome` of a new
+buffer the session changes its incarnation, so that messages of the dead buffer are void, and repeats every message that
+the dead buffer may not have handled: acknowledgements, the newest version, and a report of damage.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import random
+import time
+from typing import Protocol
+
+import msgspec
+
+from pipeline.runtime.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
+from pipeline.runtime.transport import Sender, trainer_name
+from pipeline.storage.weights_header import WeightsVersion
+
+_HELLO_AGAIN_S = 1.0
+_ACKS_KEPT = 256
+
+log = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """The source of a role's messages: a mailbox, or a queue if all roles share one process."""
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """Return the messages that have arrived, waiting up to `timeout_s` for the first one."""
+
+
+class BufferSession:
+    """The leases and messages of one trainer rank. Not thread-safe.
+
+    Attributes:
+        draining: Whether the run drains: no further lease is taken.
+        deliveries_repeated: Leases received that were delivered to a trainer before.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        sender: Sender,
+        *,
+        rank: int,
+        world_size: int,
+        prefetch: int,
+        newest: WeightsVersion | None,
+    ) -> None:
+        """Announce the newest version and send the first hello.
+
+        Args:
+            receiver: The rank's messages from the buffer.
+            sender: Sends to the buffer.
+            rank: This rank.
+            world_size: Number of ranks.
+            prefetch: Batches leased ahead, including the batch in hand.
+            newest: The newest published version, on rank 0; None if there is none, and on the other ranks.
+        """
+        self.draining = False
+        self.deliveries_repeated = 0
+        self._receiver = receiver
+        self._sender = sender
+        self._name = trainer_name(rank)
+        self._world_size = world_size
+        self._prefetch = prefetch
+        self._incarnation = random.getrandbits(62)
+        self._buffer_incarnation: int | None = None
+        self._leases: collections.deque[Lease] = collections.deque()
+        self._newest_lease = -1
+        self._in_hand: list[int] = []
+        self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
+        self._published: Published | None = None
+        self._damaged: Damaged | None = None
+        self._trained_through = 0
+        if newest is not None:
+            # Before the first hello: the versions of a dead trainer include leases that it never acknowledged.
+            self._trained_through = newest.trained_through
+            self.announce(newest)
+        self._send(self._hello())
+
+    # Messages from the buffer.
+
+    def await_buffer(self, timeout_s: float) -> bool:
+        """Repeat the hello until the buffer's welcome arrives; return whether it arrived in time.
+
+        Messages are addressed to a rank, not to a connection: a welcome sent while an earlier connection of this rank
+        closes is lost with that connection's socket. The buffer answers an incarnation once, so each hello has a new
+        incarnation.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self._buffer_incarnation is None and (left_s := deadline_s - time.monotonic()) > 0:
+            self.receive(min(left_s, _HELLO_AGAIN_S))
+            if self._buffer_incarnation is None:
+                self._incarnation = random.getrandbits(62)
+                self._send(self._hello())
+        return self._buffer_incarnation is not None
+
+    def receive(self, timeout_s: float) -> None:
+        """Handle the buffer's messages, waiting up to `timeout_s` for the first one."""
+        for message in self._receiver.receive(timeout_s):
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
+                self._welcomed(incarnation)
+            case Lease(to=self._incarnation, lease=lease) if lease > self._newest_lease:
+                # Leases arrive in order; a lower number is a repeat by a buffer that could not know of the first send.
+                self._newest_lease = lease
+                self.deliveries_repeated += message.deliveries > 1
+                self._damaged = None
+                self._leases.append(message)
+            case Drain():
+                self.draining = True
+
+    def _welcomed(self, incarnation: int) -> None:
+        if self._buffer_incarnation is not None:
+            log.debug("the buffer was restarted, repeating the messages that it may have missed")
+            # Unread leases of the dead buffer are void: the new one may lease them to other ranks, or lease other rows
+            # under their numbers.
+            self._incarnation = random.getrandbits(62)
+            for lease in self._acks:
+                self._send(Ack(self._name, lease))
+            if self._published is not None:
+                self._send(self._published)
+            if self._damaged is not None:
+                self._damaged = msgspec.structs.replace(self._damaged, incarnation=self._incarnation)
+                self._send(self._damaged)
+        self._buffer_incarnation = incarnation
+        self._send(self._hello())
+        self._send(Credit(self._name, self._incarnation, self._prefetch))
+
+    # Leases.
+
+    @property
+    def next_lease(self) -> Lease | None:
+        """The lease that `take` returns next; None without one, and once the run drains."""
+        return self._leases[0] if self._leases and not self.draining else None
+
+    def take(self) -> Lease:
+        """Remove and return `next_lease`; its batch is in hand once `hold` is called, or is refused."""
+        return self._leases.popleft()
+
+    def hold(self, lease: Lease) -> None:
+        """Take the batch of a lease in hand."""
+        self._in_hand.append(lease.lease)
+
+    def acknowledge(self) -> None:
+        """Count the batches in hand as trained."""
+        for lease in self._in_hand:
+            self._acks.append(lease)
+            self._send(Ack(self._name, lease))
+        self._in_hand.clear()
+
+    def settle(self) -> None:
+        """Leave the batches in hand to the version that rank 0 publishes next."""
+        self._in_hand.clear()
+
+    def hand_back(self, batches: int) -> None:
+        """Hand back the last batches taken in hand; their rows are ready again."""
+        for _ in range(batches):
+            self._send(Release(self._name, self._in_hand.pop(), self._incarnation))
+
+    def refuse(self, lease: Lease, damaged: dict[int, str]) -> None:
+        """Report the damaged tickets of a lease, each with its reason, and give up all later leases."""
+        reason = next(iter(damaged.values()))
+        log.error("damaged batch handed back: lease=%d tickets=%s: %s", lease.lease, [*damaged], reason)
+        # The later leases are delivered again under the same numbers, with other rows: leases sent to the incarnation
+        # so far are void, and numbers are accepted from the damaged lease on.
+        self._leases.clear()
+        self._incarnation = random.getrandbits(62)
+        self._newest_lease = lease.lease - 1
+        self._damaged = Damaged(self._name, lease.lease, [*damaged], reason, self._incarnation)
+        self._send(self._damaged)
+
+    # Versions.
+
+    def trained_through(self) -> int:
+        """Return the lease number below which every lease is in the next version."""
+        if taken := [*self._acks, *self._in_hand]:
+            # Ranks step together: if rank 0 has its lease of a round, every other rank has its lease of that round.
+            self._trained_through = (taken[-1] // self._world_size + 1) * self._world_size
+        return self._trained_through
+
+    def announce(self, version: WeightsVersion) -> None:
+        """Report a published version, and again to each new buffer."""
+        self._published = Published(
+            version.version, version.fingerprint, version.trained_through, version.rollback, version.position
+        )
+        self._send(self._published)
+
+    def start_over(self, published: WeightsVersion) -> None:
+        """Void every lease of this rank after a rollback.
+
+        Every rank announces the rollback before its hello: one rank's hello may overtake another rank's rollback.
+        """
+        self._incarnation = random.getrandbits(62)
+        self._leases.clear()
+        self._in_hand.clear()
+        self._acks.clear()
+        self._newest_lease = -1
+        self.announce(published)
+        self._send(self._hello())
+        self._send(Credit(self._name, self._incarnation, self._prefetch))
+
+    def close(self) -> None:
+        """Hand back every lease that is not trained."""
+        # The credit first: otherwise the buffer would lease the rows to this rank again.
+        self._send(Credit(self._name, self._incarnation, 0))
+        for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
+            self._send(Release(self._name, lease, self._incarnation))
+
+    def _hello(self) -> Hello:
+        held = [*self._in_hand, *(lease.lease for lease in self._leases)]
+        return Hello(self._name, self._incarnation, held, self._newest_lease < 0, os.getpid())
+
+    def _send(self, message: Message) -> None:
+        self._sender.send(message)
