@@ -12,7 +12,7 @@ import sys
 import msgspec
 import pytest
 
-from pipeline.buffer.spool import Books
+from pipeline.buffer.spool import SpoolTotals
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.storage import extent_file
 from pipeline.telemetry.slab import MetricsSlab
@@ -359,7 +359,7 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
             (path,) = (daemon.state_dir / "journal").glob(f"*{extent_file.SUFFIX}")
             file, latest = extent_file.load(path), read_latest(daemon.state_dir / "checkpoints")
             # It may have been stopped before word of its version left it.
-            if file.extents and msgspec.json.decode(file.metadata["books"], type=Books).include(latest):
+            if file.extents and msgspec.json.decode(file.metadata["books"], type=SpoolTotals).include(latest):
                 return file, latest
             daemon.signal(signal.SIGCONT, "trainer-0")
             return None
