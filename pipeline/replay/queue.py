@@ -239,12 +239,12 @@ class ReplayQueue:
 
     def _ask(self, ask: Ask) -> None:
         rows = 0
-        if ask.what == "flush":
+        if ask.action == "flush":
             rows = self.ledger.ready
             self._form_leases()
-        elif ask.what == "clear":
+        elif ask.action == "clear":
             rows = self._clear()
-        elif ask.what == "drain":
+        elif ask.action == "drain":
             self._draining, self._drain = True, ask
             for room in list(self._room.values()):
                 self._refuse(room, "closed", f"being closed by {self._owner}")

@@ -1,4 +1,4 @@
-"""Entry of the forkserver (`pipeline.runtime.forkserver`): imports the roles' libraries, then forks roles on request."""
+"""Entry of the forkserver (`pipeline.runtime.forkserver`): imports the roles' libraries, forks roles on request."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class Ask(Message, frozen=True):
     client: str
     incarnation: int
     request: int
-    what: Literal["stats", "flush", "clear", "drain"]
+    action: Literal["stats", "flush", "clear", "drain"]
     deadline_s: float
 
 

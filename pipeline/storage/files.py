@@ -19,35 +19,35 @@ def round_up(nbytes: int, multiple: int) -> int:
     return (nbytes + multiple - 1) // multiple * multiple
 
 
-def refuse_larger_than_free(folder: Path, nbytes: int, what: str) -> None:
-    """Raise ConfigError if the file system of `folder` has less than `nbytes` free; `what` names the file."""
+def refuse_larger_than_free(folder: Path, nbytes: int, name: str) -> None:
+    """Raise ConfigError if the file system of `folder` has less than `nbytes` free; `name` is for the message."""
     system = os.statvfs(folder)
     if nbytes > system.f_bavail * system.f_frsize:
-        raise no_room(folder, nbytes, what)
+        raise no_room(folder, nbytes, name)
 
 
-def no_room(folder: Path, nbytes: int, what: str) -> ConfigError:
+def no_room(folder: Path, nbytes: int, name: str) -> ConfigError:
     """Return the error for a file that does not fit; the message has its size and the file system's free bytes."""
     system = os.statvfs(folder)
     free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
-    return ConfigError(f"{what} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}")
+    return ConfigError(f"{name} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}")
 
 
-def allocate(descriptor: int, nbytes: int, what: str) -> None:
+def allocate(descriptor: int, nbytes: int, name: str) -> None:
     """Allocate every page of a shared file, or raise ConfigError with both sizes."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise no_room(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent, nbytes, what) from error
+        raise no_room(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent, nbytes, name) from error
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, temporary: Path | None = None, mode: int = 0o600, flush: bool = False) -> Iterator[int]:
     """Write a file under a temporary name and rename it to `path` at the end of the ``with`` block.
 
-    A reader of `path` finds the old file or the whole new one, at whatever moment the writer is killed. If the block
+    A reader of `path` finds the old file or the whole new one, also if the writer is killed at any moment. If the block
     raises, the temporary file is removed and `path` is unchanged.
 
     Args:

@@ -1,4 +1,4 @@
-"""A redo log: several writes to shared memory, applied all or none, at whatever store their writer is killed.
+"""A redo log: several writes to shared memory, applied all or none, also if their writer is killed at any store.
 
     0     committed u64, applied u64, length u64, checksum u64
     32    the writes of the transaction under way: offset u64, length u32, bytes

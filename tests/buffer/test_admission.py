@@ -1,4 +1,4 @@
-"""The rules that bound the buffer and the staleness of what it holds."""
+"""The rules that bound the buffer and the staleness of its rows."""
 
 import dataclasses
 import random

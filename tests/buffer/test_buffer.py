@@ -78,7 +78,7 @@ class Counts:
 
 
 class Bench:
-    """A buffer, the memory that outlives it, and what it has said to whom."""
+    """A buffer, the memory that outlives it, and the messages it has sent."""
 
     def __init__(self, limits=LIMITS, *, capacity_bytes=1 << 20, **options):
         self.memory = memoryview(bytearray(LAYOUT.nbytes))
@@ -131,7 +131,7 @@ def sealed(ticket, worker="worker-0", rows=4, version=None):
 
 
 def seal_of(ticket, worker="worker-0"):
-    """What a worker says, which tells its attempt."""
+    """Return a worker's `Sealed` with the ticket's attempt."""
     return Sealed(worker, ticket.ticket, 4, 200, 1, ticket.policy_version, 9, attempt=ticket.attempt)
 
 
@@ -743,7 +743,7 @@ def test_paused_hands_out_no_ticket_and_leases_what_is_there():
 
     assert bench.heard("worker-0", Ticket) == bench.heard("worker-1", Ticket) == []
     assert [wait.reason for wait in bench.heard("worker-1", Wait)] == ["paused"]
-    assert len(bench.heard("trainer-0", Lease)) == 1, "training of what is there goes on"
+    assert len(bench.heard("trainer-0", Lease)) == 1, "the ready rows are trained"
 
     bench.buffer.paused = False
     bench.say()

@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def turns_s(monkeypatch):
-    """When the buffer has read what a turn with messages, or with bytes that are none, is about."""
+    """Times at which the buffer has read the input of a turn: messages, or bytes that do not decode."""
     found, receive = [], Mailbox.receive
 
     def noted(mailbox, timeout_s):
@@ -98,7 +98,7 @@ def test_garbage_without_end_costs_no_more_turns_than_messages_do(folder, turns_
 
 
 def test_each_connection_right_after_a_close_is_welcomed(folder):
-    # One in forty was not, when nobody asked twice.
+    # One in forty was not, before the connection repeated its `Hello`.
     for _ in range(100):
         with open_connection(folder, rank=0, world_size=1) as connection:
             assert connection.meet_buffer(10.0)

@@ -1,4 +1,4 @@
-"""The quarantine: what a damaged or deadly batch leaves behind, and what an engineer sees of it."""
+"""The quarantine: the copies of a damaged or deadly batch, and their display."""
 
 import stat
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The buffer's journal: a crash of the machine costs what came after it, and trains no row twice."""
+"""The buffer's snapshots: a machine crash costs the rows after the last one, and no row is trained twice."""
 
 import concurrent.futures
 import dataclasses
@@ -26,7 +26,7 @@ NEVER_S = 1e9
 
 
 class Later(concurrent.futures.Executor):
-    """Runs what it was given when it is told to, in this thread."""
+    """An executor that runs its calls in this thread, when the test asks for it."""
 
     def __init__(self):
         self.waiting = []
@@ -103,7 +103,7 @@ def test_room_that_is_being_copied_is_not_used_for_other_rows(starts):  # noqa: 
     first = starts("first")
     journal = serving(first)
     journal.step(first.buffer, 0.0)
-    # Half of what is listed is trained, dropped from the arena and rolled over while nothing is copied yet.
+    # Half of the listed rows are trained, dropped from the arena and overwritten before any copy.
     first.say(Published(2, 12, 1))
     first.say(WantTickets("worker-0", 1, 4))
     rolled = first.heard(Ticket)
@@ -360,7 +360,7 @@ class Machine:
     Attributes:
         path: Versions in force: fingerprint, the rows that are trained in them, and the checkpoint's position.
         latest: The last checkpoint's version, None before the first; `saved` is its `path`.
-        kept: What the last whole journal held when it was begun: rows by version, and the versions in force.
+        kept: Content of the last whole snapshot at its start: rows by version, and the versions in force.
     """
 
     def __init__(self, folder):
@@ -455,7 +455,7 @@ class Machine:
             self.latest is None or (version in self.kept[1] and self.kept[1][version][0] == fingerprint)
         )
         expected = {row for row, wrote in self.kept[0].items() if wrote <= version} if goes_with else set()
-        assert found.keys() == expected, "what the journal held comes back, and nothing else"
+        assert found.keys() == expected, "exactly the rows of the snapshot are restored"
         ledger = self.start.ledger
         again = {run.position + place for run in ledger.redo for place in range(run.prompts)}
         under_way = {record.position + place for record in ledger.reserved_extents() for place in range(record.prompts)}

@@ -1,4 +1,4 @@
-"""The spool: what a stopped run had not trained comes back at its next start, once, whatever happens on the way."""
+"""The spool: the next start restores the untrained rows of a stopped run once, through any kill."""
 
 import msgspec
 import pytest
@@ -120,7 +120,7 @@ def starts(tmp_path):
 
 
 def checkpoint(start, **changes):
-    """What the trainer's last checkpoint says of itself."""
+    """Write the note of the trainer's last checkpoint."""
     folder = start.state_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     latest = Latest(identity_of(start.config), step=1, version=1, position=4, complete=False, path="")

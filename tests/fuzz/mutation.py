@@ -1,4 +1,4 @@
-"""Input that nobody would send: random bytes, real messages damaged, well-formed ones with absurd values."""
+"""Malformed input: random bytes, real messages damaged, well-formed messages with absurd values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 def forged(
     rng: random.Random, kind: type[messages.Message], names: Sequence[str], integers: Sequence[int]
 ) -> messages.Message:
-    """Return a well-formed message of a kind, each field drawn from what is true (`names`, `integers`) or absurd."""
+    """Return a well-formed message of a kind, each field true (`names`, `integers`) or absurd."""
     return kind(**{name: _value(rng, hint, names, integers) for name, hint in _HINTS[kind].items()})
 
 
@@ -66,6 +66,6 @@ def _value(rng: random.Random, hint: Any, names: Sequence[str], integers: Sequen
 
 
 def wrong_types(rng: random.Random, kind: type[messages.Message]) -> bytes:
-    """Return what looks like a message of a kind, its fields of any type and number."""
+    """Return the form of a message of a kind, its fields of any type and number."""
     values = (None, True, -1, 2**64 - 1, 1e308, "x", "worker-0", b"\0", [], [[[]]], {}, {"type": "Ack"})
     return msgspec.msgpack.encode([kind.__name__, *(rng.choice(values) for _ in range(rng.randrange(12)))])

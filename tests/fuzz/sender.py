@@ -1,7 +1,7 @@
-"""Nonsense to one socket, from a process of its own: `python -m tests.fuzz.sender KIND ADDRESS MOST SEED TIME_S`.
+"""Malformed messages to one socket, from a process: `python -m tests.fuzz.sender KIND ADDRESS MOST SEED TIME_S`.
 
-Processes, for threads would wait for one another's interpreter at each answer: 300 a second, whoever is asked. Prints
-how many messages the other end has read, or will have: what was cut off before that is not counted.
+Processes, because threads would wait for one another's interpreter at each answer: 300 a second on any socket. Prints
+the number of messages that the receiver has read or will read: messages cut off before are not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 from pipeline.runtime import messages
 from tests.fuzz.mutation import KINDS, damaged, forged, wrong_types
 
-# No peer of the instance, for whoever has this user's rights may speak in a peer's name: that is trusted.
+# No peer of the instance: a process with this user's rights may send in a peer's name, and is trusted.
 _NOBODIES = ("worker-99999999999", "trainer-99999999999", "trainer-x", "worker-", "buffer")
 _TRUSTED = (messages.Drain, messages.Published)
 _UNTRUSTED = [kind for kind in KINDS if kind not in _TRUSTED]
@@ -163,7 +163,7 @@ def main(kind: str, address: str, most: int, seed: int, time_s: float) -> None:
     rng, sent, started_s = random.Random(seed), 0, time.monotonic()
     while sent < most and time.monotonic() - started_s < time_s:
         sent += tell(rng)
-    # What is queued still leaves.
+    # Queued messages still leave.
     zmq.Context.instance().destroy(linger=60_000)
     sys.stdout.write(f"{sent} {time.monotonic() - started_s}\n")
 

@@ -33,7 +33,7 @@ def test_a_mutated_configuration_is_read_or_refused_with_its_place(request, tmp_
         names += [f"{section}.{key}"] if key else []
     total, refused, read = _FULL if request.config.getoption("--fuzz") else _SHORT, 0, 0
     for _ in range(total):
-        # A part of it, for most of the time goes into what is not mutated.
+        # A part of the configuration: most of the time would go into keys that are not mutated.
         path.write_bytes(_mutated(rng, "\n".join(rng.sample(defaults.split("\n\n"), 2))))
         sets = [_assignment(rng, names) for _ in range(rng.randrange(3))]
         environ = {

@@ -1,4 +1,4 @@
-"""What the processes read from files and from one another, damaged: each reader refuses it in its own words."""
+"""Damaged files and messages: each reader refuses them with its own error."""
 
 import random
 

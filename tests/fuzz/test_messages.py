@@ -74,7 +74,7 @@ def _forged(rng, bench):
 
 
 def _honest(rng, bench):
-    """What a peer would say next, so that there is something to disturb."""
+    """Return the next messages of a peer, so that there is work to disturb."""
     reserved = list(bench.ledger.reserved_extents())
     leases = list(bench.ledger.leases())
     version = bench.ledger.totals.policy_version

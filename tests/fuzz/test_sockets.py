@@ -1,4 +1,4 @@
-"""A daemon that trains while everything that it listens on is told nonsense."""
+"""A daemon that trains while all of its sockets receive malformed messages."""
 
 import contextlib
 import itertools
@@ -59,7 +59,7 @@ def test_no_socket_can_be_talked_into_a_crash(tmp_path, task, request, say):
         }
         told, memory = dict.fromkeys(addresses, 0), [{name: anonymous_bytes(pid) for name, pid in pids.items()}]
 
-        # Twice: what the first half makes grow is room that is used again, what the second does is a leak.
+        # Twice: growth in the first half is memory that is reused, growth in the second half is a leak.
         for half in range(2):
             said, rates = flood(addresses, most // 2, 2 * seed + half, time_s / 2)
             told = {name: told[name] + said[name] for name in told}

@@ -1,4 +1,4 @@
-"""One instance a runtime directory, found by its record, asked over its control socket, whoever else knocks there."""
+"""One instance a runtime directory, found by its record, controlled over its socket, beside any other clients."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TestLock:
         with InstanceLock(tmp_path):
             child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
         with child:
-            # The kernel closes what is not inherited a moment after Popen returns.
+            # The kernel closes descriptors that are not inherited a moment after Popen returns.
             assert instance_lock.wait_until_released(tmp_path, 5)
             assert child.poll() is None
             child.kill()

@@ -101,7 +101,7 @@ def test_a_flood_of_garbage_is_one_line_in_the_log_and_does_not_hold_up_the_rece
         assert mailbox.receive(0.2) == []
         calls += 1
 
-    # Each call ends after a burst, so that whoever calls gets to its own work.
+    # Each call ends after a burst, so that the caller gets to its own work.
     assert calls >= 3
     assert [record.getMessage() for record in caplog.records] == [
         "message refused: to=buffer count=1 reason=message of 1 B does not decode: "

@@ -1,4 +1,4 @@
-"""The folder in shared memory: made, taken over from the dead of the same run, cleared of any other's."""
+"""The folder in shared memory: made, taken over from a dead supervisor of its run, cleared of another run's files."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The ledger: transitions, the books, and what a buffer killed at any store leaves behind."""
+"""The ledger: transitions, totals, and the state after a buffer is killed at any store."""
 
 import collections
 import copy
@@ -19,7 +19,7 @@ class Killed(BaseException):
 
 
 class DyingMemory:
-    """Shared memory whose writer dies when the budget of stores is spent; what was stored before stays."""
+    """Shared memory whose writer dies after a number of stores; the earlier stores stay."""
 
     def __init__(self, memory, budget):
         self.memory = memory
@@ -317,7 +317,7 @@ def every_operation(ledger):
 
 
 def walked(ledger):
-    """Return what the index keeps, found by a walk over all records."""
+    """Return the content of the index, computed by a walk over all records."""
     sealed = [record for record in ledger.extents.values() if record.state is ExtentState.SEALED]
     reserved = [record for record in ledger.extents.values() if record.state is ExtentState.RESERVED]
     ready = [(record, [item for item in record.items if item.state.name == "READY"]) for record in sealed]
@@ -361,7 +361,7 @@ def indexed(ledger):
 
 
 def state_of(ledger):
-    # Looking at the rows decodes what an open has left as it was.
+    # A look at the rows decodes those that the open left as bytes.
     assert indexed(ledger) == walked(ledger)
     tables = ledger.vacant, ledger.redo, ledger.versions
     return ledger.extents, ledger.totals, tables, ledger.leases(), ledger.ready, ledger.leased, ledger.reserved

@@ -15,7 +15,7 @@ WORLD_SIZE = 2
 
 
 class Model:
-    """What a ledger should hold; every method is one transaction, on lists and dictionaries."""
+    """A model of the ledger; every method is one transaction, on lists and dictionaries."""
 
     def __init__(self):
         self.tickets = {}  # number -> [owner, attempt, position, prompts, version, rows]

@@ -123,7 +123,7 @@ class TestWord:
         bench.say(*worker(0, incarnation=2, tickets=8), *trainer(rank=1, incarnation=2))
         for ticket in bench.heard("worker-0", Ticket):
             bench.say(msgspec.structs.replace(sealed(ticket, version=1), fingerprint=lost.fingerprint))
-        assert bench.ledger.ready == 0, "they are of weights that nobody has spoken of"
+        assert bench.ledger.ready == 0, "their weights are unknown"
         weights.look(bench.buffer, 0.0)
         weights.look(bench.buffer, 1.0)
         bench.say()
