@@ -26,44 +26,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from pipeline import codec
 from pipeline.arena import Arena
 from pipeline.batching import make_experience_batch, split_experience_batch
-from pipeline.codec_layout import ExtentHeader, read_header
-from pipeline.errors import (
-    ArenaFullError,
-    BufferClosedError,
-    DeadlineError,
-    DecodeError,
-    FieldError,
-    ShapeError,
-)
+from pipeline.errors import BufferClosedError, DeadlineError, DecodeError, FieldError, ShapeError
 from pipeline.experience import BufferItem, Experience
-from pipeline.messages import (
-    Ack,
-    Ask,
-    Books,
-    Damaged,
-    Delivered,
-    Failed,
-    Lease,
-    Sealed,
-    Settled,
-    Ticket,
-    WantBatch,
-    WantRoom,
-)
-from pipeline.replay.link import Link, Links, Settings, make_folder, sweep, write_private
+from pipeline.messages import Ack, Ask, Books, Damaged, Delivered, Lease, WantBatch
+from pipeline.replay.link import CALL_S, Link, Links, Settings, make_folder, sweep
 from pipeline.replay.server import ReplayServer
-from pipeline.replay_rows import RowKind, bytes_bound, kinds_of, rows_on_cpu
-from pipeline.row_checks import check_finite, check_kinds
+from pipeline.replay_rows import rows_on_cpu
+from pipeline.replay_writer import RowWriter
+from pipeline.row_checks import check_kinds
 
 ROWS_PER_EXTENT = 1024
 _LEAST_EXTENTS = 2048
-_CALL_S = 30.0
 # The journal holds one transaction that ends a batch of that many appends of one row.
 _MOST_BATCH_ROWS = 8192
 
@@ -188,7 +166,7 @@ class DetachedReplayBuffer:
         except FileNotFoundError:
             raise BufferClosedError(f"replay buffer {folder.name}: closed by its owner") from None
         self._arena.populate()
-        self._kinds: dict[str, RowKind] = {}
+        self._writer = RowWriter(self._arena, self._links, folder)
         self._readers: dict[int, codec.ExtentReader] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -227,11 +205,11 @@ class DetachedReplayBuffer:
         deadline_s = self._deadline(timeout_s)
         experience = rows_on_cpu(experience)
         if len(experience.sequences) <= ROWS_PER_EXTENT:
-            self._append(experience, deadline_s)
+            self._writer.write(experience, deadline_s)
             return
         items = split_experience_batch(experience)
         for start in range(0, len(items), ROWS_PER_EXTENT):
-            self._append(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
+            self._writer.write(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
 
     def extend(self, items: Sequence[BufferItem], *, timeout_s: float | None = None) -> None:
         """Add rows, padded or not, of different lengths or not; otherwise as `append`.
@@ -250,67 +228,6 @@ class DetachedReplayBuffer:
         if all(item.attention_mask is None for item in items):
             items = [dataclasses.replace(item, attention_mask=torch.ones_like(item.sequences)) for item in items]
         self.append(make_experience_batch(items), timeout_s=timeout_s)
-
-    def _append(self, experience: Experience, deadline_s: float) -> None:
-        nbytes = self._room_for(experience)
-        while True:
-            try:
-                self._write(experience, nbytes, deadline_s)
-                return
-            except _TooSmallError:
-                nbytes *= 2
-
-    def _room_for(self, experience: Experience) -> int:
-        nbytes = bytes_bound(experience)
-        if nbytes <= self._arena.payload_bytes:
-            return nbytes
-        try:
-            # Much of it may be padding, which takes no room.
-            return codec.encode(experience, memoryview(bytearray(nbytes)), checksum=False).nbytes
-        except ArenaFullError:
-            # Raw images make it larger still.
-            return nbytes
-
-    def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
-        rows = len(experience.sequences)
-        with self._links.take() as link:
-            ticket = link.ask(
-                lambda: WantRoom(link.name, link.incarnation, link.request, rows, nbytes, deadline_s),
-                lambda message: isinstance(message, Ticket),
-                deadline_s,
-            )
-            assert isinstance(ticket, Ticket)
-            link.ticket = ticket.ticket
-            memory = self._arena.extent(ticket.offset, ticket.nbytes)
-            try:
-                encoded = codec.encode(experience, memory)
-                check_finite(vars(experience))
-                self._check_kind(read_header(memory[: encoded.nbytes])[0])
-            except Exception as error:
-                _settle(link, Failed(link.name, ticket.ticket, str(error), retry=False), ticket.ticket)
-                if isinstance(error, ArenaFullError):
-                    raise _TooSmallError from error
-                raise
-            _settle(
-                link,
-                Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0),
-                ticket.ticket,
-            )
-
-    def _check_kind(self, header: ExtentHeader) -> None:
-        for part, kind in kinds_of(header).items():
-            if part not in self._kinds:
-                self._kinds[part] = self._first_kind(part, kind)
-            if kind != self._kinds[part]:
-                raise FieldError(kind.difference(self._kinds[part]))
-
-    def _first_kind(self, part: str, kind: RowKind) -> RowKind:
-        """Return what the first append of all processes has said of the rows of this buffer."""
-        try:
-            write_private(self.path / f"{part}.kind", msgspec.json.encode(kind))
-            return msgspec.json.decode((self.path / f"{part}.kind").read_bytes(), type=RowKind)
-        except FileNotFoundError:
-            raise BufferClosedError(f"replay buffer {self.path.name}: closed by its owner") from None
 
     # Consumers.
 
@@ -409,7 +326,7 @@ class DetachedReplayBuffer:
         return self._ask("clear").rows
 
     def _ask(self, what: Literal["stats", "flush", "clear", "drain"], *, deadline_s: float | None = None) -> Books:
-        until_s = time.monotonic() + _CALL_S if deadline_s is None else deadline_s
+        until_s = time.monotonic() + CALL_S if deadline_s is None else deadline_s
         with self._links.take() as link:
             books = link.ask(
                 lambda: Ask(link.name, link.incarnation, link.request, what, until_s),
@@ -460,10 +377,6 @@ class DetachedReplayBuffer:
         return math.inf if wait_s is None else time.monotonic() + wait_s
 
 
-class _TooSmallError(Exception):
-    """The room that was reserved does not hold the append: nobody knows the size of raw images beforehand."""
-
-
 def _check_int(name: str, number: int, least: int, most: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
         raise FieldError(f"{name} must be an int from {least} to {most:,}, got {number!r}")
@@ -484,19 +397,10 @@ def _attach(path: str, timeout_s: float | None) -> DetachedReplayBuffer:
     return DetachedReplayBuffer.attach(path, timeout_s=timeout_s)
 
 
-def _settle(link: Link, message: Sealed | Failed, ticket: int) -> None:
-    link.ask(
-        lambda: message,
-        lambda answer: isinstance(answer, Settled) and answer.ticket == ticket,
-        time.monotonic() + _CALL_S,
-    )
-    link.done()
-
-
 def _end(link: Link, message: Ack | Damaged) -> None:
     link.ask(
         lambda: message,
         lambda answer: isinstance(answer, Delivered) and answer.lease == message.lease,
-        time.monotonic() + _CALL_S,
+        time.monotonic() + CALL_S,
     )
     link.done()

@@ -35,6 +35,9 @@ from pipeline.replay.queue import client_name
 from pipeline.transport import BUFFER, Mailbox, Outbox
 
 SHARED_MEMORY = Path("/dev/shm")
+CALL_S = 30.0
+"""Longest wait for the answer to a message that the server can answer at once."""
+
 _MOST_CLIENTS = 1 << 15
 _LOOK_S = 0.25
 _REPEAT_S = 0.5
