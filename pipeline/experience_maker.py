@@ -69,8 +69,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         actor: ``actor.generate(input_ids=, attention_mask=, max_length=, ...)`` -> ``(B, T)`` ids that continue the
             prompts, and ``actor(input_ids=, attention_mask=, ...)`` with ``.logits``. A transformers model that keeps
             the library's ``generate`` is sampled by `LeanGenerator` instead, which is the faster way to the same.
-        critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO only; may be
-            None with GRPO.
+        critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO needs one; GRPO
+            has none, and its `critic` must be None.
         reward_model: ``reward_model(input_ids=, attention_mask=, response_start=, response_end=, gt_answer=)`` ->
             ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included. Pixels only go
             to one whose signature names them (`pipeline.rewards.vision_keywords`).
@@ -158,6 +158,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         super().__init__(actor, critic, reward_model, initial_model)
         if use_grpo and num_generation < 2:
             raise FieldError(f"num_generation is {num_generation}; GRPO compares at least 2 responses of a prompt")
+        if use_grpo and critic is not None:
+            raise FieldError(
+                f"critic is a {type(critic).__name__} with use_grpo=True; GRPO compares a prompt's responses with each "
+                "other and never asks a critic: it must be None"
+            )
         if not use_grpo and critic is None:
             raise FieldError("critic is None; PPO needs one")
         if initial_model is None and kl_coef != 0:
