@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benches.report import ROOT, Section, Table
 from pipeline.models import chunked_log_probs
 from pipeline.rollout.generation.interface import Responses, Sampling
-from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.model_passes import ModelPasses
 from pipeline.rollout.rows import Rows
 
 PROMPT_COLUMNS = 32
@@ -60,16 +59,13 @@ def made_up_rows(options: argparse.Namespace) -> Rows:
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Run one variant in this process."""
     model, rows = tiny_llama(options.vocabulary), made_up_rows(options)
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    maker = NaiveExperienceMaker(
-        model, None, None, None, tokenizer, 0.0, use_grpo=True, logits_forward_batch_size=options.variant or None
-    )
+    passes = ModelPasses(None, options.variant or None, True, lambda: None)
     # Not ru_maxrss: that of a new program starts at its parent's value.
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     started_s = time.perf_counter()
     if options.variant:
-        log_probs = maker._log_probs("actor", model, rows, TEMPERATURE)
+        log_probs = passes.log_probs("actor", model, rows, TEMPERATURE)
     else:
         logits = model(input_ids=rows.sequences, attention_mask=rows.attention_mask).logits
         whole = (logits[:, PROMPT_COLUMNS - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)

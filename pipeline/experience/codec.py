@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
+from pipeline.experience.checks import check_travels
 from pipeline.experience.extent_format import (
     Array,
     Columns,
@@ -84,8 +85,8 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
 
     Raises:
         ShapeError: If a field's shape does not fit `sequences`, naming the field.
-        FieldError: If a row has no tokens, an element of `info` is not a tensor of B rows, or the vision fields are
-            inconsistent.
+        FieldError: If token ids are not integers, a row has no tokens, a field or an element of `info` is not a tensor
+            of B rows, or the vision fields are inconsistent.
         ArenaFullError: If the extent is too small.
     """
     rows, width = experience.sequences.shape
@@ -210,6 +211,7 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
 
 def _arrays_of(experience: Experience, rows: int) -> tuple[dict[str, Array], dict[str, torch.dtype]]:
     """Return the text fields that are not None, as arrays over the tensors' memory, and their torch dtypes."""
+    check_travels(experience)
     values = vars(experience)
     found = {name: value for name in _TEXT_FIELDS if (value := values[name]) is not None}
     found |= {f"info.{key}": value for key, value in (experience.info or {}).items()}

@@ -26,44 +26,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import msgspec
 import torch
 
-from pipeline.errors import (
-    ArenaFullError,
-    BufferClosedError,
-    DeadlineError,
-    DecodeError,
-    FieldError,
-    ShapeError,
-)
+from pipeline.errors import BufferClosedError, DeadlineError, DecodeError, FieldError, ShapeError
 from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, split_experience_batch
-from pipeline.experience.checks import check_finite, check_kinds
-from pipeline.experience.extent_format import ExtentHeader, read_header
+from pipeline.experience.checks import check_kinds, check_travels
 from pipeline.experience.types import BufferItem, Experience
-from pipeline.replay.client import Link, Links, Settings, make_folder, sweep, write_private
-from pipeline.replay.rows import RowKind, bytes_bound, kinds_of, rows_on_cpu
+from pipeline.replay.client import CALL_S, Link, Links, Settings, make_folder, sweep
+from pipeline.replay.rows import rows_on_cpu
 from pipeline.replay.server import ReplayServer
-from pipeline.runtime.messages import (
-    Ack,
-    Ask,
-    Books,
-    Damaged,
-    Delivered,
-    Failed,
-    Lease,
-    Sealed,
-    Settled,
-    Ticket,
-    WantBatch,
-    WantRoom,
-)
+from pipeline.replay.writer import RowWriter
+from pipeline.runtime.messages import Ack, Ask, Books, Damaged, Delivered, Lease, WantBatch
 from pipeline.storage.arena import Arena
 
 ROWS_PER_EXTENT = 1024
 _LEAST_EXTENTS = 2048
-_CALL_S = 30.0
 # The journal holds one transaction that ends a batch of that many appends of one row.
 _MOST_BATCH_ROWS = 8192
 
@@ -188,7 +166,7 @@ class DetachedReplayBuffer:
         except FileNotFoundError:
             raise BufferClosedError(f"replay buffer {folder.name}: closed by its owner") from None
         self._arena.populate()
-        self._kinds: dict[str, RowKind] = {}
+        self._writer = RowWriter(self._arena, self._links, folder)
         self._readers: dict[int, codec.ExtentReader] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -206,111 +184,56 @@ class DetachedReplayBuffer:
 
         Args:
             experience: A batch on any device, padded or packed, left as it is. All rows that a buffer ever gets have
-                the same fields. Without an `attention_mask` every column is taken for a token. Labels and references
-                travel as tensors only, not as lists. Scores ``(B, 1)`` are one number a row, but beside a single
-                action column one an action; use ``(B,)`` where rows of one action come in by themselves.
+                the same fields. Without an `attention_mask` every column is taken for a token. Token ids travel as
+                integers; labels, references, grids and all that `info` holds as tensors, not as lists or other
+                objects, which `split_experience_batch` takes. Scores ``(B, 1)`` are one number a row, but beside a
+                single action column one an action; use ``(B,)`` where rows of one action come in by themselves.
             timeout_s: Longest wait for room, None for the buffer's `timeout_s`, `math.inf` for no end.
 
         Raises:
             ArenaFullError: If there never will be room: the message names the sizes.
             BufferClosedError: If the buffer was closed.
             DeadlineError: If there was no room in time; nothing was added.
-            FieldError: If a field is no tensor or not what it is in the rows before, a number under the action mask is
-                NaN or infinite, or `experience` is none.
+            FieldError: If a field or a value of `info` is no tensor, a field is not what it is in the rows before, a
+                number under the action mask is NaN or infinite, or `experience` is none.
             ShapeError: If there is no row, or fields disagree on their shape.
         """
         if not isinstance(experience, Experience):
             raise FieldError(f"append takes an Experience, not a {type(experience).__name__}; rows go into extend")
+        # Here, and not by the codec alone: a large or packed batch is batched anew on the way, by laxer rules.
+        check_travels(experience)
         if isinstance(experience.sequences, list):
             self.extend(split_experience_batch(experience), timeout_s=timeout_s)
             return
         deadline_s = self._deadline(timeout_s)
         experience = rows_on_cpu(experience)
         if len(experience.sequences) <= ROWS_PER_EXTENT:
-            self._append(experience, deadline_s)
+            self._writer.write(experience, deadline_s)
             return
         items = split_experience_batch(experience)
         for start in range(0, len(items), ROWS_PER_EXTENT):
-            self._append(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
+            self._writer.write(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
 
     def extend(self, items: Sequence[BufferItem], *, timeout_s: float | None = None) -> None:
         """Add rows, padded or not, of different lengths or not; otherwise as `append`.
 
         Args:
-            items: At least one row.
+            items: At least one row. Under a name of `info` all have numbers, or all tensors of one shape and dtype.
             timeout_s: As in `append`.
 
         Raises:
             ShapeError: If there are no items, or the fields of one disagree on its length.
-            FieldError: If rows disagree on which fields they have.
+            FieldError: If rows disagree on which fields they have, or hold what does not travel.
         """
         if not items:
             raise ShapeError("extend: no items")
         check_kinds(items)
         if all(item.attention_mask is None for item in items):
-            items = [dataclasses.replace(item, attention_mask=torch.ones_like(item.sequences)) for item in items]
+            items = [
+                dataclasses.replace(item, attention_mask=torch.ones_like(item.sequences, dtype=torch.int64))
+                for item in items
+            ]
         self.append(make_experience_batch(items), timeout_s=timeout_s)
-
-    def _append(self, experience: Experience, deadline_s: float) -> None:
-        nbytes = self._room_for(experience)
-        while True:
-            try:
-                self._write(experience, nbytes, deadline_s)
-                return
-            except _TooSmallError:
-                nbytes *= 2
-
-    def _room_for(self, experience: Experience) -> int:
-        nbytes = bytes_bound(experience)
-        if nbytes <= self._arena.payload_bytes:
-            return nbytes
-        try:
-            # Much of it may be padding, which takes no room.
-            return codec.encode(experience, memoryview(bytearray(nbytes)), checksum=False).nbytes
-        except ArenaFullError:
-            # Raw images make it larger still.
-            return nbytes
-
-    def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
-        rows = len(experience.sequences)
-        with self._links.take() as link:
-            ticket = link.ask(
-                lambda: WantRoom(link.name, link.incarnation, link.request, rows, nbytes, deadline_s),
-                lambda message: isinstance(message, Ticket),
-                deadline_s,
-            )
-            assert isinstance(ticket, Ticket)
-            link.ticket = ticket.ticket
-            memory = self._arena.extent(ticket.offset, ticket.nbytes)
-            try:
-                encoded = codec.encode(experience, memory)
-                check_finite(vars(experience))
-                self._check_kind(read_header(memory[: encoded.nbytes])[0])
-            except Exception as error:
-                _settle(link, Failed(link.name, ticket.ticket, str(error), retry=False), ticket.ticket)
-                if isinstance(error, ArenaFullError):
-                    raise _TooSmallError from error
-                raise
-            _settle(
-                link,
-                Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0),
-                ticket.ticket,
-            )
-
-    def _check_kind(self, header: ExtentHeader) -> None:
-        for part, kind in kinds_of(header).items():
-            if part not in self._kinds:
-                self._kinds[part] = self._first_kind(part, kind)
-            if kind != self._kinds[part]:
-                raise FieldError(kind.difference(self._kinds[part]))
-
-    def _first_kind(self, part: str, kind: RowKind) -> RowKind:
-        """Return what the first append of all processes has said of the rows of this buffer."""
-        try:
-            write_private(self.path / f"{part}.kind", msgspec.json.encode(kind))
-            return msgspec.json.decode((self.path / f"{part}.kind").read_bytes(), type=RowKind)
-        except FileNotFoundError:
-            raise BufferClosedError(f"replay buffer {self.path.name}: closed by its owner") from None
 
     # Consumers.
 
@@ -409,7 +332,7 @@ class DetachedReplayBuffer:
         return self._ask("clear").rows
 
     def _ask(self, what: Literal["stats", "flush", "clear", "drain"], *, deadline_s: float | None = None) -> Books:
-        until_s = time.monotonic() + _CALL_S if deadline_s is None else deadline_s
+        until_s = time.monotonic() + CALL_S if deadline_s is None else deadline_s
         with self._links.take() as link:
             books = link.ask(
                 lambda: Ask(link.name, link.incarnation, link.request, what, until_s),
@@ -460,10 +383,6 @@ class DetachedReplayBuffer:
         return math.inf if wait_s is None else time.monotonic() + wait_s
 
 
-class _TooSmallError(Exception):
-    """The room that was reserved does not hold the append: nobody knows the size of raw images beforehand."""
-
-
 def _check_int(name: str, number: int, least: int, most: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
         raise FieldError(f"{name} must be an int from {least} to {most:,}, got {number!r}")
@@ -484,19 +403,10 @@ def _attach(path: str, timeout_s: float | None) -> DetachedReplayBuffer:
     return DetachedReplayBuffer.attach(path, timeout_s=timeout_s)
 
 
-def _settle(link: Link, message: Sealed | Failed, ticket: int) -> None:
-    link.ask(
-        lambda: message,
-        lambda answer: isinstance(answer, Settled) and answer.ticket == ticket,
-        time.monotonic() + _CALL_S,
-    )
-    link.done()
-
-
 def _end(link: Link, message: Ack | Damaged) -> None:
     link.ask(
         lambda: message,
         lambda answer: isinstance(answer, Delivered) and answer.lease == message.lease,
-        time.monotonic() + _CALL_S,
+        time.monotonic() + CALL_S,
     )
     link.done()

@@ -35,6 +35,9 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 
 SHARED_MEMORY = Path("/dev/shm")
+CALL_S = 30.0
+"""Longest wait for the answer to a message that the server can answer at once."""
+
 _MOST_CLIENTS = 1 << 15
 _CHECK_S = 0.25
 _REPEAT_S = 0.5

@@ -5,6 +5,7 @@ insert_gate      checks of a rollout before it is sealed
 loader           loading of a worker's models, reward and engine, tried on one prompt
 maker            `NaiveExperienceMaker`: prompts to Experience, PPO and GRPO
 metrics          a worker's metrics
+model_passes     forward passes over sampled rows: log-probs, values, rewards
 process          the worker process
 ray              the gateway to Ray actors that hold the models; the only import of ray
 remote           a worker's models on another machine, without Ray's part

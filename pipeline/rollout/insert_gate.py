@@ -1,6 +1,7 @@
 """The insert gate: checks of a rollout before its extent is sealed.
 
     reason      refused
+    malformed   token ids that are not integers, an entry of `info` that is not a tensor
     lengths     fields whose rows or columns disagree
     mask        an action mask that does not match the sampled tokens
     vocabulary  a token that the model does not have
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from pipeline.errors import FieldError
-from pipeline.experience.checks import check_finite, sum_of
+from pipeline.experience.checks import check_finite, check_travels, sum_of
 from pipeline.experience.types import ACTION_FIELDS, SCORE_FIELDS, VISION_FIELDS, Experience
 from pipeline.runtime.messages import FaultReason
 
@@ -50,7 +51,11 @@ def find_fault(experience: Experience, *, vocabulary: int, pad_token_id: int) ->
     Returns:
         The fault; None if there is none.
     """
-    # In this order: each check relies on those before.
+    # In this order: each check relies on those before it.
+    try:
+        check_travels(experience)
+    except FieldError as error:
+        return Fault("malformed", str(error))
     if problem := _problem_of_lengths(experience):
         return Fault("lengths", problem)
     if problem := _problem_of_masks(experience, pad_token_id):

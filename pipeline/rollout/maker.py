@@ -1,15 +1,14 @@
 """From prompts to experience: sample responses, score them, and compute what PPO or GRPO learns from.
 
 `NaiveExperienceMaker` keeps coati's signature and its seams: any object will do as actor, critic, reward model or
-initial model that answers the calls named in its docstring. Such an object gets whole rows; the project's own models,
-and those of transformers, get rows without the columns that are padding in all of them.
+initial model that answers the calls named in its docstring.
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,17 +28,13 @@ from pipeline.experience.advantages import (
 )
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows, take_vision
-from pipeline.models.critic import Critic
 from pipeline.models.inputs import is_transformers_model
-from pipeline.models.log_probs import action_log_probs, all_values
-from pipeline.models.reward_model import SequenceReward
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.stops import parse_stop_token_ids
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
-from pipeline.rollout.reward_pool import RewardPool
-from pipeline.rollout.rewards import FunctionReward, checked_scores, vision_keywords
+from pipeline.rollout.model_passes import ModelPasses
 from pipeline.rollout.rows import Rows, check_prompts
 
 if TYPE_CHECKING:
@@ -73,9 +68,9 @@ class NaiveExperienceMaker(ExperienceMaker):
     Args:
         actor: ``actor.generate(input_ids=, attention_mask=, max_length=, ...)`` -> ``(B, T)`` ids that continue the
             prompts, and ``actor(input_ids=, attention_mask=, ...)`` with ``.logits``. A transformers model that keeps
-            the library's ``generate`` is sampled by `TransformersGenerator` instead, which is the faster way to the same.
-        critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO only; may be
-            None with GRPO.
+            the library's ``generate`` is sampled by `TransformersGenerator` instead, a faster way to the same tokens.
+        critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO needs one; GRPO
+            has none, and its `critic` must be None.
         reward_model: ``reward_model(input_ids=, attention_mask=, response_start=, response_end=, gt_answer=)`` ->
             ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included. Pixels only go
             to one whose signature names them (`pipeline.rollout.rewards.vision_keywords`).
@@ -113,6 +108,8 @@ class NaiveExperienceMaker(ExperienceMaker):
 
         >>> from types import SimpleNamespace
         >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from pipeline.models import Critic
+        >>> from pipeline.rewards import FunctionReward
         >>> config = GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=None, eos_token_id=1)
         >>> actor, reference = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
         >>> tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
@@ -161,6 +158,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         super().__init__(actor, critic, reward_model, initial_model)
         if use_grpo and num_generation < 2:
             raise FieldError(f"num_generation is {num_generation}; GRPO compares at least 2 responses of a prompt")
+        if use_grpo and critic is not None:
+            raise FieldError(
+                f"critic is a {type(critic).__name__} with use_grpo=True; GRPO compares a prompt's responses with each "
+                "other and never asks a critic: it must be None"
+            )
         if not use_grpo and critic is None:
             raise FieldError("critic is None; PPO needs one")
         if initial_model is None and kl_coef != 0:
@@ -229,8 +231,9 @@ class NaiveExperienceMaker(ExperienceMaker):
                 ends at eos), `temperature`, `top_p`, `top_k`, `do_sample`, `seed` (sampling depends on it alone),
                 `use_cache`, `eos_token_id`, `pad_token_id`; and of a vision-language prompt, whose image tokens stand
                 in `input_ids` already, `pixel_values`, `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`,
-                `image_num`, `video_num` ((prompts,); left out, each prompt has one or none has any) and `raw_images`,
-                as in `ExperienceVL`; grids may be named as in transformers. Others go to ``actor.generate``.
+                `image_num`, `video_num` ((prompts,); left out, each prompt has one or none has any, unless grids are a
+                list) and `raw_images`, as in `ExperienceVL`; grids may be named as in transformers. Others go to
+                ``actor.generate``.
 
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO). `info`
@@ -257,20 +260,22 @@ class NaiveExperienceMaker(ExperienceMaker):
             with self._stage("generate"):
                 rows, sampled_log_probs = self._sample(input_ids, attention_mask, group_size, sampling, extra, vision)
             with self._stage("reward"):
-                scores = self._score(rows, answers)
+                scores = self._passes.scores(self.reward_model, rows, answers, keep_errored=self.drop_errored)
             if self.drop_errored and (kept := self._without_errored(scores)) is not None:
                 rows, scores = rows.rows(kept), scores[kept]
                 sampled_log_probs = None if sampled_log_probs is None else sampled_log_probs[kept]
             if self.reuse_sampling_log_probs and sampled_log_probs is not None:
                 log_probs = sampled_log_probs
-                self._check_finite("generator", "log-prob", log_probs)
+                self._passes.check_finite("generator", "log-prob", log_probs)
             else:
                 with self._stage("logprob"):
-                    log_probs = self._log_probs("actor", self.actor, rows, sampling.temperature)
+                    log_probs = self._passes.log_probs("actor", self.actor, rows, sampling.temperature)
             base_log_probs = None
             if self.initial_model is not None:
                 with self._stage("ref_logprob"):
-                    base_log_probs = self._log_probs("initial_model", self.initial_model, rows, sampling.temperature)
+                    base_log_probs = self._passes.log_probs(
+                        "initial_model", self.initial_model, rows, sampling.temperature
+                    )
             log_ratios = torch.zeros_like(log_probs) if base_log_probs is None else log_probs - base_log_probs
             learned = (self._group_fields if self.use_grpo else self._critic_fields)(rows, scores, log_ratios)
         fields = {
@@ -285,6 +290,12 @@ class NaiveExperienceMaker(ExperienceMaker):
             return Experience(**fields)
         fields["info"] |= rows.vision.counts()
         return ExperienceVL(**fields, **rows.vision.fields())
+
+    @property
+    def _passes(self) -> ModelPasses:
+        return ModelPasses(
+            self.inference_batch_size, self.logits_forward_batch_size, self.refuse_not_finite, self._on_progress
+        )
 
     def _read(self, generate_kwargs: dict[str, Any], prompt_width: int) -> tuple[Sampling, dict[str, Any]]:
         """Sampling, and the keywords that are only the actor's own."""
@@ -349,49 +360,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         )
         return rows, responses.log_probs
 
-    def _log_probs(self, name: str, model: Callable[..., Any], rows: Rows, temperature: float) -> Tensor:
-        """Log-probs of the actions under a model, ``(B, A)``, zero outside the mask."""
-        result = torch.zeros(rows.action_mask.shape)
-        device, trim = _device_of(model), is_transformers_model(model)
-        # Rows of similar length together: what is padding in all rows of a mini-batch is not run at all.
-        order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
-        for part in self._forward_slices(len(result)):
-            sequences, mask, columns = rows.padded(order[part], trim=trim)
-            log_probs = action_log_probs(
-                model,
-                sequences.to(device),
-                mask.to(device),
-                columns,
-                temperature=temperature,
-                vision=rows.vision_of(order[part]),
-            )
-            result[order[part], :columns] = log_probs.cpu()
-            self._on_progress()
-        result.masked_fill_(~rows.action_mask, 0.0)
-        self._check_finite(name, "log-prob", result)
-        return result
-
-    def _score(self, rows: Rows, answers: Sequence[Any]) -> Tensor:
-        """Raw rewards, ``(B,)`` float32."""
-        device = _device_of(self.reward_model)
-        name = type(self.reward_model).__qualname__
-        trim = isinstance(self.reward_model, SequenceReward | FunctionReward | RewardPool)
-        scores = []
-        for part in _slices(len(answers), self.inference_batch_size):
-            ids, mask = rows.right_padded(part, trim=trim)
-            starts = rows.prompt_lengths[part]
-            part_scores = self.reward_model(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
-                response_start=starts.to(device),
-                response_end=(starts + rows.lengths[part]).to(device),
-                gt_answer=answers[part],
-                **vision_keywords(self.reward_model, rows.vision_of(part), device),
-            )
-            scores.append(checked_scores(part_scores, len(ids), name, keep_errored=self.drop_errored).cpu())
-            self._on_progress()
-        return torch.cat(scores)
-
     def _without_errored(self, scores: Tensor) -> Tensor | None:
         """The rows that are left, ``(rows,)`` int64; None for all of them."""
         good = torch.isfinite(scores)
@@ -404,29 +372,10 @@ class NaiveExperienceMaker(ExperienceMaker):
             raise RewardError(f"{errored} of {len(scores)} rows have no reward, and no row is left")
         return good.nonzero().squeeze(1)
 
-    def _values(self, rows: Rows) -> Tensor:
-        """Value of the state before each action, ``(B, A)`` float32, zero outside the mask."""
-        device = _device_of(self.critic)
-        coati = self.compat == "coati"
-        trim = isinstance(self.critic, Critic) and not coati
-        parts = []
-        for part in self._forward_slices(len(rows.sequences)):
-            ids, mask = rows.right_padded(part, trim=trim)
-            values = all_values(self.critic, ids.to(device), mask.to(device), vision=rows.vision_of(part)).cpu()
-            self._on_progress()
-            if coati:
-                parts.append(values[:, -rows.num_actions :])
-            else:
-                before = rows.prompt_lengths[part].unsqueeze(1) - 1 + torch.arange(rows.num_actions)
-                parts.append(values.gather(1, before.clamp(max=ids.shape[1] - 1)))
-        result = torch.cat(parts).masked_fill(~rows.action_mask, 0.0)
-        self._check_finite("critic", "value", result)
-        return result
-
     def _critic_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
         coati = self.compat == "coati"
         with self._stage("value"):
-            values = self._values(rows)
+            values = self._passes.values(self.critic, rows, coati=coati)
         reward_actions = coati_action_rewards if coati else action_rewards
         rewards = reward_actions(scores, log_ratios, rows.action_mask, self.kl_coef)
         advantages = self.calculate_advantage(values, rewards, rows.num_actions)
@@ -449,24 +398,6 @@ class NaiveExperienceMaker(ExperienceMaker):
             "info": {"score": scores, "group_mixed": group_mixed(scores, self.num_generation)},
         }
 
-    def _check_finite(self, name: str, quantity: str, values: Tensor) -> None:
-        if not self.refuse_not_finite:
-            return
-        finite = torch.isfinite(values).all(dim=1)
-        if not bool(finite.all()):
-            row = int((~finite).nonzero()[0])
-            value = values[row][~torch.isfinite(values[row])][0].item()
-            raise FieldError(f"row {row}: {name} gave a {quantity} of {value}")
-
-    def _forward_slices(self, batch_size: int) -> Iterator[slice]:
-        sizes = [size for size in (self.inference_batch_size, self.logits_forward_batch_size) if size is not None]
-        return _slices(batch_size, min(sizes, default=None))
-
-
-def _slices(batch_size: int, size: int | None) -> Iterator[slice]:
-    step = size or batch_size
-    return (slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step))
-
 
 def _repeat_answers(gt_answer: Any, prompts: int, group_size: int) -> list[Any]:
     answers = [None] * prompts if gt_answer is None else list(gt_answer)
@@ -482,16 +413,6 @@ def _check_tokens(sequences: Tensor, vocabulary: int) -> None:
         row, column = wrong.nonzero()[0].tolist()
         token = int(sequences[row, column])
         raise TokenError(f"row {row}: token {token} in column {column}; the vocabulary has {vocabulary:,}")
-
-
-def _device_of(model: Any) -> torch.device:
-    """Where a model wants its inputs: at its own device, or on the CPU if it does not say."""
-    if isinstance(device := getattr(model, "device", None), torch.device):
-        return device
-    if isinstance(model, nn.Module):
-        for parameter in model.parameters():
-            return parameter.device
-    return torch.device("cpu")
 
 
 @contextlib.contextmanager

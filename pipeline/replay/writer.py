@@ -1,0 +1,122 @@
+"""The producer's side of a `DetachedReplayBuffer`: a batch goes into an extent, whose seal makes its rows count."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from pipeline.errors import ArenaFullError, BufferClosedError, FieldError
+from pipeline.experience import codec
+from pipeline.experience.checks import check_finite
+from pipeline.experience.extent_format import ExtentHeader, read_header
+from pipeline.experience.types import Experience
+from pipeline.replay.client import CALL_S, Link, Links, write_private
+from pipeline.replay.rows import RowKind, bytes_bound, kinds_of
+from pipeline.runtime.messages import Failed, Sealed, Settled, Ticket, WantRoom
+from pipeline.storage.arena import Arena
+
+
+class RowWriter:
+    """Writes batches into the arena of a buffer; for any number of threads."""
+
+    def __init__(self, arena: Arena, links: Links, folder: Path) -> None:
+        """Write nothing yet.
+
+        Args:
+            arena: The buffer's.
+            links: To its server.
+            folder: Where the first append of all processes says what the rows have in common.
+        """
+        self._arena = arena
+        self._links = links
+        self._folder = folder
+        self._kinds: dict[str, RowKind] = {}
+
+    def write(self, experience: Experience, deadline_s: float) -> None:
+        """Add the rows of a batch, all or none; wait for room.
+
+        Args:
+            experience: On the CPU, padded, with an attention mask, of at most the rows that an extent holds.
+            deadline_s: On the monotonic clock.
+
+        Raises:
+            ArenaFullError: If there never will be room.
+            BufferClosedError: If the buffer was closed.
+            DeadlineError: If there was no room in time; nothing was added.
+            FieldError: If a field cannot be stored, or is not what it is in the rows before.
+            ShapeError: If fields disagree on their shape.
+        """
+        nbytes = self._room_for(experience)
+        while True:
+            try:
+                self._write(experience, nbytes, deadline_s)
+                return
+            except _TooSmallError:
+                nbytes *= 2
+
+    def _room_for(self, experience: Experience) -> int:
+        nbytes = bytes_bound(experience)
+        if nbytes <= self._arena.payload_bytes:
+            return nbytes
+        try:
+            # Much of it may be padding, which takes no room.
+            return codec.encode(experience, memoryview(bytearray(nbytes)), checksum=False).nbytes
+        except ArenaFullError:
+            # Raw images make it larger still.
+            return nbytes
+
+    def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
+        rows = len(experience.sequences)
+        with self._links.take() as link:
+            ticket = link.ask(
+                lambda: WantRoom(link.name, link.incarnation, link.request, rows, nbytes, deadline_s),
+                lambda message: isinstance(message, Ticket),
+                deadline_s,
+            )
+            assert isinstance(ticket, Ticket)
+            link.ticket = ticket.ticket
+            memory = self._arena.extent(ticket.offset, ticket.nbytes)
+            try:
+                encoded = codec.encode(experience, memory)
+                check_finite(vars(experience))
+                self._check_kind(read_header(memory[: encoded.nbytes])[0])
+            except Exception as error:
+                _settle(link, Failed(link.name, ticket.ticket, str(error), retry=False), ticket.ticket)
+                if isinstance(error, ArenaFullError):
+                    raise _TooSmallError from error
+                raise
+            _settle(
+                link,
+                Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0),
+                ticket.ticket,
+            )
+
+    def _check_kind(self, header: ExtentHeader) -> None:
+        for part, kind in kinds_of(header).items():
+            if part not in self._kinds:
+                self._kinds[part] = self._first_kind(part, kind)
+            if kind != self._kinds[part]:
+                raise FieldError(kind.difference(self._kinds[part]))
+
+    def _first_kind(self, part: str, kind: RowKind) -> RowKind:
+        """Return what the first append of all processes has said of the rows of this buffer."""
+        try:
+            write_private(self._folder / f"{part}.kind", msgspec.json.encode(kind))
+            return msgspec.json.decode((self._folder / f"{part}.kind").read_bytes(), type=RowKind)
+        except FileNotFoundError:
+            raise BufferClosedError(f"replay buffer {self._folder.name}: closed by its owner") from None
+
+
+class _TooSmallError(Exception):
+    """The room that was reserved does not hold the append: nobody knows the size of raw images beforehand."""
+
+
+def _settle(link: Link, message: Sealed | Failed, ticket: int) -> None:
+    link.ask(
+        lambda: message,
+        lambda answer: isinstance(answer, Settled) and answer.ticket == ticket,
+        time.monotonic() + CALL_S,
+    )
+    link.done()

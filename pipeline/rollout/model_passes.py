@@ -1,0 +1,178 @@
+"""Forward passes of actor, reference, reward model and critic over sampled rows, in mini-batches.
+
+A model that is the project's own or of transformers gets rows without the columns that are padding in all of them; any
+other object gets whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import FieldError
+from pipeline.models.critic import Critic
+from pipeline.models.inputs import is_transformers_model
+from pipeline.models.log_probs import action_log_probs, all_values
+from pipeline.models.reward_model import SequenceReward
+from pipeline.rollout.reward_pool import RewardPool
+from pipeline.rollout.rewards import FunctionReward, checked_scores, vision_keywords
+from pipeline.rollout.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPasses:
+    """Log-probs, scores and values of sampled rows.
+
+    Attributes:
+        inference_batch_size: At most this many rows at a time; None for all.
+        logits_forward_batch_size: At most this many rows at a time where log-probs or values are taken; None for
+            `inference_batch_size`.
+        refuse_not_finite: Whether a log-prob or value that is NaN or infinite is an error.
+        on_progress: Called once a mini-batch.
+    """
+
+    inference_batch_size: int | None
+    logits_forward_batch_size: int | None
+    refuse_not_finite: bool
+    on_progress: Callable[[], None]
+
+    def log_probs(self, name: str, model: Callable[..., Any], rows: Rows, temperature: float) -> Tensor:
+        """Return the log-probs of the actions under a model.
+
+        Args:
+            name: The model's, for errors.
+            model: Called for ``.logits``.
+            rows: The sampled rows.
+            temperature: Of sampling.
+
+        Returns:
+            ``(B, A)`` float32, zero outside the mask.
+
+        Raises:
+            FieldError: If one is NaN or infinite.
+        """
+        result = torch.zeros(rows.action_mask.shape)
+        device, trim = _device_of(model), is_transformers_model(model)
+        # Rows of similar length together: what is padding in all rows of a mini-batch is not run at all.
+        order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
+        for part in self._slices(len(result)):
+            sequences, mask, columns = rows.padded(order[part], trim=trim)
+            log_probs = action_log_probs(
+                model,
+                sequences.to(device),
+                mask.to(device),
+                columns,
+                temperature=temperature,
+                vision=rows.vision_of(order[part]),
+            )
+            result[order[part], :columns] = log_probs.cpu()
+            self.on_progress()
+        result.masked_fill_(~rows.action_mask, 0.0)
+        self.check_finite(name, "log-prob", result)
+        return result
+
+    def scores(self, reward_model: Any, rows: Rows, answers: Sequence[Any], *, keep_errored: bool) -> Tensor:
+        """Return the raw rewards.
+
+        Args:
+            reward_model: Called with right-padded rows.
+            rows: The sampled rows.
+            answers: What the reward model gets of each row.
+            keep_errored: Whether a score that is NaN or infinite is returned as it is.
+
+        Returns:
+            ``(B,)`` float32.
+
+        Raises:
+            RewardError: If a score is NaN or infinite, without `keep_errored`.
+        """
+        device = _device_of(reward_model)
+        name = type(reward_model).__qualname__
+        trim = isinstance(reward_model, SequenceReward | FunctionReward | RewardPool)
+        scores = []
+        for part in _slices(len(answers), self.inference_batch_size):
+            ids, mask = rows.right_padded(part, trim=trim)
+            starts = rows.prompt_lengths[part]
+            part_scores = reward_model(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                response_start=starts.to(device),
+                response_end=(starts + rows.lengths[part]).to(device),
+                gt_answer=answers[part],
+                **vision_keywords(reward_model, rows.vision_of(part), device),
+            )
+            scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())
+            self.on_progress()
+        return torch.cat(scores)
+
+    def values(self, critic: Any, rows: Rows, *, coati: bool) -> Tensor:
+        """Return the value of the state before each action.
+
+        Args:
+            critic: Called with right-padded rows.
+            rows: The sampled rows.
+            coati: Whether to take the last A columns of the right-padded rows, as coati does.
+
+        Returns:
+            ``(B, A)`` float32, zero outside the mask.
+
+        Raises:
+            FieldError: If one is NaN or infinite.
+        """
+        device = _device_of(critic)
+        trim = isinstance(critic, Critic) and not coati
+        parts = []
+        for part in self._slices(len(rows.sequences)):
+            ids, mask = rows.right_padded(part, trim=trim)
+            values = all_values(critic, ids.to(device), mask.to(device), vision=rows.vision_of(part)).cpu()
+            self.on_progress()
+            if coati:
+                parts.append(values[:, -rows.num_actions :])
+            else:
+                before = rows.prompt_lengths[part].unsqueeze(1) - 1 + torch.arange(rows.num_actions)
+                parts.append(values.gather(1, before.clamp(max=ids.shape[1] - 1)))
+        result = torch.cat(parts).masked_fill(~rows.action_mask, 0.0)
+        self.check_finite("critic", "value", result)
+        return result
+
+    def check_finite(self, name: str, quantity: str, values: Tensor) -> None:
+        """Refuse numbers of a model that are NaN or infinite, unless `refuse_not_finite` is False.
+
+        Args:
+            name: The model's.
+            quantity: What the numbers are, as "value".
+            values: ``(B, A)``.
+
+        Raises:
+            FieldError: If one is not finite.
+        """
+        if not self.refuse_not_finite:
+            return
+        finite = torch.isfinite(values).all(dim=1)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            value = values[row][~torch.isfinite(values[row])][0].item()
+            raise FieldError(f"row {row}: {name} gave a {quantity} of {value}")
+
+    def _slices(self, batch_size: int) -> Iterator[slice]:
+        sizes = [size for size in (self.inference_batch_size, self.logits_forward_batch_size) if size is not None]
+        return _slices(batch_size, min(sizes, default=None))
+
+
+def _slices(batch_size: int, size: int | None) -> Iterator[slice]:
+    step = size or batch_size
+    return (slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step))
+
+
+def _device_of(model: Any) -> torch.device:
+    """Where a model wants its inputs: at its own device, or on the CPU if it does not say."""
+    if isinstance(device := getattr(model, "device", None), torch.device):
+        return device
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cpu")
