@@ -1,12 +1,12 @@
 """A trainer of one's own: policy gradient on the batches of a running daemon, new weights back after each step.
 
-In one terminal, and once it says ``state=ready`` in another one::
+In one terminal the first command, and once it prints ``state=ready``, the second one in another terminal::
 
     bin/rlhfd start --set trainer.kind=external
     .venv/bin/python examples/own_trainer.py --steps 20
 
-It ends after so many steps, or when the daemon drains. The daemon goes on without it, and the next trainer goes on from
-the weights that this one published last.
+The trainer ends after `--steps` steps, or when the daemon drains. The daemon goes on without it, and the next trainer
+continues from the weights that this one published last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline import action_log_probs, load_actor
 
 
 def main() -> None:
-    """Train until `--steps` were taken or the daemon drains."""
+    """Train until `--steps` steps are done or the daemon drains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime-dir", default="run/rlhfd", help="the daemon's daemon.runtime_dir")
     parser.add_argument("--model", default="state/sort-digits/model", help="the daemon's model.actor, a directory")
@@ -46,11 +46,11 @@ def main() -> None:
 
 
 def policy_gradient_loss(actor: torch.nn.Module, experience: pipeline.Experience) -> torch.Tensor:
-    """Mean of -ratio x advantage over the actions: REINFORCE with importance weights, without PPO's clip.
+    """Return the mean of -ratio x advantage over the actions: REINFORCE with importance weights, without PPO's clip.
 
     Args:
-        actor: The policy that is trained.
-        experience: GRPO's: ``(B, S)`` tokens, the last A columns of them actions, one advantage a row.
+        actor: The trained policy.
+        experience: Experience of GRPO: ``(B, S)`` tokens, the last A columns actions, one advantage per row.
 
     Returns:
         Scalar.

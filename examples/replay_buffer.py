@@ -15,7 +15,7 @@ ROWS, BATCHES, PRODUCERS = 4, 6, 2
 
 
 def made_up(number: int) -> Experience:
-    """Return GRPO experience of four rows, as long as each other, that carry a number in their rewards."""
+    """Return GRPO experience of four rows of equal length, with a number as their rewards."""
     prompt, actions = 3, 5
     return Experience(
         sequences=torch.randint(1, 100, (ROWS, prompt + actions)),
@@ -37,7 +37,7 @@ def produce(buffer: DetachedReplayBuffer, first: int) -> None:
 
 
 def main() -> None:
-    """Take as many batches as were appended; each row comes once."""
+    """Take all batches that are appended; each row is delivered once."""
     with DetachedReplayBuffer(sample_batch_size=2 * ROWS, limit=2, arena_bytes=8 << 20, timeout_s=60.0) as buffer:
         context = multiprocessing.get_context("spawn")
         producers = [context.Process(target=produce, args=(buffer, 100 * index)) for index in range(PRODUCERS)]

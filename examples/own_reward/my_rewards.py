@@ -1,4 +1,4 @@
-"""Two reward functions: each is called once a response, in a process of its own, and returns one finite number."""
+"""Two reward functions: each is called once per response, in a separate process, and returns one finite number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def descending(
     tokenizer: Any,
     **_: Any,
 ) -> float:
-    """Return the share of the response's neighbours that descend, from 0 to 1."""
+    """Return the share of adjacent characters of the response that descend, from 0 to 1."""
     text = tokenizer.decode(input_ids[response_start:response_end], skip_special_tokens=True)
     pairs = list(itertools.pairwise(text))
     return sum(left >= right for left, right in pairs) / len(pairs) if pairs else 0.0
@@ -26,5 +26,5 @@ def descending(
 def short(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, *, response_start: int, response_end: int, **_: Any
 ) -> float:
-    """Take a little off for each token beyond the fifth."""
+    """Return a small penalty for each token beyond the fifth."""
     return -0.05 * max(0, response_end - response_start - 5)

@@ -1,4 +1,4 @@
-"""File, environment and command line come together as documented; paths, and what the configuration shows of itself."""
+"""File, environment and command line are merged as documented; paths, and the display of a configuration."""
 
 from __future__ import annotations
 

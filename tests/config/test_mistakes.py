@@ -176,7 +176,7 @@ MISTAKES = [
     ("[rollout]\nlearning_rat = 1", "2:1: unknown key rollout.learning_rat, did you mean trainer.learning_rate?"),
     ("[trainer]\nbeta = 0.1", "2:1: unknown key trainer.beta, did you mean kl_coef?"),
     ("lr = 1", "1:1: unknown key lr, did you mean trainer.learning_rate?"),
-    # What was meant is told, and is right.
+    # The suggestion is shown, and it is right.
     ('[daemon]\nhang_timeout_s = "5m"', '2:18: daemon.hang_timeout_s: must be a number, got "5m", did you mean 300?'),
     (
         '[daemon]\ndrain_timeout_s = "500ms"',
@@ -396,7 +396,7 @@ def test_mistake_in_the_environment_names_its_variable(variable: str, value: str
 
 
 def test_variables_of_others_with_our_prefix_are_left_alone() -> None:
-    # What Kubernetes sets in every container, for services called rlhfd and rlhfd-metrics; and what our own tools set.
+    # Variables that Kubernetes sets in every container, for services rlhfd and rlhfd-metrics; and those of our tools.
     others = {
         "RLHFD_PORT": "tcp://10.0.0.1:9477",
         "RLHFD_SERVICE_HOST": "10.0.0.1",
@@ -420,7 +420,7 @@ def test_what_is_suggested_mends_it() -> None:
     assert len(SUGGESTIONS) >= 40
     for text, line, column, problem, meant in SUGGESTIONS:
         lines = text.split("\n")
-        # A value stands from its column on; for what is no TOML the whole line is suggested.
+        # A value starts at its column; for invalid TOML the whole line is suggested.
         lines[line - 1] = lines[line - 1][: column - 1] + meant if ", got " in problem else meant
         if lines[line - 1].count("[") > lines[line - 1].count("]"):
             lines[line - 1] += "]"

@@ -1,4 +1,4 @@
-"""docs/configuration.md and the JSON schema are what the fields say, and the schema refuses what the fields refuse."""
+"""docs/configuration.md and the JSON schema agree with the fields, and the schema refuses the same values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_schema_takes_the_embedded_configuration_and_every_default() -> None
     validate({"buffer": {"arena_bytes": "2GiB", "row_bytes": "4 MiB"}, "rollout": {"stop_token_ids": [[1, 2], [3]]}})
 
 
-# What takes more than one key, or what JSON has not: 1.0 is an integer there, a date a text.
+# Errors that involve several keys, or types that JSON lacks: 1.0 is an integer there, a date a text.
 BEYOND = (
     r"got \d+\.0,|with GRPO|each needs|must be finite|one of builtin:|must be a path|1979|group of|rows of buffer|"
     "at least the"

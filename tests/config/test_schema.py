@@ -227,7 +227,7 @@ class TestConflicts:
 
 @dataclasses.dataclass
 class Books:
-    """What `pipeline.buffer.admission` asks of a ledger, for rollouts and training that take no time."""
+    """The ledger's interface for `pipeline.buffer.admission`, for rollouts and training that take no time."""
 
     ready: int = 0
     reserved: int = 0

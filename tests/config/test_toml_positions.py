@@ -1,4 +1,4 @@
-"""Positions of keys and values agree with what tomllib reads, however oddly the text is laid out."""
+"""Positions of keys and values agree with tomllib's result, for any layout of the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALARS = ["1", "0x1F", "1_000", "1e3", "-inf", "true", "false", *DATES]
 
 
 class Writer:
-    """Writes TOML and notes where it put what."""
+    """Writes TOML and records the position of each key and value."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw

@@ -33,7 +33,7 @@ class Case:
         fires: A world in which it must fire.
         silent: Worlds in which it must not.
         labels: Its labels beyond job, instance, severity.
-        summary: What it says, after the instance.
+        summary: The summary after the instance's name.
     """
 
     at: str
@@ -94,7 +94,7 @@ CASES = {
             {"rlhfd_items_trained_total": "0+1x80", "rlhfd_ready": "1x80"},
             # A step every four minutes is slow, not nothing.
             {"rlhfd_items_trained_total": "0x7 8x7 16x7 24x7 32x7 40x7 48x7 56x7", "rlhfd_ready": "1x80"},
-            # Ready for a moment every eight minutes: who is not ready has an alert of its own.
+            # Ready for a moment every eight minutes: a process that is not ready has an alert of its own.
             {"rlhfd_items_trained_total": "100x80", "rlhfd_ready": "0x15 1 0x15 1 0x15 1 0x15 1"},
             {"rlhfd_items_trained_total": "100x80", "rlhfd_ready": "1x80", "rlhfd_paused": "1x80"},
         ),
@@ -112,7 +112,7 @@ CASES = {
         {"role": "rollout"},
     ),
     "RlhfdOutOfMemory": Case(
-        "5m", died("oom"), (died("signal"),), "the kernel killed a rollout process for want of memory",
+        "5m", died("oom"), (died("signal"),), "the kernel killed a rollout process because memory ran out",
         {"role": "rollout"},
     ),
     "RlhfdProcessRestarting": Case(
@@ -155,7 +155,7 @@ CASES = {
             {'rlhfd_items_dropped_total{reason="stale"}': "0+1x60", "rlhfd_items_sealed_total": "0+20x60"},
             {'rlhfd_items_dropped_total{reason="filtered"}': "0+2x60", "rlhfd_items_sealed_total": "0+10x60"},
         ),
-        "20% of what is rolled out is dropped as stale",
+        "20% of the rows are dropped as stale",
     ),
     "RlhfdQuarantined": Case(
         "5m",
@@ -198,13 +198,13 @@ CASES = {
         "15m",
         outcomes(accepted=18, failed=1, errored=1),
         (outcomes(accepted=98, failed=1, errored=1),),
-        "10% of the rows come to nothing",
+        "10% of the rows fail",
     ),
     "RlhfdWeightsMismatch": Case(
         "5m",
         {'rlhfd_weight_syncs_total{result="mismatch"}': ONCE},
         ({'rlhfd_weight_syncs_total{result="ok"}': ONCE},),
-        "a worker's model does not compute what its weights say",
+        "a worker's model does not compute with its weights",
     ),
     "RlhfdMessagesRefused": Case(
         "5m",

@@ -1,4 +1,4 @@
-"""The dashboard as a file: Grafana's own types, a layout without gaps in meaning, and queries over what there is."""
+"""The dashboard as a file: Grafana's own types, an unambiguous layout, and queries over declared metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Chromium for a test, spoken to over two pipes in the DevTools protocol: no driver, no library, no port.
+"""A real Chromium for a test, controlled over two pipes in the DevTools protocol: no driver, no library, no port.
 
 with Browser() as browser, browser.page() as page:
     page.open(url)
@@ -40,7 +40,7 @@ _FLAGS = (
     "--hide-scrollbars",
     "--mute-audio",
     "--remote-debugging-pipe",
-    # The browser asks nobody for anything: every name but the daemon's address is unknown.
+    # The browser reaches no other host: every name but the daemon's address is unknown.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
@@ -146,7 +146,7 @@ class Page:
     """A tab.
 
     Attributes:
-        problems: What the console, the page's policy or an exception complained of.
+        problems: Messages of the console, violations of the page's policy, and exceptions.
         requested: The URL of every request.
     """
 
@@ -200,18 +200,18 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def type(self, text: str) -> None:
-        """Type into what has the focus."""
+        """Type into the element that has the focus."""
         self.call("Input.insertText", text=text)
 
     def screenshot(self, path: Path, *, height: int = 0) -> None:
-        """Write what is seen, or that much of the page's top, as PNG."""
+        """Write the page, or the top `height` pixels of it, as PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def take(self, method: str, parameters: dict[str, Any]) -> None:
-        """Take note of an event."""
+        """Record an event."""
         match method:
             case "Network.requestWillBeSent":
                 self.requested.append(parameters["request"]["url"])

@@ -49,7 +49,7 @@ _LASTING = re.compile(
     r"log/rlhfd\.log(\.1)?|history\.msgpack|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
     r"|checkpoints/(latest\.json|step-\d{6}/.+)"
 )
-"""What an end in order may leave in the state directory."""
+"""Files that an orderly end may leave in the state directory."""
 
 Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
 _T = TypeVar("_T")
@@ -73,8 +73,8 @@ def task_settings(task: Path) -> tuple[str, str]:
 def telling_reward(folder: Path) -> tuple[str, str]:
     """Write a reward function to a daemon's folder by which responses differ; return the settings that use it.
 
-    The task's model is warmed up so little that every response scores 0 by the task's own reward: nothing would be
-    learned, and the weights would tell nothing.
+    The task's model is warmed up so little that every response scores 0 by the task's own reward: the weights would not
+    change.
     """
     folder.joinpath("telling.py").write_text(
         "def score(input_ids, attention_mask, *, response_start, **_):\n"
@@ -84,18 +84,18 @@ def telling_reward(folder: Path) -> tuple[str, str]:
 
 
 class Daemon:
-    """One `rlhfd start`; a context manager that leaves no process, and no shared memory where it had to kill.
+    """One `rlhfd start`; a context manager that leaves no process, and no shared memory if it had to kill.
 
     Args:
         folder: Holds runtime and state directory, and the output; working directory, so modules there can be imported.
-        sets: Settings ``section.key=value``; on top of a free metrics port.
-        task: A task directory for model and prompts; left out, whatever `sets` or the defaults name.
-        arguments: More of the command line, such as ``--serial``.
-        environment: Variables on top of the test's own, of which RLHFD_* are left out.
-        program: What is started.
-        name: Tells apart the output of several daemons in one folder; they share runtime and state directory.
-        runtime_dir: In place of the one in `folder`.
-        printed_to: A descriptor that gets all it prints, in place of files; `output` and `errors` are empty then.
+        sets: Settings ``section.key=value``, in addition to a free metrics port.
+        task: A task directory for model and prompts; if left out, `sets` or the defaults name them.
+        arguments: Further arguments, such as ``--serial``.
+        environment: Variables in addition to the test's own, of which RLHFD_* are left out.
+        program: The program to start.
+        name: Distinguishes the output of several daemons in one folder; they share runtime and state directory.
+        runtime_dir: Runtime directory in place of the one in `folder`.
+        printed_to: A descriptor for all output, in place of files; `output` and `errors` are empty then.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Daemon:
-        """Start it; what it does from there on is for `wait_ready` and the others to wait for."""
+        """Start the daemon without waiting; `wait_ready` and the other methods wait."""
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 self.command,
@@ -138,7 +138,7 @@ class Daemon:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Kill what still runs. A daemon that ended by itself is left to the leak checks, whole."""
+        """Kill all processes that still run. After a daemon that ended by itself the leak checks see everything."""
         running = self.returncode is None
         if running:
             family = self.family()
@@ -169,12 +169,12 @@ class Daemon:
 
     @property
     def output(self) -> str:
-        """What it has written to standard output."""
+        """Standard output so far."""
         return self._output.read_text(errors="replace")
 
     @property
     def errors(self) -> str:
-        """What it has written to standard error, its children's lines among them."""
+        """Standard error so far, its children's lines included."""
         return self._errors.read_text(errors="replace")
 
     def family(self) -> list[int]:
@@ -210,7 +210,7 @@ class Daemon:
             raise AssertionError(f"the daemon has not ended within {timeout_s:g} s\n{self._tail()}") from None
 
     def wait_until(self, condition: Callable[[], _T], what: str, timeout_s: float = START_TIMEOUT_S) -> _T:
-        """Wait until the condition gives something true, and return that; fail when the daemon ends before."""
+        """Wait until the condition returns a true value, and return it; fail if the daemon ends before."""
 
         def met() -> _T:
             ended = self.returncode is not None
@@ -225,7 +225,7 @@ class Daemon:
             raise AssertionError(f"{error}\n{self._tail()}") from None
 
     def _ask_for_stacks(self) -> None:
-        """Let each child that listens for it write the stacks of its threads to the log: what hangs is gone later."""
+        """Make each child that handles SIGUSR1 log the stacks of its threads: a hang cannot be inspected later."""
         for pid in self.family():
             with contextlib.suppress(OSError):
                 fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -263,7 +263,7 @@ class Daemon:
         return control.request(lock.find(self.runtime_dir), "status", 10.0)
 
     def why(self) -> dict[str, Any]:
-        """Ask what holds it back; the command `rlhfd why --json` prints the same."""
+        """Return the causes that hold the run back; the command `rlhfd why --json` prints the same."""
         return control.request(lock.find(self.runtime_dir), "why", 10.0)
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -356,10 +356,10 @@ def total(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def wait_until(condition: Callable[[], _T], timeout_s: float, what: str, *, poll_s: float = _POLL_S) -> _T:
-    """Wait until the condition gives something true, and return that; one that starts processes is asked less often.
+    """Wait until the condition returns a true value, and return it; a larger `poll_s` is for one that starts processes.
 
     Raises:
-        TimeoutError: At the deadline, saying what was waited for.
+        TimeoutError: At the deadline; `what` names the condition.
     """
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -388,7 +388,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def status_of(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Return what `rlhfd status --json` printed."""
+    """Return the output of `rlhfd status --json`."""
     assert answer.returncode == 0, answer.stderr
     shown: dict[str, Any] = json.loads(answer.stdout)
     return shown

@@ -88,7 +88,7 @@ def serving(
         ready.set()
         await stopping.wait()
         server.close()
-        # What still serves a client ends with its client, or at its own deadline.
+        # A task that still serves a client ends with the client, or at its own deadline.
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others, timeout=10)
 

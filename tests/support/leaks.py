@@ -1,8 +1,8 @@
-"""What this process holds outside itself - processes, shared memory, file descriptors - before a test and after it.
+"""Resources of this process outside itself - processes, shared memory, file descriptors - before a test and after it.
 
 Processes are ours by parent, or by a mark in the environment that descendants inherit: an orphan, whose parent died, is
-found by it. A segment counts only while no living process of somebody else holds it, so that a daemon or a test session
-running beside this one is no leak of ours.
+found by it. A segment counts only if no live process of another owner holds it, so that a daemon or a test session
+running beside this one is not taken for a leak.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 _MARK = "RLHFD_TEST_SESSION"
 _SEGMENT_PREFIX = "rlhfd"
-# Longer than the moment between two lives of a daemon of another test session, when nobody holds its segments.
+# Longer than the time between two lives of a daemon of another test session, when no process holds its segments.
 _GRACE_S = 10.0
 # Opened once by a library and kept for the life of the process.
 _LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
 
 
 def mark_descendants() -> None:
-    """Let every process started from here on be known as ours, whoever becomes its parent."""
+    """Mark every process started from here on as ours, also after a change of its parent."""
     os.environ[_MARK] = str(os.getpid())
     # setproctitle would write the title over the environment that the mark is read from.
     os.environ["SPT_NOENV"] = "1"
@@ -45,11 +45,11 @@ class Holdings:
         return cls(frozenset(_pids()), frozenset(_segments()), frozenset(_descriptors()))
 
     def leaks(self, *, descriptors: bool = True, grace_s: float = _GRACE_S) -> list[str]:
-        """Return a line for each thing that is still there after `grace_s`; processes among them are killed.
+        """Return a line for each resource that still exists after `grace_s`; processes among them are killed.
 
         Args:
             descriptors: Count file descriptors too; over a whole session libraries keep a few.
-            grace_s: For what is about to go, such as a process that was just killed.
+            grace_s: Time for resources that are about to end, such as a process that was just killed.
         """
         deadline = time.monotonic() + grace_s
         while True:
@@ -71,7 +71,7 @@ class Holdings:
     def _is_leaked(self, pid: int) -> bool:
         if pid in self.pids or not _is_ours(pid):
             return False
-        # What a daemon that several tests share has started during one of them ends with it.
+        # Processes that a shared daemon started during one of its tests end with the daemon.
         parent = _parent(pid)
         return not (parent in self.pids and parent != os.getpid() and _is_ours(parent))
 
@@ -133,7 +133,7 @@ def _is_held_by_others(segment: Path) -> bool:
 def _descriptors() -> set[tuple[int, str]]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        # The one that lists the folder is gone by now.
+        # The descriptor that listed the folder is closed by now.
         with contextlib.suppress(OSError):
             found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
     return found

@@ -19,7 +19,7 @@ import time
 
 
 class Crew:
-    """The test's end: starts members, hears what they say."""
+    """The test's side: starts members and reads their events."""
 
     def __init__(self):
         self._process = subprocess.Popen(
@@ -40,7 +40,7 @@ class Crew:
         return new.pop()
 
     def wait(self, pid, event, *, count=1, timeout_s=60.0):
-        """Return the values of an event once a member has said it so many times."""
+        """Return the values of an event once a member has reported it so many times."""
         deadline = time.monotonic() + timeout_s
         while len(found := self.heard(pid, event)) < count:
             self._listen(deadline)
@@ -51,7 +51,7 @@ class Crew:
         return [value for name, value in self.said.get(pid, []) if name == event]
 
     def kill(self, pid):
-        """Kill a member and hear all that it said before."""
+        """Kill a member and read all that it reported before."""
         descriptor = os.pidfd_open(pid)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         assert select.select([descriptor], [], [], 30)[0]
@@ -81,7 +81,7 @@ def say(event, value=None):
 
 
 def numbered(numbers):
-    """Return rows that say who they are in every field: ragged, padded on both sides as a maker's are."""
+    """Return rows with their number in every field: ragged, padded on both sides as a maker's are."""
     import torch
 
     from pipeline.experience.types import Experience
@@ -99,7 +99,7 @@ def numbered(numbers):
 
 
 def numbers_of(experience):
-    """Return which rows these are, once every field has said the same."""
+    """Return the numbers of rows, after a check that all fields agree."""
     import torch
 
     ids = experience.info["number"]
@@ -165,7 +165,7 @@ def hang_in_sample(path):
 
 
 def wait_for(path, call):
-    """Say how a call ends that has to wait."""
+    """Report the end of a call that has to wait."""
     from pipeline.errors import RlhfdError
 
     buffer = attach(path)
@@ -237,7 +237,7 @@ def main():
     import pipeline.replay.buffer  # noqa: F401
 
     torch.set_num_threads(1)
-    # A member that ended is nobody's to wait for.
+    # No process waits for a member that ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         role, arguments = json.loads(line)

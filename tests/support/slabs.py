@@ -1,4 +1,4 @@
-"""What the tests of metrics share: an instance's slots, a conservation block, short ways to write and read a slab."""
+"""Shared by the tests of metrics: an instance's slots, a conservation block, functions to write and read a slab."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows of experience as Python lists, and what splitting, stripping, padding and packing do to them, row by row.
+"""Rows of experience as Python lists, with splitting, stripping, padding and packing done row by row.
 
-An independent reference for `pipeline.experience.batching`: it knows no tensor but to compare with, and looks at one column of one
-row at a time. A value is a pair (dtype, list or number), a row a dict of values by field; a field may be missing.
+An independent reference for `pipeline.experience.batching`: it uses tensors only to compare, and works on one column of
+one row at a time. A value is a pair (dtype, list or number), a row a dict of values by field; a field may be missing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SCORES = ("values", "reward", "kl", "advantages", "returns")
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What all rows of one batch have in common.
+    """Properties that all rows of one batch share.
 
     Attributes:
         floats: dtype of log-probs and scores.
         tokens: dtype of ids.
         attention: dtype of the attention mask.
         actions: dtype of the action mask.
-        scores: "action" for one number an action (PPO), "row" for 0-dim ones (GRPO), "single" for shape (1,).
+        scores: "action" for one number per action (PPO), "row" for 0-dim ones (GRPO), "single" for shape (1,).
         missing: Fields that are None.
-        info: Which entries of `info` there are; None for no info.
-        objects: What labels are: "text", "number", "equal", "ragged", "matrix".
+        info: Entries of `info`; None for no info.
+        objects: Kind of labels: "text", "number", "equal", "ragged", "matrix".
         vision: Rows with images and videos.
     """
 

@@ -3,8 +3,8 @@
     with SystemdBox(tmp_path) as box:
         box.run("systemctl", "start", "rlhfd")
 
-It sees the files of this machine; what it writes to /etc, /var, /run and /dev/shm goes with it. Needs root
-and the right to make namespaces, mounts and control groups.
+It sees the files of this machine; its writes to /etc, /var, /run and /dev/shm are discarded at its end. Needs root and
+the right to make namespaces, mounts and control groups.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ rm -rf /etc/systemd/system/*
 mkdir -p /run/systemd/system /run/systemd/journald.conf.d
 printf '[Journal]\\nStorage=volatile\\nReadKMsg=no\\nRateLimitIntervalSec=0\\n' >/run/systemd/journald.conf.d/box.conf
 printf '[Unit]\\nRequires=basic.target systemd-journald.service\\nAfter=basic.target\\n' >/run/systemd/system/box.target
-# What belongs to a machine and not to a service.
+# Units of a machine, not of a service.
 for unit in $MASKED; do ln -s /dev/null /run/systemd/system/$unit; done
 exec env -i PATH="$PATH" container=box /lib/systemd/systemd --system --unit=box.target --log-target=journal
 """
@@ -92,7 +92,7 @@ class SystemdBox:
         """Boot it.
 
         Raises:
-            RuntimeError: If this machine does not let it, with what was said.
+            RuntimeError: If it does not boot on this machine; the message has the console's output.
         """
         environment = {**os.environ, "BOX": str(self._folder), "INNER": _INNER, "MASKED": " ".join(_MASKED)}
         with self._console.open("wb") as console:
@@ -123,7 +123,7 @@ class SystemdBox:
 
     @property
     def console(self) -> str:
-        """What was said on its console."""
+        """Output of its console."""
         return self._console.read_text(errors="replace")
 
     def run(

@@ -1,7 +1,7 @@
-"""Models that are tables: logits, values and scores are looked up by token, so that numbers can be worked by hand.
+"""Models that are tables: logits, values and scores are looked up by token, so that numbers can be computed by hand.
 
-They are whole implementations of the seams that `NaiveExperienceMaker` documents, not doubles of anything: an actor
-with `generate` and `.logits`, a critic, a reward model. A token's successors depend on the token alone.
+They implement the interfaces that `NaiveExperienceMaker` documents in full and are no mocks: an actor with `generate`
+and `.logits`, a critic, a reward model. A token's successors depend on the token alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Tokenizer:
 
 
 class TableActor:
-    """A language model whose next token depends on the last one: row t of `logits` holds what follows token t.
+    """A language model whose next token depends on the last one: row t of `logits` is for the successor of token t.
 
     Args:
         logits: ``(V, V)`` float32.
-        responses: What it says to a prompt, by the prompt's last token, one after another; its sampling is a table too.
+        responses: Responses to a prompt, by the prompt's last token, in order; its sampling is a table too.
     """
 
     def __init__(self, logits: Tensor, responses: dict[int, list[list[int]]] | None = None) -> None:
@@ -48,7 +48,7 @@ class TableActor:
 
 
 class TableCritic:
-    """The value of the state after a token is the token's entry; in the padding NaN, which nobody may read."""
+    """The value of the state after a token is the token's entry; in the padding NaN, which must not be read."""
 
     def __init__(self, values: dict[int, float]) -> None:
         self.values = values

@@ -61,7 +61,7 @@ TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_
 
 
 def model(seed: int = 0, patch: int = PATCH) -> Qwen2VLForConditionalGeneration:
-    """A Qwen2-VL whose answers depend on what it sees, and where it sees it."""
+    """A Qwen2-VL whose answers depend on the image and on positions in it."""
     config = Qwen2VLConfig(
         text_config={**TEXT, "rope_parameters": ROTATION},
         vision_config={**SIGHT, "depth": 1, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "patch_size": patch},

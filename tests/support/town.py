@@ -1,7 +1,7 @@
 """A buffer among workers and trainer ranks with memories of their own, any of which may fail at any message.
 
-The ranks behave as the built-in trainer does: in lock-step, a version each `accumulation` rounds, published by rank 0,
-which acknowledges. What each rank checks of a batch before it trains on it is what the buffer promises.
+The ranks behave like the built-in trainer: in lock-step, a version each `accumulation` rounds, published by rank 0,
+which acknowledges. Each rank checks the buffer's guarantees on a batch before it trains on it.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ WORKERS = 2
 
 @dataclasses.dataclass
 class Worker:
-    """A rollout worker: which weights it holds, its tickets, and what the buffer has not settled."""
+    """A rollout worker: the weights it holds, its tickets, and its messages that the buffer has not settled."""
 
     incarnation: int
     weights: tuple[int, int]
@@ -72,7 +72,7 @@ class Town:
         self.fingerprints = 100
         self.batches = 0
         self.rolled_back = 0
-        # What lies in shared memory: the newest weights, and which leases they include.
+        # The content of shared memory: the newest weights, and the leases that they include.
         self.weights, self.through = (0, 100), 0
         self.valid = {self.weights}
         self.said = Published(0, 100, 0)
@@ -91,10 +91,10 @@ class Town:
         self.incarnations += 1
         return self.incarnations
 
-    # The post.
+    # Messages.
 
     def deliver(self):
-        """Let everyone read their mail."""
+        """Deliver all messages."""
         sent, self.bench.sent = self.bench.sent, []
         self._read(sent)
 
@@ -134,7 +134,7 @@ class Town:
         self.worker_starts(index)
 
     def roll(self, index, *, lost=False, shorter=False, fault=""):
-        """Work on the oldest ticket; what the worker says of it may be lost, or wrong."""
+        """Work on the oldest ticket; the worker's message about it may be lost, or wrong."""
         worker = self.workers[index]
         if not worker.tickets:
             return
@@ -176,7 +176,7 @@ class Town:
         )
 
     def train(self, *, lost=False):
-        """One version, if every rank has its batches."""
+        """Train one version, if every rank has its batches."""
         if any(len(rank.queue) < self.accumulation for rank in self.ranks):
             return
         for rank in self.ranks:
@@ -194,7 +194,7 @@ class Town:
         for part in lease.parts:
             record = self.ledger.extents[part.ticket]
             leased = [(row, record.items[row].lease) for row in part.rows]
-            assert all(number == lease.lease for _, number in leased), "what it trains on is what it acknowledges"
+            assert all(number == lease.lease for _, number in leased), "a rank acknowledges the rows that it trains on"
             assert (record.policy_version, record.fingerprint) in self.valid, "of weights that exist"
             assert lease.for_version - part.policy_version <= self.limits.max_staleness, "within the bound"
 
@@ -207,14 +207,14 @@ class Town:
             self.bench.say(self.said)
 
     def trainer_dies(self, *, at=0):
-        """All ranks die with rank `at`, which alone is to blame for its batch."""
+        """All ranks die with rank `at`; only its batch counts as the cause."""
         for index, rank in enumerate(self.ranks):
             working_on = rank.queue[0].lease if rank.queue and index == at else -1
             self.bench.say(PeerDied(f"trainer-{index}", working_on))
         self.trainer_starts()
 
     def trainer_comes_again(self, *, overtaken):
-        """All ranks close, and connect anew; what they hand back may be read after their new hello."""
+        """All ranks close and connect anew; the buffer may read their returned leases after their new hello."""
         handed_back = [
             Release(f"trainer-{index}", lease.lease, rank.incarnation)
             for index, rank in enumerate(self.ranks)
@@ -254,9 +254,9 @@ class Town:
     # The buffer.
 
     def buffer_dies(self):
-        """Its peers tell the new one what it may have missed.
+        """The buffer dies; its peers repeat to the new one the messages that it may have missed.
 
-        What it had said last to each of them is lost with it, or was read before, or lies unread until after that.
+        Its last message to each peer is lost with it, or was read before, or is read only after the repeats.
         """
         mail, self.bench.sent = self.bench.sent, []
         fate = {peer: self.rng.choice(("lost", "read", "unread")) for peer, _ in mail}
@@ -291,7 +291,7 @@ class Town:
         assert used == self.bench.buffer.used_bytes, "room of the arena is neither lost nor given twice"
 
     def random_event(self):
-        """Something happens; mostly, work is done."""
+        """Run a random event; most of them are work."""
         chance, rng = self.rng.random(), self.rng
         index, rank = rng.randrange(WORKERS), rng.randrange(self.world_size)
         if chance < 0.45:
@@ -313,7 +313,7 @@ class Town:
         elif chance < 0.94:
             self.deliver()
         else:
-            # Something was under way when the buffer died.
+            # A message was in flight when the buffer died.
             rng.choice(
                 [
                     lambda: self.roll(index, lost=True),
@@ -328,7 +328,7 @@ class Town:
         self.check_books()
 
     def goes_on(self, versions=3, events=400):
-        """With nothing failing any more, so many versions come within so many events."""
+        """Check that, without further failures, `versions` versions are trained within `events` events."""
         start, left = self.weights[0], events
         while self.weights[0] < start + versions:
             assert left, f"stalled: {self.ledger.totals} {self.ledger.vacant} {self.ledger.redo}"

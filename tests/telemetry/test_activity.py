@@ -39,11 +39,11 @@ class FakeSlot:
         self.writer = begun(self.slab, "rollout")
 
     def spent_s(self) -> dict[str, float]:
-        """What was booked to each activity that took time."""
+        """Time counted for each activity that took time."""
         return {name: spent for name, spent in self._words(self.slab.layout.live(3)).items() if spent > 0}
 
     def shown_s(self, now: FakeClock) -> dict[str, float]:
-        """What readers are shown at a moment, the activity under way included."""
+        """Values that readers see at a given time, the present activity included."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "monotonic_ns", now)
             row = self.slab.read(3)

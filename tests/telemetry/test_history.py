@@ -105,7 +105,7 @@ def test_points_hold_what_the_metrics_grew_by(tmp_path: Path) -> None:
     steps = bench.trainer.counter("rlhfd_train_steps_total")
     mean = bench.trainer.gauge("rlhfd_reward_mean", source="function")
     spread = bench.trainer.gauge("rlhfd_reward_stddev", source="function")
-    # What was counted before is not of this span.
+    # Earlier counts do not belong to this span.
     tokens.inc(1000)
     stale.observe(7)
     steps.inc(5)

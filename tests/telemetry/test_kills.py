@@ -1,4 +1,4 @@
-"""Whoever is killed, and wherever: counts stay exact, and a scrape never sees one fall."""
+"""After a kill of any process at any place: counts stay exact, and a scrape never shows a falling one."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ while True:
 
 
 class Life:
-    """A process that counts until it is killed, and says on a side channel what it began and what it finished."""
+    """A process that counts until it is killed, and reports begun and finished counts on a side channel."""
 
     def __init__(self, path: Path, worker: int, side: Path) -> None:
         side.write_bytes(bytes(16))

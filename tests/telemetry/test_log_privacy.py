@@ -1,4 +1,4 @@
-"""Prompts, answers and what somebody else's code says of them stay out of all that a daemon tells, unless asked for."""
+"""Prompts, answers and messages of foreign code about them stay out of a daemon's output, unless requested."""
 
 import json
 

@@ -158,7 +158,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_records_only(tmp_path: Path)
         (tmp_path / "rollout-0.samples.1").unlink()
 
 
-# What a worker keeps.
+# The samples that a worker keeps.
 
 
 class Letters:

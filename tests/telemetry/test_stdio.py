@@ -1,4 +1,4 @@
-"""Output that never waits for its reader: what is left out is counted, what is read is in order, the end comes."""
+"""Output that never waits for its reader: omitted lines are counted, read lines are in order, and it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 30.0
 
 
 class Place:
-    """A pipe or a terminal: its writer's end, and what was read at the other so far."""
+    """A pipe or a terminal: the writer's end, and the text that was read at the other end so far."""
 
     def __init__(self, kind: str) -> None:
         self._reader, self.writer = os.pipe() if kind == "pipe" else os.openpty()
@@ -40,7 +40,7 @@ class Place:
         return self._read.decode()
 
     def close(self) -> None:
-        """Leave; whoever writes is told so, and only then the writer's end is closed."""
+        """Close the reader's end, so that a writer gets an error; then close the writer's end."""
         os.close(self._reader)
         wait_until(lambda: all(thread.name != "stdio" for thread in threading.enumerate()), DEADLINE_S, "all end")
         os.close(self.writer)
@@ -76,7 +76,7 @@ def test_who_writes_goes_on_while_nobody_reads_and_what_is_left_out_is_counted(
 
     for number in range(5000):
         stream.write(f"{number} {LONG}\n")
-    wait_until(lambda: place.read() and "left out" in caplog.text, DEADLINE_S, "what is left out is told")
+    wait_until(lambda: place.read() and "left out" in caplog.text, DEADLINE_S, "the omitted lines are reported")
     stream.write("after\n")
     wait_until(lambda: place.read().endswith("after\r\n" if stream.isatty() else "after\n"), DEADLINE_S, "it goes on")
     stream.finish(DEADLINE_S)
@@ -98,7 +98,7 @@ def test_the_end_waits_for_who_reads_and_a_moment_for_who_does_not(place: Place)
     stream.finish(0.2)
 
     assert 0.2 <= time.monotonic() - started_s < DEADLINE_S
-    # What was taken comes all the same, as long as the process lives.
+    # Accepted text is written all the same, as long as the process lives.
     wait_until(lambda: len(place.read()) == 500 * len(LONG), DEADLINE_S, "all is read")
 
 
@@ -188,7 +188,7 @@ def test_a_daemon_whose_output_nobody_reads_trains_answers_and_ends_in_order(
     with Daemon(tmp_path, *SMALL, *own, task=task, printed_to=place.writer, environment={"TERM": "xterm"}) as daemon:
         daemon.wait_step(20)
         assert status_of(daemon.ask("status", "--json"))["state"] == "ready"
-        wait_until(lambda: "left out" in place.read(), START_TIMEOUT_S, "what was left out is told")
+        wait_until(lambda: "left out" in place.read(), START_TIMEOUT_S, "the omitted lines are reported")
         step = daemon.status()["step"]
         daemon.wait_step(step + 20)
         daemon.signal(signal.SIGTERM)
