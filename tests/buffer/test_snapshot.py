@@ -250,7 +250,7 @@ def test_an_arena_in_which_the_run_went_on_does_not_get_its_journal(starts):  # 
     again.take_in()
 
     assert again.view() == before
-    assert again.journal_path_exists, "the machine may still crash before the next"
+    assert again.snapshot_path_exists, "the machine may still crash before the next"
 
 
 def test_a_journal_stays_until_the_next_one_replaces_it(starts):  # noqa: F811
@@ -266,7 +266,7 @@ def test_a_journal_stays_until_the_next_one_replaces_it(starts):  # noqa: F811
     off.take_in()
 
     assert len(second.view()[0]) == len(third.view()[0]) == len(off.view()[0]) == 16
-    assert not off.journal_path_exists
+    assert not off.snapshot_path_exists
 
 
 def test_a_spool_is_newer_than_any_journal(starts):  # noqa: F811
@@ -281,7 +281,7 @@ def test_a_spool_is_newer_than_any_journal(starts):  # noqa: F811
     second.take_in()
 
     assert {ticket for ticket, _, _ in second.view()[0]} == {2, 3}
-    assert not second.journal_path_exists
+    assert not second.snapshot_path_exists
 
 
 def test_a_buffer_killed_at_any_store_of_the_taking_in_takes_every_row_in_once(starts):  # noqa: F811

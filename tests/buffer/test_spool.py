@@ -82,8 +82,8 @@ class Start:
         self.arena.close()
 
     @property
-    def journal_path_exists(self):
-        return self.spool.journal_path.exists()
+    def snapshot_path_exists(self):
+        return self.spool.snapshot_path.exists()
 
     @property
     def dropped(self):
