@@ -153,7 +153,7 @@ class _Serial:
         self._buffer_metrics = BufferMetrics(self._context("buffer", workspace).metrics)
         self._spool = Spool(config, self._arena)
         self._buffer = self._new_buffer()
-        self._snapshot = BufferSnapshot(config, self._arena, self._buffer_metrics.journal_written)
+        self._snapshot = BufferSnapshot(config, self._arena, self._buffer_metrics.snapshot_written)
         self._trainer = self._new_trainer(workspace)
         self._worker = self._new_worker(workspace)
 

@@ -1,4 +1,4 @@
-"""The embedded task: what `prepare` makes, how it behaves when interrupted or called twice, and the reward."""
+"""The embedded task: the files of `prepare`, its behaviour if interrupted or called twice, and the reward."""
 
 from __future__ import annotations
 

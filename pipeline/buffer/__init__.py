@@ -2,6 +2,7 @@
 
 admission   flow control: when a ticket may be issued and a batch leased
 buffer      the effect of each message on tickets, leases and ledger
+context     the parts that tickets and leases share
 leases      batches leased to trainer ranks
 metrics     the buffer's metrics
 observer    interface that counts the events of the ledger

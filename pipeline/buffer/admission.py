@@ -1,15 +1,15 @@
-"""Who may go on: the pure rules that bound the buffer and the staleness of what it holds.
+"""Flow control: when a ticket may be issued and a batch leased; bounds buffer size and staleness.
 
 A version is trained on `rows_per_version` rows. With v the newest version and K = `max_staleness`, a ticket is issued
 only while
 
     reserved + ready + rows leased or trained for versions >= v  +  new rows  <=  (K + 1) * rows_per_version
 
-(a lease number that lost its rows counts for nothing until another batch takes it);
-so whatever is in the pipeline fits into the batches up to version v + K. It stays so because a batch takes the oldest
-versions first, and waits while, for any version u, the rows of u and older that it leaves behind, a slow rollout's
-included, would no longer fit into the batches up to version u + K. Both rules together guarantee the bound; with K = 0
-they fix each batch's rows, so that a run gives the same experiences whatever the number of workers.
+(a vacant lease number does not count until another batch takes it);
+so all rows in the pipeline fit into the batches up to version v + K. This stays true because a batch takes the oldest
+versions first. A batch also waits while, for any version u, the remaining rows of u and older, those of a slow rollout
+included, would not fit into the batches up to version u + K. Both rules together guarantee the bound. With K = 0 they
+determine each batch's rows: a run gives the same experience with any number of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.storage.tables import PromptRange, between
 
 
 class Prompted(Protocol):
-    """An extent, in the ledger or on disk: how many rows came of which prompts."""
+    """An extent, in the ledger or on disk: its prompts and the number of its rows."""
 
     @property
     def position(self) -> int:
@@ -37,7 +37,7 @@ class Prompted(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows that came of them."""
+        """Rows of these prompts."""
 
 
 Refusal = Literal["", "early", "rolled_back", "fingerprint", "invalid"]
@@ -45,18 +45,22 @@ Refusal = Literal["", "early", "rolled_back", "fingerprint", "invalid"]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What bounds the buffer.
+    """The bounds of the buffer.
 
     Attributes:
         sample_batch_size: Rows of a batch.
         rows_per_version: Rows trained between two published versions, over all ranks.
         group_size: Rows of one prompt (G).
         prompts_per_ticket: Most prompts of one ticket.
-        max_staleness: Versions a row may be old when it is trained (K).
+        max_staleness: Most versions between the one that wrote a row and the one that trains on it (K).
         limit_batches: Most batches reserved or ready, 0 for no bound but the arena's bytes.
         world_size: Trainer ranks; batch j goes to rank j mod `world_size`.
-        row_bytes: Most bytes one row takes in the arena.
+        row_bytes: Most bytes of one row in the arena.
         drop_stale: Whether rows beyond the bound are dropped rather than trained.
+        max_attempts: Most hand-outs of a ticket; after the last failure its prompts are set aside.
+        ticket_timeout_s: Most time of one rollout.
+        prompts_in_source: Prompts of one epoch, 0 if unknown: after that many prompts in a row without experience the
+            buffer gives up.
     """
 
     sample_batch_size: int
@@ -68,6 +72,9 @@ class Limits:
     world_size: int
     row_bytes: int
     drop_stale: bool = True
+    max_attempts: int = 3
+    ticket_timeout_s: float = 600.0
+    prompts_in_source: int = 0
 
     @property
     def batches_per_version(self) -> int:
@@ -76,13 +83,13 @@ class Limits:
 
 
 def version_of_lease(ledger: Ledger, limits: Limits, lease: int) -> int:
-    """Return the version that trains on `lease`: below the newest one if that already includes it."""
+    """Return the version that trains on `lease`: below the newest version if that already includes it."""
     totals = ledger.totals
     return totals.policy_version + (lease - totals.trained_through) // limits.batches_per_version
 
 
 def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
-    """Return how many prompts the next ticket may have, or 0 and what it waits for.
+    """Return the number of prompts of the next ticket, or 0 and the reason for the wait.
 
     Returns:
         Prompts, at most `prompts_per_ticket`, and a reason (``"full"``, ``"staleness"`` or ``""``).
@@ -94,7 +101,7 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
     ahead = (totals.leases - totals.trained_through - len(ledger.vacant)) * limits.sample_batch_size
     room = (limits.max_staleness + 1) * limits.rows_per_version - held - ahead
     if 0 < room < limits.group_size and not ledger.reserved and held < limits.sample_batch_size:
-        # Part of a group left untrained (quarantine): without one prompt too many the batch would never fill.
+        # A part of a group was quarantined: without one extra prompt the batch would never fill.
         room = limits.group_size
     if room < limits.group_size:
         return 0, "staleness"
@@ -107,14 +114,14 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
 
 
 def stale_rows(ledger: Ledger, limits: Limits) -> Chosen:
-    """Return ready rows that the next batch could only train beyond the staleness bound."""
+    """Return the ready rows that would exceed the staleness bound in the next batch."""
     oldest = version_of_lease(ledger, limits, ledger.next_lease()) - limits.max_staleness
     stale = itertools.takewhile(lambda record: record.policy_version < oldest, ledger.index.ready())
     return [(record, ready_rows(record)) for record in stale]
 
 
 def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
-    """Return the rows of the next batch, oldest version and prompts first, or None while it must wait."""
+    """Return the rows of the next batch, oldest version and prompts first; None while it must wait."""
     if ledger.ready < limits.sample_batch_size:
         return None
     chosen = ledger.index.oldest_rows(limits.sample_batch_size)
@@ -124,14 +131,14 @@ def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
     under_way = ledger.index.reserved_rows
     for version, count in under_way.items():
         left_behind[version] = left_behind.get(version, 0) + count
-    # Waiting helps only where a rollout is under way.
+    # A wait helps only while a rollout is in flight.
     return chosen if not under_way or _fits_later(ledger, limits, left_behind, min(under_way)) else None
 
 
 def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slow: int) -> bool:
-    """Whether rows left behind by the next batch, counted by version, can all be trained within the bound.
+    """Return whether the rows that remain after the next batch, counted by version, can be trained within the bound.
 
-    Versions below `slow`, the oldest one a rollout is under way for, are as they are.
+    Versions below `slow`, the oldest version with a rollout in flight, are not checked.
     """
     totals, rows = ledger.totals, 0
     for version in sorted(left_behind):
@@ -146,7 +153,7 @@ def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slo
 
 
 def rolled_back_rows(ledger: Ledger) -> Chosen:
-    """Return ready rows that were written by weights which are rolled back."""
+    """Return the ready rows that were written by weights that are rolled back."""
     newest, versions = ledger.totals.policy_version, ledger.versions
     if not any(version > newest or versions.is_marked(version) for version in ledger.index.ready_rows):
         return []
@@ -159,7 +166,7 @@ def rolled_back_rows(ledger: Ledger) -> Chosen:
 
 
 def prompts_of(record: Prompted, rows: list[int], group_size: int) -> PromptRange:
-    """Return the prompts that rows of an extent came of; all of the ticket's if some of them gave no rows."""
+    """Return the prompts of rows of an extent; all of the ticket's prompts if some of them gave no rows."""
     if record.rows != record.prompts * group_size:
         return PromptRange(record.position, record.prompts)
     first, last = rows[0] // group_size, rows[-1] // group_size
@@ -167,31 +174,32 @@ def prompts_of(record: Prompted, rows: list[int], group_size: int) -> PromptRang
 
 
 def uncovered_position(ledger: Ledger, lease: int) -> int:
-    """Return a position before which every prompt is trained, dropped or in a lease up to `lease`."""
+    """Return a position; every prompt before it is trained, dropped or in a lease up to `lease`."""
     lowest = ledger.index.lowest_position()
     later = (record.position for number, chosen in ledger.leases().items() if number > lease for record, _ in chosen)
     under_way = [] if lowest is None else [lowest]
-    return min([ledger.totals.position, *(run.position for run in ledger.redo), *under_way, *later])
+    return min([ledger.totals.position, *(prompts.position for prompts in ledger.redo), *under_way, *later])
 
 
 def undone(ledger: Ledger, position: int, group_size: int) -> list[PromptRange]:
-    """Return the prompts from a position on that were issued and of which nothing is held; none if it is negative."""
+    """Return the issued prompts from a position on without a row in the ledger; none if the position is negative."""
     held = [*ledger.redo, *(PromptRange(record.position, record.prompts) for record in ledger.reserved_extents())]
     held += [prompts_of(record, rows, group_size) for record in ledger.sealed_extents() if (rows := held_rows(record))]
     return between(held, position, ledger.totals.position) if position >= 0 else []
 
 
-def is_possible(said: Sealed | Faulty, record: ExtentRecord) -> bool:
-    """Tell whether what a worker says of a ticket's experience can be true."""
-    fits = 0 < said.rows <= record.rows and 0 < said.nbytes <= record.nbytes
-    return fits and 0 <= said.checksum < 1 << 64 and 0 <= said.policy_version < 1 << 62
+def is_possible(report: Sealed | Faulty, record: ExtentRecord) -> bool:
+    """Return whether the sizes and numbers in a worker's report are possible for its ticket."""
+    fits = 0 < report.rows <= record.rows and 0 < report.nbytes <= record.nbytes
+    return fits and 0 <= report.checksum < 1 << 64 and 0 <= report.policy_version < 1 << 62
 
 
 def refusal(sealed: Sealed, record: ExtentRecord, ledger: Ledger) -> Refusal:
-    """Return why a ticket's experience must not come in, or not yet; nothing if it may.
+    """Return the reason to refuse or delay a ticket's experience; "" if it is accepted.
 
-    ``early``: by weights newer than the newest that are known here; word of them may be under way. ``rolled_back``: by
-    weights that are void. ``fingerprint``: by weights that nobody published. ``invalid``: of an impossible size.
+    ``early``: its weights are newer than the newest known version; their `Published` may be in flight.
+    ``rolled_back``: its weights are rolled back. ``fingerprint``: its weights were never published. ``invalid``: its
+    size is impossible.
     """
     if not is_possible(sealed, record):
         return "invalid"

@@ -1,13 +1,15 @@
-"""The buffer: hands out tickets, notes what was sealed, leases batches to trainers. It touches no payload byte."""
+"""The buffer: issues tickets, records sealed experience, leases batches to trainers. It touches no payload byte."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections.abc import Callable
 
 from pipeline.buffer.admission import Limits
-from pipeline.buffer.leases import Leases, Quarantine, Send
+from pipeline.buffer.context import BufferContext, KeepCopy, Send
+from pipeline.buffer.leases import Leases
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.tickets import Tickets
 from pipeline.runtime.messages import (
@@ -34,17 +36,25 @@ from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen
 from pipeline.storage.tables import PromptRange
 
-# Writes ready rows of a ledger to disk, with the prompts of tickets that were cut.
 Spool = Callable[[Ledger, Chosen, list[PromptRange]], None]
+"""Writes ready rows of a ledger to disk, with the prompts of unfinished tickets."""
 
 log = logging.getLogger(__name__)
 
 
 class Buffer:
-    """All of the buffer's decisions; messages go in and out, no socket and no clock of its own.
+    """All of the buffer's decisions; messages go in and out, it has no socket and no clock.
 
     Invariants: ``sealed = trained + dropped + ready + leased`` in the ledger at all times; every extent that is not
     free belongs to exactly one ticket; lease j belongs to rank ``j mod world_size``.
+
+    Attributes:
+        ledger: The tickets and leases.
+        draining: Whether a `Drain` was received: no new tickets, no new leases.
+        complete: Whether the run has taken its last step.
+        paused: Whether no tickets are issued; set by the process.
+        refused: Messages that no process of this instance can have sent.
+        incarnation: Number of this buffer's life.
     """
 
     def __init__(
@@ -56,82 +66,82 @@ class Buffer:
         observer: Observer,
         *,
         workers: int,
-        max_attempts: int = 3,
-        ticket_timeout_s: float = 600.0,
-        prompts_in_source: int = 0,
         incarnation: int | None = None,
-        quarantine: Quarantine = lambda chosen, reason, detail: None,
+        quarantine: KeepCopy = lambda chosen, reason, detail: None,
     ) -> None:
         """Take over a ledger, fresh or left by an earlier buffer.
 
         Args:
             ledger: Opened, hence whole.
             allocator: Empty; the ledger's extents are marked as taken here.
-            limits: What bounds the buffer.
+            limits: The bounds of the buffer.
             send: Delivers a message to a peer by name.
-            observer: Told of everything worth counting.
+            observer: Counts the events.
             workers: Rollout workers of this instance.
-            max_attempts: How often a ticket is handed out before its prompts are set aside.
-            ticket_timeout_s: Time a rollout may take.
-            prompts_in_source: Prompts of one epoch, 0 if unknown: when that many in a row give no experience at all,
-                the buffer gives up.
-            incarnation: Tells this buffer from its predecessors.
+            incarnation: Number that differs from every other buffer's of this arena; random if left out.
             quarantine: Keeps a copy of rows that are never delivered again.
         """
         self.ledger = ledger
-        self.limits = limits
         self.draining = self.complete = self.paused = False
         self.refused = 0
         self.incarnation = random.getrandbits(63) if incarnation is None else incarnation
+        self._context = BufferContext(ledger, allocator, limits, send, observer, quarantine)
         self._allocator = allocator
         self._send = send
         self._observer = observer
-        self._peers: dict[str, int] = {}
+        self._peers = self._context.peers
         self._pids: dict[str, int] = {}
-        self._leases = Leases(ledger, limits, self._peers, send, observer, allocator, quarantine)
-        self._tickets = Tickets(
-            ledger, limits, self._peers, send, observer, allocator, quarantine,
-            workers=workers, prompts_in_source=prompts_in_source,
-        )  # fmt: skip
-        self._tickets.limit(max_attempts, ticket_timeout_s)
+        self._leases = Leases(self._context)
+        self._tickets = Tickets(self._context, workers)
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
         if ledger.totals.policy_version >= 0:
-            # What a spool brought of newer weights, and what a rollback had not dropped yet when its buffer was killed.
+            # Rows of newer weights from a spool, and rows that a killed buffer had not dropped yet after a rollback.
             self._leases.drop_rolled_back(0.0)
         self._names = [*self._tickets.workers, *map(trainer_name, range(limits.world_size))]
         for name in self._names:
             send(name, Welcome(self.incarnation))
 
     @property
+    def limits(self) -> Limits:
+        """The bounds in force."""
+        return self._context.limits
+
+    @property
     def used_bytes(self) -> int:
-        """Bytes of the arena that hold or await experience."""
+        """Bytes of the arena that are reserved or hold experience."""
         return self._allocator.capacity_bytes - self._allocator.free_bytes
 
     def limit(self, *, max_attempts: int, ticket_timeout_s: float) -> None:
-        """Let other limits hold for what is handed out from now on; see the constructor."""
-        self._tickets.limit(max_attempts, ticket_timeout_s)
+        """Replace these two limits for all tickets that are handed out from now on."""
+        self._context.limits = dataclasses.replace(
+            self._context.limits, max_attempts=max_attempts, ticket_timeout_s=ticket_timeout_s
+        )
 
     def handle(self, message: Message, now_s: float) -> None:
-        """Take note of one message; what follows from it is done in `step`.
+        """Record one message; its consequences follow in `step`.
 
-        A message that is late, repeated or from a predecessor changes nothing. One that nobody of this instance could
-        say is refused and counted in `refused`.
+        A message that is late, repeated or from a predecessor changes nothing. A message that no process of this
+        instance can have sent is refused and counted in `refused`.
         """
-        if not self._is_possible(message):
-            self.refused += 1
-            return
+        is_possible = True
         match message:
             case Hello():
-                self._greet(message, now_s)
+                if is_possible := message.peer in self._names:
+                    self._greet(message, now_s)
+            case WantTickets() if message.worker not in self._tickets.workers:
+                is_possible = False
             case WantTickets() if self._is_current(message.worker, message.incarnation):
                 self._tickets.want(message)
             case Sealed():
-                self._tickets.seal(message, now_s)
+                if is_possible := self._is_issued(message):
+                    self._tickets.seal(message, now_s)
             case Failed():
-                self._tickets.fail(message)
+                if is_possible := self._is_issued(message):
+                    self._tickets.fail(message)
             case Faulty():
-                self._tickets.refuse(message)
+                if is_possible := self._is_issued(message):
+                    self._tickets.refuse(message)
             case Credit() if self._is_current(message.trainer, message.incarnation):
                 self._leases.credit(message)
             case Ack():
@@ -139,43 +149,40 @@ class Buffer:
             case Release() if self._is_current(message.trainer, message.incarnation):
                 self._leases.release(message, now_s)
             case Published():
-                self._leases.publish(message, now_s)
-                self._leases.drop_rolled_back(now_s)
-                self._tickets.retry_early(now_s)
+                if is_possible := self._is_publishable(message):
+                    self._leases.publish(message, now_s)
+                    self._leases.drop_rolled_back(now_s)
+                    self._tickets.retry_early(now_s)
             case Damaged():
-                self._leases.damaged(message, now_s)
+                if is_possible := message.trainer == trainer_name(message.lease % self.limits.world_size):
+                    self._leases.damaged(message, now_s)
             case PeerDied():
-                self._bury(message, now_s)
+                if is_possible := message.peer in self._names:
+                    self._remove_peer(message, now_s)
             case Drain():
                 self.complete |= message.complete
                 self._drain()
             case _:
                 self._observer.duplicate()
+        if not is_possible:
+            self.refused += 1
 
-    def _is_possible(self, message: Message) -> bool:
+    def _is_issued(self, report: Sealed | Failed | Faulty) -> bool:
+        return report.worker in self._names and 0 <= report.ticket < max(1, self.ledger.totals.tickets)
+
+    def _is_publishable(self, published: Published) -> bool:
         totals, world_size = self.ledger.totals, self.limits.world_size
-        match message:
-            case (
-                Hello(peer=name) | PeerDied(peer=name) | Sealed(worker=name) | Failed(worker=name) | Faulty(worker=name)
-            ):
-                return name in self._names and 0 <= getattr(message, "ticket", 0) < max(1, totals.tickets)
-            case WantTickets():
-                return message.worker in self._tickets.workers
-            case Damaged():
-                return message.trainer == trainer_name(message.lease % world_size)
-            case Published():
-                # A float64 of the metrics counts versions exactly up to there.
-                version, fingerprint = 0 <= message.version < 1 << 53, 0 <= message.fingerprint < 1 << 64
-                # Whole rounds, each of them out: a lease yet to be made cannot be trained already.
-                through = 0 <= message.trained_through <= totals.leases and message.trained_through % world_size == 0
-                return version and fingerprint and through
-        return True
+        # A float64 of the metrics counts versions exactly up to 2 ** 53.
+        version, fingerprint = 0 <= published.version < 1 << 53, 0 <= published.fingerprint < 1 << 64
+        # Whole rounds of leases that exist: a lease of the future cannot be trained already.
+        through = 0 <= published.trained_through <= totals.leases and published.trained_through % world_size == 0
+        return version and fingerprint and through
 
     def step(self, now_s: float) -> None:
         """Issue the tickets and lease the batches that the rules allow now.
 
         Raises:
-            GaveUpError: If nothing under way can ever change that nothing is allowed.
+            GaveUpError: If nothing is allowed, and nothing in flight can change that.
         """
         self._tickets.retry_early(now_s)
         if self.draining:
@@ -184,13 +191,13 @@ class Buffer:
         self._tickets.issue(now_s, paused=self.paused)
 
     def finish(self, spool: Spool | None = None) -> bool:
-        """Take out what no trainer will get any more, so that the books close.
+        """Remove all rows that no trainer will get, so that ``sealed = trained + dropped``.
 
         Args:
-            spool: Writes it to disk for the next start; None where there is none.
+            spool: Writes the rows to disk for the next start; None without a spool.
 
         Returns:
-            Whether nothing was lost that was meant to be spooled.
+            Whether all rows for the spool were written.
         """
         for lease in list(self.ledger.leases()):
             self.ledger.requeue(lease)
@@ -214,16 +221,16 @@ class Buffer:
         return whole
 
     def freeze(self) -> tuple[Chosen, list[PromptRange]]:
-        """Return the rows that are neither trained nor dropped, leased ones among them, and the prompts under way.
+        """Return the rows that are neither trained nor dropped, leased rows included, and the prompts in flight.
 
-        The bytes of these rows stay as they are until `thaw`, whatever becomes of the rows.
+        The bytes of these rows are unchanged until `thaw`, also if the rows leave the ledger.
         """
         self._allocator.hold()
         chosen = [(record, rows) for record in self.ledger.sealed_extents() if (rows := records.held_rows(record))]
         return chosen, [PromptRange(record.position, record.prompts) for record in self.ledger.reserved_extents()]
 
     def thaw(self) -> None:
-        """Let the room of rows that have left since `freeze` be used again."""
+        """Free the extents that were released since `freeze`."""
         self._allocator.let_go()
 
     # Peers.
@@ -231,7 +238,7 @@ class Buffer:
     def _greet(self, hello: Hello, now_s: float) -> None:
         known = self._peers.get(hello.peer)
         if known == hello.incarnation:
-            # It was told everything since it first said so.
+            # A repeated message: this peer has been sent everything since its first `Hello`.
             return
         if known is not None:
             self._forget(hello.peer)
@@ -250,9 +257,9 @@ class Buffer:
     def _is_current(self, peer: str, incarnation: int) -> bool:
         return self._peers.get(peer) == incarnation
 
-    def _bury(self, died: PeerDied, now_s: float) -> None:
+    def _remove_peer(self, died: PeerDied, now_s: float) -> None:
         role, _, index = died.peer.partition("-")
-        # Its successor may have said hello before: the two words come over different sockets.
+        # The successor's `Hello` may arrive before: the two messages come over different sockets.
         if died.peer not in self._peers or died.pid == self._pids[died.peer]:
             self._forget(died.peer)
             if role == "worker":

@@ -1,75 +1,50 @@
-"""The buffer's leases: which batch goes to which trainer rank, and how it ends."""
+"""The buffer's leases: the trainer rank of each batch, and the end of each lease."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from pipeline.buffer import admission
-from pipeline.buffer.admission import Limits
-from pipeline.buffer.observer import AsideReason, LeaseEnd, Observer
-from pipeline.runtime.messages import Ack, Credit, Damaged, ExtentRows, Lease, Message, Published, Release
+from pipeline.buffer.context import BufferContext
+from pipeline.buffer.observer import AsideReason, LeaseEnd
+from pipeline.runtime.messages import Ack, Credit, Damaged, ExtentRows, Lease, Published, Release
 from pipeline.runtime.transport import trainer_name
 from pipeline.storage import records
-from pipeline.storage.allocator import Extent, ExtentAllocator
-from pipeline.storage.ledger import Ledger
+from pipeline.storage.allocator import Extent
 from pipeline.storage.records import Chosen, ExtentRecord
 from pipeline.storage.tables import MOST_LEASES
 
-# A trainer that dies twice at the same rows would die at them for ever.
+# A trainer that dies twice at the same rows would die at them every time.
 _DEATHS = 2
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[str, Message], None]
-# Keeps rows, why (one word) and what happened.
-Quarantine = Callable[[Chosen, str, str], None]
-
 
 class Leases:
-    """Batches that are out, and those that are due; lease j belongs to rank ``j mod world_size``."""
+    """Batches that are leased, and batches that are due; lease j belongs to rank ``j mod world_size``."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        limits: Limits,
-        peers: dict[str, int],
-        send: Send,
-        observer: Observer,
-        allocator: ExtentAllocator,
-        quarantine: Quarantine,
-    ) -> None:
-        """Take over the leases of a ledger.
-
-        Args:
-            ledger: Says which are out.
-            limits: What bounds the buffer.
-            peers: Incarnation of each peer that is known; the buffer's own.
-            send: Delivers a message to a peer by name.
-            observer: Told of everything worth counting.
-            allocator: Gets the room of extents back whose last row left.
-            quarantine: Keeps a copy of rows that are never delivered again.
-        """
-        self._ledger = ledger
-        self._limits = limits
-        self._peers = peers
-        self._send = send
-        self._observer = observer
-        self._allocator = allocator
-        self._quarantine = quarantine
+    def __init__(self, context: BufferContext) -> None:
+        """Take over the leases of the context's ledger."""
+        self._ledger = context.ledger
+        self._limits = context.limits
+        self._peers = context.peers
+        self._send = context.send
+        self._observer = context.observer
+        self._allocator = context.allocator
+        self._quarantine = context.quarantine
         self._credit: dict[str, int] = {}
         self._leased_s: dict[int, float] = {}
 
     def credit(self, credit: Credit) -> None:
-        """Note how many batches a rank can hold."""
+        """Record the number of batches that a rank can hold."""
         self._credit[credit.trainer] = min(credit.batches, MOST_LEASES // self._limits.world_size)
 
     def forget(self, peer: str) -> None:
-        """Lease nothing more to a peer that is gone."""
+        """Lease no more batches to a dead peer."""
         self._credit.pop(peer, None)
 
     def rebase(self) -> None:
-        """A trainer begins from the newest version: what was trained since then is in no version to come."""
+        """Record that a trainer starts from the newest version: batches trained since then are in no later version."""
         totals, world_size = self._ledger.totals, self._limits.world_size
         lowest = min([totals.leases, *self._ledger.leases(), *self._ledger.vacant[:1]])
         through = lowest // world_size * world_size
@@ -77,7 +52,7 @@ class Leases:
             self._ledger.rebase(through)
 
     def lease_batches(self, now_s: float) -> None:
-        """Lease the batches that are due, those whose numbers are vacant first; none before there is a version."""
+        """Lease the batches that are due, vacant numbers first; none before the first published version."""
         if self._ledger.totals.policy_version < 0:
             return
         outstanding: dict[str, int] = {}
@@ -85,9 +60,9 @@ class Leases:
             name = trainer_name(lease % self._limits.world_size)
             outstanding[name] = outstanding.get(name, 0) + 1
         while True:
-            # Before each one: the next batch may be of a later version than the last.
+            # Before each batch: the next one may be for a later version than the last.
             self._drop_stale()
-            # Ranks take turns: in lock-step training no rank may run ahead of another's batch.
+            # Ranks take turns: in lock-step training no rank may be ahead of another's batch.
             trainer = trainer_name(self._ledger.next_lease() % self._limits.world_size)
             if outstanding.get(trainer, 0) >= self._credit.get(trainer, 0):
                 return
@@ -112,7 +87,7 @@ class Leases:
         self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position))
 
     def redeliver(self, rank: int, *, held: list[int], now_s: float) -> None:
-        """Give a rank the leases of its predecessor again, save those behind a number that is vacant."""
+        """Send a rank the leases of its predecessor again, except those after a vacant number."""
         world_size = self._limits.world_size
         vacant = next((lease for lease in self._ledger.vacant if lease % world_size == rank), None)
         if vacant is not None:
@@ -144,9 +119,9 @@ class Leases:
         self._observer.lease_ended(result, rows, now_s - self._leased_s.pop(lease, now_s))
 
     def damaged(self, damaged: Damaged, now_s: float) -> None:
-        """Take back what a trainer found damaged and all that it held behind it; quarantine what is damaged.
+        """Take back a batch with damaged extents and the rank's batches after it; quarantine the damaged extents.
 
-        Other leases with rows of the same extent stay as they are: their own trainers look at it before they use it.
+        Other leases with rows of the same extent are unchanged: their trainers check it before use.
         """
         rank = int(damaged.trainer.partition("-")[2])
         known = self._peers.get(damaged.trainer)
@@ -163,10 +138,10 @@ class Leases:
         self._set_aside("checksum", [(record, records.ready_rows(record)) for record in found], damaged.reason)
 
     def blame(self, trainer: str, lease: int, now_s: float) -> None:
-        """Note that a trainer died at a batch; rows at which one died twice are not delivered again.
+        """Record that a trainer died at a batch; rows with two deaths are not delivered again.
 
-        A successor that was there before the word of it has the batch already, and takes no other one under its
-        number: it is left with it, and only its own death would set the rows aside.
+        A successor that connected before this message has the batch already, and accepts no other batch under the same
+        number. It keeps the batch; only its own death would quarantine the rows.
         """
         rank = int(trainer.partition("-")[2])
         if lease not in self._ledger.leases() or lease % self._limits.world_size != rank:
@@ -190,7 +165,7 @@ class Leases:
                 self.free(self._ledger.drop([part], "stale"))
 
     def _take_back(self, rank: int, start: int, result: LeaseEnd, now_s: float) -> None:
-        """Make a rank's batches from this number on ready again; a rank takes its batches in order of their numbers."""
+        """Make a rank's batches from number `start` on ready again; a rank takes its batches in order of numbers."""
         for lease in sorted(self._ledger.leases()):
             if lease >= start and lease % self._limits.world_size == rank:
                 self._end(result, lease, now_s)
@@ -206,19 +181,18 @@ class Leases:
             self.free(self._ledger.drop([part], "quarantined"))
 
     def publish(self, published: Published, now_s: float) -> None:
-        """Note a new version; the leases that it includes are trained."""
+        """Record a new version; the leases that it includes are trained."""
         totals, versions = self._ledger.totals, self._ledger.versions
         newest = published.version == totals.policy_version and versions.knows(published.version, published.fingerprint)
         if published.rollback and published.version <= totals.policy_version:
             if newest:
-                # Said again to a buffer that had noted it: what was leased since is not void.
+                # A repeated message: batches leased since the first one are not void.
                 self._observer.duplicate()
                 return
             log.warning("rolled back: version=%d instead of %d", published.version, totals.policy_version)
             undone = admission.undone(self._ledger, published.position, self._limits.group_size)
-            log.info(
-                "prompts whose training is undone are issued again: prompts=%d", sum(run.prompts for run in undone)
-            )
+            log.info("prompts whose training is undone are issued again: prompts=%d",
+                     sum(prompts.prompts for prompts in undone))  # fmt: skip
             world_size = self._limits.world_size
             self._ledger.roll_back(published.version, published.fingerprint, world_size=world_size, redo=undone)
             return
@@ -232,9 +206,9 @@ class Leases:
             self._observer.duplicate()
 
     def drop_rolled_back(self, now_s: float) -> None:
-        """End leases that a rollback left void, and drop what was written by weights that exist no more.
+        """End the leases that a rollback made void, and drop the rows that were written by rolled back weights.
 
-        The prompts are issued again. A buffer killed on the way finds the rest in its ledger.
+        Their prompts are issued again. The successor of a buffer killed in between does the rest from the ledger.
         """
         for lease in [lease for lease in self._ledger.leases() if lease < self._ledger.totals.trained_through]:
             self._end("nacked", lease, now_s)
@@ -246,6 +220,6 @@ class Leases:
             self.free(self._ledger.drop([(record, rows)], "rolled_back", redo=prompts))
 
     def free(self, records: list[ExtentRecord]) -> None:
-        """Give the room of extents back."""
+        """Release extents to the allocator."""
         for record in records:
             self._allocator.release(Extent(record.offset, record.nbytes))

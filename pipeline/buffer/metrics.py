@@ -1,4 +1,4 @@
-"""What the buffer counts."""
+"""The buffer's metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BufferMetrics:
             result: writer.counter("rlhfd_quarantine_files_total", result=result)
             for result in ("kept", "full", "error")
         }
-        self._journals = {
+        self._snapshots = {
             whole: writer.counter("rlhfd_journal_writes_total", result="ok" if whole else "error")
             for whole in (True, False)
         }
@@ -63,7 +63,7 @@ class BufferMetrics:
         self._paused = writer.gauge("rlhfd_paused")
 
     def sealed(self, rows: int, staleness_versions: int) -> None:
-        """Count rows that came in."""
+        """Count rows of a seal."""
         self._pushes.inc()
         self._staleness.observe(float(max(0, staleness_versions)), rows)
 
@@ -72,7 +72,7 @@ class BufferMetrics:
         self._tickets[result].inc()
 
     def leased(self, rows: int, age_s: float) -> None:
-        """Count rows that went to a trainer."""
+        """Count leased rows."""
         self._age.observe(max(0.0, age_s), rows)
 
     def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
@@ -90,19 +90,19 @@ class BufferMetrics:
             self._refused[reason].inc()
 
     def quarantine_file(self, result: Kept) -> None:
-        """Count what became of a copy of quarantined rows."""
+        """Count the result of a copy of quarantined rows."""
         self._files[result].inc()
 
-    def journal_written(self, whole: bool) -> None:
-        """Count a write of the journal, or one that failed."""
-        self._journals[whole].inc()
+    def snapshot_written(self, whole: bool) -> None:
+        """Count a write of a snapshot, whole or failed."""
+        self._snapshots[whole].inc()
 
     def duplicate(self) -> None:
         """Count a repeated message."""
         self._repeats.inc()
 
     def publish(self, buffer: Buffer, now_s: float, capacity_bytes: int) -> None:
-        """Show the books as they stand, all of one moment."""
+        """Publish the ledger's totals, all of one moment."""
         ledger, limits = buffer.ledger, buffer.limits
         totals = ledger.totals
         index, oldest_s = ledger.index, ledger.index.oldest_seal_s()
@@ -115,7 +115,7 @@ class BufferMetrics:
                 ready_items=ledger.ready,
                 leased_items=ledger.leased,
                 writing_items=ledger.reserved,
-                # An extent that is in part ready counts as ready, for its bytes cannot be divided.
+                # An extent with any ready row counts as ready: its bytes cannot be divided.
                 ready_bytes=index.ready_bytes,
                 leased_bytes=index.sealed_bytes - index.ready_bytes,
                 writing_bytes=sum(record.nbytes for record in reserved),

@@ -1,4 +1,4 @@
-"""Who counts what the buffer does (`pipeline.buffer.metrics`)."""
+"""The interface that counts the buffer's events; `pipeline.buffer.metrics` implements it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back"
 
 
 class Observer(Protocol):
-    """Told of everything worth counting."""
+    """Counts the events of tickets, leases and rows."""
 
     def sealed(self, rows: int, staleness_versions: int) -> None:
-        """Rows came in, written by a policy this many versions behind the newest."""
+        """Count rows of a seal; their policy version is this many versions behind the newest."""
 
     def ticket_ended(self, result: TicketEnd) -> None:
-        """A ticket was settled, or goes to another worker."""
+        """Count a ticket that was settled or reissued."""
 
     def leased(self, rows: int, age_s: float) -> None:
-        """Rows that were sealed `age_s` ago went to a trainer."""
+        """Count rows that were leased `age_s` after their seal."""
 
     def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
-        """A batch was trained, handed back, or lost its holder."""
+        """Count a batch that was trained, handed back, or whose holder died."""
 
     def set_aside(self, reason: AsideReason, rows: int) -> None:
-        """Rows were refused before they came in, or quarantined after."""
+        """Count rows that were refused before their commit, or quarantined after it."""
 
     def quarantine_file(self, result: Kept) -> None:
-        """A copy of quarantined rows was written, or had no room, or could not be written."""
+        """Count a copy of quarantined rows that was written, had no room, or failed."""
 
     def duplicate(self) -> None:
-        """A message said what was known already, or came from a dead peer."""
+        """Count a message that repeats an earlier one or comes from a dead peer."""

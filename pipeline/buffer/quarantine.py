@@ -1,6 +1,6 @@
-"""The quarantine: a copy on disk of experience that is never delivered again, for whoever wants to know why.
+"""The quarantine: copies on disk of experience that is never delivered again, to find the cause.
 
-`pipeline.experience.quarantine_reader.read` opens one.
+`pipeline.experience.quarantine_reader.read` opens a copy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Files under one folder, bounded in bytes: the oldest stay, for the first fault is the one that tells most."""
+    """Files in one folder, bounded in bytes: the oldest stay, because the first fault explains the most."""
 
     def __init__(self, folder: Path, arena: Arena, *, most_bytes: int, count: Callable[[Kept], None]) -> None:
-        """Use a folder, made when something is kept; what a kill left half written in it is removed.
+        """Use a folder, made by the first copy; unfinished files of a killed process are removed.
 
         Args:
-            folder: Where.
-            arena: Where the experience lies.
-            most_bytes: Of all files together; 0 keeps nothing.
-            count: Told what became of each call.
+            folder: Folder of the copies.
+            arena: Arena of the experience.
+            most_bytes: Most bytes of all files together; 0 keeps no copy.
+            count: Called with the result of each copy.
         """
         self._folder = folder
         self._arena = arena
@@ -38,7 +38,7 @@ class Quarantine:
             left.unlink(missing_ok=True)
 
     def keep(self, chosen: Chosen, reason: str, detail: str) -> None:
-        """Write extents into one file; a disk that is full costs the copy and nothing else."""
+        """Write extents into one file; if the disk is full, the copy alone is lost."""
         needed_bytes = sum(record.nbytes for record, _ in chosen)
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-{reason}-ticket-{chosen[0][0].ticket}{extent_file.SUFFIX}"
         try:

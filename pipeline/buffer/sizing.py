@@ -1,4 +1,4 @@
-"""Sizes that follow from a configuration: the bounds of the buffer, its ledger, and checks that they fit."""
+"""Sizes derived from a configuration: the bounds of the buffer, its ledger, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MOST_EXTENTS = 16384
 _TYPICAL_ROW_BYTES = 256
 
 
-def limits_of(config: Config) -> Limits:
-    """Return what bounds the buffer under this configuration."""
+def limits_of(config: Config, *, prompts_in_source: int = 0) -> Limits:
+    """Return the bounds of the buffer under this configuration; `prompts_in_source`: prompts of one epoch, if known."""
     return Limits(
         sample_batch_size=config.sample_batch_size,
         rows_per_version=config.rows_per_version,
@@ -26,20 +26,23 @@ def limits_of(config: Config) -> Limits:
         world_size=config.trainer.world_size,
         row_bytes=config.row_bytes,
         drop_stale=config.buffer.stale_policy == "drop",
+        max_attempts=config.rollout.max_attempts,
+        ticket_timeout_s=config.rollout.ticket_timeout_s,
+        prompts_in_source=prompts_in_source,
     )
 
 
 def capacity_items(config: Config) -> int:
-    """Return how many rows may be reserved or ready at once: by the limit, or by the staleness bound."""
+    """Return the most rows that are reserved or ready at once: by the limit, or by the staleness bound."""
     staleness = (config.buffer.max_staleness + 1) * config.rows_per_version
     return min(config.buffer.limit * config.sample_batch_size, staleness) if config.buffer.limit else staleness
 
 
 def ledger_layout(config: Config) -> LedgerLayout:
-    """Return a ledger with a record for as many extents as the arena could hold of short rows.
+    """Return the layout of a ledger with a record for as many extents as the arena could hold of short rows.
 
-    `buffer.row_bytes` has no say: rows without images are short whatever the room, and a run that goes on with more
-    room must find the ledger it left.
+    It does not depend on `buffer.row_bytes`: rows without images are short at any room for a row, and a run resumed
+    with more room must find its ledger.
     """
     rows = config.prompts_per_ticket * config.group_size
     extents = config.buffer.arena_bytes // (rows * _TYPICAL_ROW_BYTES)
@@ -57,13 +60,13 @@ def checked_layout(config: Config) -> LedgerLayout:
 
 
 def refuse_sizes(config: Config) -> None:
-    """Raise ConfigError when memory of these sizes could not hold what the configuration asks for."""
+    """Raise ConfigError if memory of these sizes cannot hold the configured batches or leases."""
     refuse_small_arena(config, limits_of(config))
     refuse_many_leases(config)
 
 
 def refuse_small_arena(config: Config, limits: Limits) -> None:
-    """Raise ConfigError when the arena could not hold one batch for each rank and one ticket beside them."""
+    """Raise ConfigError if the arena cannot hold one batch for each rank and one more ticket."""
     rows = limits.sample_batch_size * limits.world_size + limits.prompts_per_ticket * limits.group_size
     needed_bytes = rows * limits.row_bytes + 2 * EXTENT_OVERHEAD_BYTES
     if config.buffer.arena_bytes < needed_bytes:
@@ -76,7 +79,7 @@ def refuse_small_arena(config: Config, limits: Limits) -> None:
 
 
 def refuse_many_leases(config: Config) -> None:
-    """Raise ConfigError when the ranks would hold more batches at once than the ledger has leases for."""
+    """Raise ConfigError if the ranks would hold more batches at once than the ledger has leases."""
     trainer = config.trainer
     leases = (trainer.gradient_accumulation_steps * trainer.publish_every + 1) * trainer.world_size
     if leases > MOST_LEASES:

@@ -1,17 +1,16 @@
-"""The buffer's journal: what it holds, on disk again and again, so that a crash of the machine costs no more than that.
+"""Periodic snapshots of the buffer's undelivered rows: a machine crash costs at most the time since the last one.
 
-    state_dir/journal/IDENTITY.safetensors    as a spool (see `pipeline.buffer.spool`), replaced whole by each write
+    state_dir/journal/IDENTITY.safetensors    format of a spool (see `pipeline.buffer.spool`), replaced by each write
 
-Written every `buffer.journal_interval_s`, and as soon as there is another checkpoint: a journal counts only from the
-checkpoint's weights on. How a start takes it in stands in `pipeline.buffer.spool`.
+A snapshot is written every `buffer.journal_interval_s`, and as soon as there is a new checkpoint: it is valid only with
+a checkpoint whose weights were published before. `pipeline.buffer.spool` restores it.
 
-Who copies, and what of? The loop of the buffer lists the rows that are held and the books of that moment, which takes
-as long as a scrape's; a thread copies the bytes, brings them to disk and renames, and the loop goes on serving. A
-sealed extent never changes until its room is reserved anew, so all that is needed is that no room is: from the list to
-the end of the copy the allocator keeps what is released (`ExtentAllocator.hold`). Nothing is ever copied torn, no row
-is held longer, and the file is of one moment. What it costs is room: an arena that is full waits for its tickets until
-the copy is on disk. Copying in the loop in slices would need the same hold and block tickets for every slice; a
-checksum would only tell that an extent was lost.
+The buffer's loop lists the held rows and the totals of one moment; this takes as long as a scrape. A thread copies the
+bytes, flushes them to disk and renames the file, while the loop continues to serve. A sealed extent never changes until
+its room is reserved again. So from the list to the end of the copy the allocator frees no released extent
+(`ExtentAllocator.hold`). No extent is copied torn, no row is held longer, and the file is of one moment. The cost is
+room: with a full arena, tickets wait until the copy is on disk. A copy in slices by the loop would need the same hold
+and block tickets for every slice; a checksum would only detect that an extent was lost.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import logging
 from collections.abc import Callable
 
 from pipeline.buffer.buffer import Buffer
-from pipeline.buffer.spool import journal_path, metadata_of
+from pipeline.buffer.spool import metadata_of, snapshot_path
 from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class BufferSnapshot:
-    """The journal of one run, written beside the buffer's loop; none with an interval of 0."""
+    """Snapshots of one run, written beside the buffer's loop; none with an interval of 0."""
 
     def __init__(
         self,
@@ -45,16 +44,16 @@ class BufferSnapshot:
         executor: concurrent.futures.Executor | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write nothing yet.
+        """Prepare; the first `step` writes.
 
         Args:
-            config: Of the run.
-            arena: Its payload need not be mapped.
-            count: Told of each write whether it is whole.
-            executor: Runs one write at a time; its own thread if left out.
-            on_progress: Called again and again while `close` waits for a write.
+            config: Configuration of the run.
+            arena: The arena; its payload need not be mapped.
+            count: Called after each write; its argument tells whether the write is whole.
+            executor: Runs one write at a time; a thread of its own if left out.
+            on_progress: Called repeatedly while `close` waits for a write.
         """
-        self.path = journal_path(config)
+        self.path = snapshot_path(config)
         self._interval_s = config.buffer.journal_interval_s
         self._latest = checkpoints_dir(config) / "latest.json"
         self._arena = arena
@@ -68,14 +67,14 @@ class BufferSnapshot:
         self._failing = False
 
     def step(self, buffer: Buffer, now_s: float) -> None:
-        """Begin a write if one is due; every message until `now_s` has been handled."""
+        """Start a write if one is due; the caller has handled every message until `now_s`."""
         if not self._interval_s:
             return
         if self._writing is not None:
             if not self._writing.done():
                 return
             self._end(buffer)
-        # Before there is a version nothing has been rolled out.
+        # Before the first version there are no rows.
         if buffer.ledger.totals.policy_version < 0 or not self._is_due(now_s):
             return
         self._due_s = now_s + self._interval_s
@@ -86,7 +85,7 @@ class BufferSnapshot:
         )
 
     def close(self, buffer: Buffer) -> None:
-        """Wait for the write under way."""
+        """Wait for the write in progress."""
         self._is_awaited = True
         if self._writing is not None:
             concurrent.futures.wait([self._writing])
@@ -94,11 +93,11 @@ class BufferSnapshot:
         self._executor.shutdown()
 
     def remove(self) -> None:
-        """Remove it: the run has ended in order."""
+        """Remove the file: the run has shut down in order."""
         self.path.unlink(missing_ok=True)
 
     def _progressed(self) -> None:
-        # Beside the loop it says nothing: the loop's own silence is to be seen.
+        # No heartbeat while the loop runs: hang detection is about the loop's own progress.
         if self._is_awaited:
             self._on_progress()
 
@@ -111,7 +110,7 @@ class BufferSnapshot:
         return now_s >= self._due_s
 
     def _look(self) -> tuple[int, int] | None:
-        """Return what tells one checkpoint's note from another's: each is a file of its own, renamed."""
+        """Return inode and time of the newest checkpoint's note; each note is a new file."""
         try:
             found = self._latest.stat()
         except OSError:
@@ -119,7 +118,7 @@ class BufferSnapshot:
         return found.st_ino, found.st_mtime_ns
 
     def _end(self, buffer: Buffer) -> None:
-        """Take note of how a write ended."""
+        """Record the result of a write."""
         assert self._writing is not None
         error, self._writing = self._writing.exception(), None
         buffer.thaw()
@@ -129,6 +128,6 @@ class BufferSnapshot:
         elif not isinstance(error, OSError | DecodeError):
             raise error
         elif not self._failing:
-            # The one before stays, and counts as long as no newer checkpoint does.
+            # The previous file stays, and is valid until there is a newer checkpoint.
             self._failing = True
             log.error("journal not written, tried again every %g s: path=%s: %s", self._interval_s, self.path, error)

@@ -1,19 +1,19 @@
-"""The spool: what a run had rolled out and not trained when it was stopped, on disk until its next start.
+"""The spool: the untrained rows of a stopped run, on disk until its next start.
 
-    state_dir/spool/IDENTITY.safetensors    extents (see `pipeline.storage.extent_file`), and in its metadata: its number,
+    state_dir/spool/IDENTITY.safetensors    extents (see `pipeline.storage.extent_file`); in its metadata: its number,
                                             the next prompt position, prompts to be issued again, published versions
-    state_dir/journal/IDENTITY.safetensors  the same in the midst of a run (see `pipeline.buffer.snapshot`)
+    state_dir/journal/IDENTITY.safetensors  a snapshot during a run, same format (see `pipeline.buffer.snapshot`)
 
-A drained stop writes it; the next start of the same run takes it in before it serves anyone. Each extent goes into the
-ledger by itself, the number of the spool last: a buffer killed on the way goes on where it was, for an extent that is
-in the ledger is known by its ticket; one killed before the file is removed knows the number.
+An orderly shutdown writes the spool; the next start of the same run restores it before it serves any peer. Each extent
+goes into the ledger by itself, the number of the spool last. A buffer killed in between is continued by its successor:
+an extent that is in the ledger is known by its ticket, and a spool whose file was not yet removed by its number.
 
-A journal is taken in where there is neither a spool nor an arena in which the run went on: after a crash of the
-machine. It speaks of one moment, the checkpoint that the run goes on from of another. Rows that are in the checkpoint
-must not be trained again, so a journal counts only if the checkpoint's very weights, by version and fingerprint, had
-been published when it was written: it holds no row of theirs. Training that came after the checkpoint is undone; its
-prompts, all from the checkpoint's position on of which the journal holds no row, are issued again. The file stays until
-the next journal replaces it, for the machine may crash again before that.
+A snapshot is restored if there is neither a spool nor an arena in which the run continued: after a crash of the
+machine. Snapshot and checkpoint are of different moments, and rows in the checkpoint must not be trained again. So a
+snapshot is valid only if exactly the checkpoint's weights, by version and fingerprint, had been published when it was
+written: then it has no row that is in the checkpoint. Training after the checkpoint is undone. Its prompts, that is all
+prompts from the checkpoint's position on without a row in the snapshot, are issued again. The file stays until the next
+snapshot replaces it, because the machine may crash again before.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from pipeline.storage.tables import PromptRange, between
 log = logging.getLogger(__name__)
 
 
-class Books(msgspec.Struct, frozen=True):
-    """What a spool says beside its extents."""
+class SpoolTotals(msgspec.Struct, frozen=True):
+    """The metadata of a spool."""
 
     number: int
     position: int
@@ -51,21 +51,21 @@ class Books(msgspec.Struct, frozen=True):
     versions: list[tuple[int, int]]
 
     def include(self, latest: Latest) -> bool:
-        """Return whether a checkpoint's weights had been published when this was written."""
+        """Return whether a checkpoint's weights had been published when the spool was written."""
         known = (f"{fingerprint:016x}" for version, fingerprint in self.versions if version == latest.version)
         return latest.version <= self.policy_version and latest.fingerprint in known
 
 
 def metadata_of(ledger: Ledger, cut: list[PromptRange]) -> dict[str, str]:
-    """Return what goes with extents of a ledger; `cut` are prompts of tickets under way."""
-    totals = ledger.totals
-    redo = [*ledger.redo, *cut]
-    books = Books(random.getrandbits(62), totals.position, totals.policy_version, redo, ledger.versions.entries())
-    return {"books": msgspec.json.encode(books).decode()}
+    """Return the metadata of a spool of a ledger's extents; `cut` are the prompts of tickets in flight."""
+    totals, redo, versions = ledger.totals, [*ledger.redo, *cut], ledger.versions.entries()
+    spooled = SpoolTotals(random.getrandbits(62), totals.position, totals.policy_version, redo, versions)
+    # The key is that of the files of earlier releases.
+    return {"books": msgspec.json.encode(spooled).decode()}
 
 
-def journal_path(config: Config) -> Path:
-    """Return where a run's journal lies."""
+def snapshot_path(config: Config) -> Path:
+    """Return the path of a run's snapshot."""
     return config.daemon.state_dir / "journal" / f"{identity_of(config)}{extent_file.SUFFIX}"
 
 
@@ -73,77 +73,77 @@ class Spool:
     """The spool of one run; the buffer owns it."""
 
     def __init__(self, config: Config, arena: Arena, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Name the files; nothing is touched.
+        """Compute the paths; no file is read or written.
 
         Args:
-            config: Of the run.
-            arena: Its payload need not be mapped.
-            on_progress: Called again and again while the spool is written.
+            config: Configuration of the run.
+            arena: The arena; its payload need not be mapped.
+            on_progress: Called repeatedly while the spool is written.
         """
         self._config = config
         self._arena = arena
         self._on_progress = on_progress
         self.path = config.daemon.state_dir / "spool" / f"{identity_of(config)}{extent_file.SUFFIX}"
-        self.journal_path = journal_path(config)
+        self.snapshot_path = snapshot_path(config)
 
     # The end of a run.
 
     def write(self, ledger: Ledger, chosen: Chosen, cut: list[PromptRange]) -> None:
-        """Write ready rows, and the prompts of tickets that came to nothing.
+        """Write ready rows, and the prompts of unfinished tickets.
 
         Raises:
-            OSError: If the disk does not take it.
+            OSError: If the file cannot be written.
         """
         nbytes = extent_file.save(self.path, self._arena, chosen, metadata_of(ledger, cut), self._on_progress)
         log.info("undelivered experiences spooled: rows=%d bytes=%d path=%s",
                  sum(len(rows) for _, rows in chosen), nbytes, self.path)  # fmt: skip
 
-    # The start of one.
+    # The start of a run.
 
     def take_in(self, ledger: Ledger, now_s: float, damaged: Callable[[int], None]) -> None:
-        """Go on where the run stopped: with its spool, or its journal, or else from its checkpoint's position.
+        """Restore the state of the run's end: from its spool, or its snapshot, or else from its checkpoint's position.
 
         Args:
-            ledger: Fresh, or what a killed instance left.
-            now_s: Monotonic time that counts as the time of the seal.
-            damaged: Told of rows that were spooled and cannot be read.
+            ledger: Fresh, or left by a killed instance.
+            now_s: Monotonic time, recorded as the time of the seal.
+            damaged: Called with the number of spooled rows that cannot be read.
         """
-        for path in (self.path, self.journal_path):
+        for path in (self.path, self.snapshot_path):
             path.with_suffix(".new").unlink(missing_ok=True)
-        # Nothing is rolled out before there is a version; what is in the ledger then is from a file half taken in.
+        # No rows are made before the first version: rows in the ledger are then from a partly restored file.
         lived = ledger.totals.policy_version >= 0
         latest = self._latest(lived)
         is_fresh = ledger.totals.tickets == 0
         file = self._load(self.path, damaged)
         if file is not None:
-            # It is newer than any journal.
-            self.journal_path.unlink(missing_ok=True)
+            # It is newer than any snapshot.
+            self.snapshot_path.unlink(missing_ok=True)
         elif not lived:
-            file = self._journal(latest, damaged)
+            file = self._snapshot(latest, damaged)
         if file is None:
             if is_fresh and latest is not None and latest.position > 0:
                 ledger.resume(position=latest.position, redo=[], versions=[], spool=0)
                 log.info("prompts go on from the checkpoint: position=%d", latest.position)
             return
-        books = msgspec.json.decode(file.metadata["books"], type=Books)
-        if ledger.totals.spool == books.number:
+        spooled = _totals_of(file)
+        if ledger.totals.spool == spooled.number:
             self._done(file)
             return
         is_spool, is_builtin = file.path == self.path, self._config.trainer.kind == "builtin"
-        if is_spool and is_fresh and latest is None and books.policy_version > 0 and is_builtin:
+        if is_spool and is_fresh and latest is None and spooled.policy_version > 0 and is_builtin:
             log.warning("spool removed, there is no checkpoint to go on from: rows=%d path=%s",
                         sum(len(extent.chosen) for extent in file.extents), self.path)  # fmt: skip
             self.path.unlink()
             return
         lost = self._restore(file, ledger, now_s)
-        runs = [*books.redo, *(self._prompts(extent) for extent in lost)]
-        if not is_spool or (not lived and latest is not None and latest.version < books.policy_version):
-            # Where no checkpoint was written at the stop, the training since the last one is undone as well.
-            runs += self._undone(file, books, 0 if latest is None else latest.position)
-        versions = books.versions if ledger.totals.policy_version < 0 else []
-        ledger.resume(position=books.position, redo=runs, versions=versions, spool=books.number)
+        redo = [*spooled.redo, *(self._prompts(extent) for extent in lost)]
+        if not is_spool or (not lived and latest is not None and latest.version < spooled.policy_version):
+            # If no checkpoint was written at the shutdown, the training since the last one is undone as well.
+            redo += self._undone(file, spooled, 0 if latest is None else latest.position)
+        versions = spooled.versions if ledger.totals.policy_version < 0 else []
+        ledger.resume(position=spooled.position, redo=redo, versions=versions, spool=spooled.number)
         log.info("%s taken in: rows=%d position=%d prompts_again=%d", file.path.parent.name, ledger.ready,
-                 books.position, sum(run.prompts for run in runs))  # fmt: skip
+                 spooled.position, sum(prompts.prompts for prompts in redo))  # fmt: skip
         if lost:
             damaged(sum(len(extent.chosen) for extent in lost))
             self._set_aside(file.path)
@@ -151,47 +151,47 @@ class Spool:
             self._done(file)
 
     def _done(self, file: ExtentFile) -> None:
-        """Remove a file that is taken in, save a journal that the next one replaces."""
+        """Remove a restored file, except a snapshot that the next one replaces."""
         if file.path == self.path or not self._config.buffer.journal_interval_s:
             file.path.unlink()
 
     def _latest(self, lived: bool) -> Latest | None:
-        """Return the checkpoint that the trainer goes on from; what does not go with one is removed."""
+        """Return the checkpoint that the trainer resumes from; without one, remove spool and snapshot."""
         reason = "asked to"
         if self._config.trainer.resume != "never":
-            # A trainer of one's own keeps its checkpoints elsewhere; what lies here is another run's.
+            # An external trainer keeps its checkpoints elsewhere; a checkpoint here is another run's.
             is_builtin = self._config.trainer.kind == "builtin"
             latest = read_latest(checkpoints_dir(self._config)) if is_builtin else None
             if latest is None or not (reason := why_anew(self._config, latest)):
                 return latest
-        for path in (self.path,) if lived else (self.path, self.journal_path):
+        for path in (self.path,) if lived else (self.path, self.snapshot_path):
             if path.exists():
                 log.warning("%s removed, the run starts anew: %s: path=%s", path.parent.name, reason, path)
                 path.unlink()
         return None
 
-    def _journal(self, latest: Latest | None, damaged: Callable[[int], None]) -> ExtentFile | None:
-        """Return the journal if it goes with the checkpoint; without one the run goes on from version 0."""
-        file = self._load(self.journal_path, damaged)
+    def _snapshot(self, latest: Latest | None, damaged: Callable[[int], None]) -> ExtentFile | None:
+        """Return the snapshot if it is valid with the checkpoint; without one the run starts from version 0."""
+        file = self._load(self.snapshot_path, damaged)
         if file is None or latest is None:
             return file
-        books = msgspec.json.decode(file.metadata["books"], type=Books)
-        if books.include(latest):
+        spooled = _totals_of(file)
+        if spooled.include(latest):
             return file
         log.warning("journal removed, its rows may be in the checkpoint: rows=%d version=%d checkpoint=%d path=%s",
-                    sum(len(extent.chosen) for extent in file.extents), books.policy_version, latest.version,
+                    sum(len(extent.chosen) for extent in file.extents), spooled.policy_version, latest.version,
                     file.path)  # fmt: skip
         file.path.unlink()
         return None
 
-    def _undone(self, file: ExtentFile, books: Books, position: int) -> list[PromptRange]:
-        """Return the prompts from a position on of which a file holds no row: their training is undone."""
-        return between([*books.redo, *map(self._prompts, file.extents)], position, books.position)
+    def _undone(self, file: ExtentFile, spooled: SpoolTotals, position: int) -> list[PromptRange]:
+        """Return the prompts from a position on without a row in a file: their training is undone."""
+        return between([*spooled.redo, *map(self._prompts, file.extents)], position, spooled.position)
 
     def _load(self, path: Path, damaged: Callable[[int], None]) -> ExtentFile | None:
         try:
             file = extent_file.load(path)
-            msgspec.json.decode(file.metadata["books"], type=Books)
+            _totals_of(file)
             return file
         except FileNotFoundError:
             return None
@@ -202,7 +202,7 @@ class Spool:
             return None
 
     def _restore(self, file: ExtentFile, ledger: Ledger, now_s: float) -> list[SavedExtent]:
-        """Bring the extents into the arena and the ledger; return those that are damaged or have no room."""
+        """Copy the extents into the arena and the ledger; return the extents that are damaged or have no room."""
         allocator, lost = ExtentAllocator(self._arena.payload_bytes), []
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
@@ -210,7 +210,7 @@ class Spool:
         target = os.open(self._arena.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             for extent, start in zip(file.extents, file.starts, strict=True):
-                # One that is there was restored before a kill, or never left.
+                # An extent that is in the ledger was restored before a kill, or never left it.
                 if extent.ticket in ledger.extents:
                     continue
                 try:
@@ -236,9 +236,13 @@ class Spool:
         return admission.prompts_of(extent, extent.chosen, self._config.group_size)
 
     def _set_aside(self, path: Path) -> None:
-        """Keep a file that is damaged where the quarantine is."""
+        """Move a damaged file to the quarantine's folder."""
         folder = self._config.daemon.state_dir / "quarantine"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = folder / f"{path.parent.name}-{path.name}"
         path.rename(kept)
         log.error("damaged %s kept: path=%s", path.parent.name, kept)
+
+
+def _totals_of(file: ExtentFile) -> SpoolTotals:
+    return msgspec.json.decode(file.metadata["books"], type=SpoolTotals)

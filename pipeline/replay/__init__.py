@@ -3,6 +3,6 @@
 buffer  append, extend, sample
 client  a client's connection to the server
 queue   the server's decisions
-rows    the fields that rows have in common
+rows    the schema that all rows share; their size bound
 server  the server process, without torch
 """

@@ -1,11 +1,11 @@
-"""A client's way to the server of a `DetachedReplayBuffer`: the folder in shared memory, the client's lock and sockets.
+"""A client's connection to the server of a `DetachedReplayBuffer`: the folder in shared memory, its lock and sockets.
 
-arena           ledger and experience               settings.json   what the buffer was made with
-owner.lock      held by the process that made it    client-N.lock   held by a client; says which lease it was given last
-buffer.sock     the server's mail                   client-N.*.sock the client's
-*.kind          what every row has in common        closed          why there is no server any more
+arena           ledger and experience               settings.json   the arguments of the buffer
+owner.lock      held by the process that made it    client-N.lock   held by a client; holds the number of its last lease
+buffer.sock     the server's socket                 client-N.*.sock the client's socket
+*.kind          the schema that all rows share      closed          the reason why there is no server any more
 
-Locks are flock's: the kernel drops them with their process, however it dies.
+Locks are flocks: the kernel releases them when their process dies, for any cause.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipeline.storage.layout import LedgerLayout
 
 SHARED_MEMORY = Path("/dev/shm")
 _MOST_CLIENTS = 1 << 15
-_LOOK_S = 0.25
+_CHECK_S = 0.25
 _REPEAT_S = 0.5
 _UNANSWERED_S = 30.0
 _ABANDONED_S = 60.0
@@ -46,7 +46,7 @@ _locks: set[int] = set()
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a buffer was made with."""
+    """The arguments that a buffer was made with, and the sizes that follow from them."""
 
     sample_batch_size: int
     limit: int
@@ -56,15 +56,15 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> LedgerLayout:
-        """The ledger's."""
+        """Layout of the ledger."""
         return LedgerLayout(self.extents, self.rows_per_extent)
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
-        """Return those of the buffer in `folder`.
+        """Return the settings of the buffer in `folder`.
 
         Raises:
-            BufferClosedError: If there is none.
+            BufferClosedError: If there is no buffer in `folder`.
         """
         try:
             return msgspec.json.decode((folder / "settings.json").read_bytes(), type=cls)
@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def make_folder(settings: Settings, arena_bytes: int) -> tuple[Path, int]:
-    """Make a buffer's folder, whole or not at all; return it and the owner's lock.
+    """Make a buffer's folder, whole or not at all; return the folder and the descriptor of the owner's lock.
 
     Raises:
         ConfigError: If shared memory has no room for the arena.
@@ -88,7 +88,7 @@ def make_folder(settings: Settings, arena_bytes: int) -> tuple[Path, int]:
             unfinished / "arena", payload_bytes=arena_bytes, ledger_bytes=layout.nbytes, layout=layout.identity
         )
         write_private(unfinished / "settings.json", msgspec.json.encode(settings))
-        # Locked and whole under this name, so that no other process takes it for one that was left behind.
+        # Renamed once locked and whole: another process never takes the folder for an abandoned one.
         unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -98,7 +98,7 @@ def make_folder(settings: Settings, arena_bytes: int) -> tuple[Path, int]:
 
 
 def sweep() -> None:
-    """Remove the folders of this user's buffers whose owner is dead and whose server did not live to do it."""
+    """Remove the folders of this user's buffers whose owner died and whose server died before it could remove them."""
     for folder in SHARED_MEMORY.glob(f"{_prefix()}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
             unfinished = folder.suffix == ".new" and time.time() - folder.stat().st_mtime < _ABANDONED_S
@@ -109,7 +109,7 @@ def sweep() -> None:
 
 
 def write_private(path: Path, data: bytes) -> bool:
-    """Make a file of mode 0600, at once whole; return False and leave it alone where there is one already."""
+    """Make a file of mode 0600 that appears whole; return False and leave an existing file unchanged."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -130,7 +130,7 @@ def is_held(folder: Path, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Shared, so that two who look at once do not take each other for the holder.
+        # A shared lock: two processes that check at once do not take each other for the holder.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -140,7 +140,7 @@ def is_held(folder: Path, name: str) -> bool:
 
 
 def remember_lease(folder: Path, client: str, lease: int) -> None:
-    """Write down which lease a client is given."""
+    """Record the lease that a client gets, -1 for none."""
     descriptor = os.open(folder / f"{client}.lock", os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(descriptor, _LEASE.pack(lease), 0)
@@ -149,13 +149,13 @@ def remember_lease(folder: Path, client: str, lease: int) -> None:
 
 
 def remembered_leases(folder: Path) -> dict[str, int]:
-    """Return the lease that each client was given last."""
+    """Return the last recorded lease of each client."""
     found = {path.stem: path.read_bytes() for path in folder.glob("client-*.lock")}
     return {client: _LEASE.unpack(data)[0] for client, data in found.items() if len(data) == _LEASE.size}
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a lock."""
+    """Release a lock."""
     _locks.discard(descriptor)
     os.close(descriptor)
 
@@ -176,7 +176,7 @@ def _lock(path: Path, *, create: bool = True) -> int:
 
 
 def _after_fork() -> None:
-    # A lock lives as long as any copy of its descriptor: a forked child must not keep its dead parent's.
+    # A lock is held while any copy of its descriptor is open: a forked child must not hold the locks of a dead parent.
     for descriptor in _locks:
         os.close(descriptor)
     _locks.clear()
@@ -186,14 +186,16 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Link:
-    """One client of the server, with one request under way at a time.
+    """One client of the server, with one request in flight at a time.
 
     Attributes:
-        incarnation: Another one for each server it meets, so that answers of a dead one are known for what they are.
-        request: Number of the request under way.
-        ticket: The ticket in hand, -1 without one; `lease` likewise.
-        busy: Whether a request is under way, or something in hand. Closed like that, the server takes it for dead.
-        cancelled: Whether this process has closed its end meanwhile.
+        incarnation: A new one for each server that welcomes the client, so that answers of a dead server are void.
+        request: Number of the request in flight.
+        ticket: The ticket in hand, -1 without one.
+        lease: The lease in hand, -1 without one.
+        busy: Whether a request is in flight, or a ticket or lease in hand. If a busy link is closed, the server handles
+            the client as dead.
+        cancelled: Whether this process has closed the buffer meanwhile.
     """
 
     def __init__(self, folder: Path, owner_pid: int) -> None:
@@ -202,7 +204,7 @@ class Link:
         self.name, self._descriptor = _lock_client(folder)
         self.incarnation = random.getrandbits(62)
         self._server = 0
-        # Never a name that another had: ZeroMQ removes the file of a closed socket some time later.
+        # A socket name is never reused: ZeroMQ removes the file of a closed socket some time later.
         self._socket = f"{self.name}.{self.incarnation:x}"
         try:
             self._mailbox = Mailbox(folder, self._socket)
@@ -217,63 +219,63 @@ class Link:
         self.cancelled = False
 
     def ask(self, make: Callable[[], Message], is_answer: Callable[[Message], bool], deadline_s: float) -> Message:
-        """Send what `make` returns, and again to a server that may not have it, until the answer comes.
+        """Send a request, repeat it to a server that may not have it, and return the answer.
 
         Args:
-            make: Builds the message; called again after the link has got another incarnation.
-            is_answer: Tells the answer.
-            deadline_s: Monotonic time at which the server has refused at the latest.
+            make: Returns the message; called again after the link's incarnation has changed.
+            is_answer: Returns whether a message is the answer.
+            deadline_s: Monotonic time at which the server refuses the request at the latest.
 
         Raises:
-            ArenaFullError: If it does not fit, and never will.
+            ArenaFullError: If the rows do not fit, and never will.
             BufferClosedError: If the buffer was closed.
-            DeadlineError: If the server said that the deadline is over.
-            UnreachableError: If it said nothing for long after the deadline.
+            DeadlineError: If the server refused the request at its deadline.
+            UnreachableError: If the server has not answered 30 s after the deadline.
         """
         self.request += 1
         self.busy = True
         if not self._server:
             self._join()
-        said_s = self._say(make)
+        sent_s = self._send(make)
         while True:
             while self._mail:
                 message = self._mail.popleft()
                 if isinstance(message, Welcome):
                     if message.incarnation != self._server:
-                        self._meet(message.incarnation)
-                        said_s = self._say(make)
+                        self._welcomed(message.incarnation)
+                        sent_s = self._send(make)
                 elif isinstance(message, Refused):
                     if (message.to, message.request) == (self.incarnation, self.request):
                         self._raise(message)
                 elif getattr(message, "to", None) == self.incarnation and is_answer(message):
                     return message
-            self._mail.extend(self._mailbox.receive(_LOOK_S))
+            self._mail.extend(self._mailbox.receive(_CHECK_S))
             if not self._mail:
-                self._look(deadline_s)
-                if time.monotonic() - said_s > _REPEAT_S:
-                    # One server may have died with it; a server that has it already takes no note.
+                self._check_alive(deadline_s)
+                if time.monotonic() - sent_s > _REPEAT_S:
+                    # The server may have died with the request; a server that has it already ignores the repeat.
                     self._join()
-                    said_s = self._say(make)
+                    sent_s = self._send(make)
 
     def done(self) -> None:
-        """Nothing is under way or in hand any more."""
+        """End the request: nothing is in flight or in hand any more."""
         self.busy = False
         self.ticket = self.lease = -1
 
     def close(self) -> None:
-        """Disconnect; what was under way is void."""
+        """Disconnect; a request in flight is void."""
         self._outbox.close(linger_s=1.0)
         self._mailbox.close()
         unlock(self._descriptor)
 
-    def _say(self, make: Callable[[], Message]) -> float:
+    def _send(self, make: Callable[[], Message]) -> float:
         self._outbox.send(make())
         return time.monotonic()
 
     def _join(self) -> None:
         self._outbox.send(Join(self.name, self.incarnation, self._socket, self._server, self.ticket, self.lease))
 
-    def _meet(self, server: int) -> None:
+    def _welcomed(self, server: int) -> None:
         self._server = server
         self.incarnation = random.getrandbits(62)
         self._join()
@@ -286,8 +288,8 @@ class Link:
             raise ArenaFullError(refused.reason)
         raise BufferClosedError(f"replay buffer {self._folder.name}: {refused.reason}")
 
-    def _look(self, deadline_s: float) -> None:
-        """Raise if no answer will ever come."""
+    def _check_alive(self, deadline_s: float) -> None:
+        """Raise if no answer can come any more."""
         if self.cancelled:
             raise BufferClosedError(f"replay buffer {self._folder.name}: this process has closed its end")
         refuse_closed(self._folder, self._owner_pid)
@@ -296,7 +298,7 @@ class Link:
 
 
 def refuse_closed(folder: Path, owner_pid: int) -> None:
-    """Raise BufferClosedError if the buffer is closed or nobody is there to serve it."""
+    """Raise BufferClosedError if the buffer is closed or its owner is dead."""
     try:
         reason = (folder / "closed").read_text()
     except FileNotFoundError:
@@ -317,7 +319,7 @@ def _lock_client(folder: Path) -> tuple[str, int]:
 
 
 class Links:
-    """This process's links, as many as it has calls under way at once. Safe for threads, and after a fork."""
+    """This process's links, one for each concurrent call. Safe for threads, and after a fork."""
 
     def __init__(self, folder: Path, owner_pid: int) -> None:
         self._folder = folder
@@ -330,7 +332,7 @@ class Links:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[Link]:
-        """Lend a link; one that something went wrong with in the middle of a request is closed."""
+        """Lend a link; a link that is still busy afterwards, because its call failed, is closed."""
         if self.closed:
             raise BufferClosedError(f"replay buffer {self._folder.name}: closed by this process")
         refuse_closed(self._folder, self._owner_pid)
@@ -354,12 +356,12 @@ class Links:
         try:
             return Link(self._folder, self._owner_pid)
         except (FileNotFoundError, ConfigError):
-            # The folder may have gone since we looked.
+            # The folder may have been removed since the check.
             refuse_closed(self._folder, self._owner_pid)
             raise
 
     def close(self) -> None:
-        """Close the idle links now, and each other one when its call ends, which is soon."""
+        """Close the idle links now, and each busy link when its call ends, which is soon."""
         with self._lock:
             self.closed = True
             idle, self._idle = self._idle, []
@@ -369,7 +371,7 @@ class Links:
             link.close()
 
     def forget(self) -> None:
-        """Leave all links to the process that this one was forked from: ZeroMQ does not survive a fork."""
+        """Leave all links to the parent process: ZeroMQ does not survive a fork."""
         self._idle, self._busy, self._lock = [], set(), threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""The decisions of a `DetachedReplayBuffer`: who gets room, who gets which batch. No payload, no socket, no clock."""
+"""The decisions of a `DetachedReplayBuffer`: reservations and deliveries. No payload, no socket, no clock."""
 
 from __future__ import annotations
 
@@ -46,17 +46,16 @@ def client_name(index: int) -> str:
 
 
 class ReplayQueue:
-    """A queue of rows, taken out in batches of `sample_batch_size`, the oldest first, each row by one consumer.
+    """A queue of rows, delivered in batches of `sample_batch_size`, the oldest first, each row to one consumer.
 
-    A batch that was cut - by `flush`, or because its consumer died with it - is a lease without a holder and keeps its
-    number and rows: it goes out before younger rows. A client has one request under way and holds at most one ticket
-    or one lease.
+    A vacant lease is a batch without a holder: `flush` made it, or its consumer died. It keeps its number and its rows
+    and is delivered before younger rows. A client has one request in flight and holds at most one ticket or one lease.
 
     Invariants: ``sealed = trained + dropped + ready + leased`` in the ledger at all times; every lease in the ledger
-    either has a living holder or is cut.
+    either has a living holder or is vacant.
 
     Attributes:
-        closed: Why nothing is served any more, "" while it is.
+        closed: Reason why the queue refuses every request, "" while it serves.
     """
 
     def __init__(
@@ -72,18 +71,18 @@ class ReplayQueue:
         owner: str = "its owner",
         incarnation: int | None = None,
     ) -> None:
-        """Take over a ledger, fresh or left by a killed server.
+        """Take over a ledger, new or left by a killed server.
 
         Args:
-            ledger: Opened, hence whole.
+            ledger: Opened, hence consistent.
             allocator: Empty; the ledger's extents are marked as taken here.
-            send: Delivers a message to a client by name.
+            send: Sends a message to a client by name.
             sample_batch_size: Rows of a batch.
-            limit: Full batches at which producers wait, 0 for no such limit.
-            holders: Which client holds each lease, as it was last told to `remember`.
-            remember: Writes down, for the next server, the lease that a client is about to get, -1 for none.
-            owner: Who is named as the one that closed it.
-            incarnation: Tells this server from its predecessors.
+            limit: Full batches at which producers wait, 0 for no limit.
+            holders: Holder of each lease, as last recorded with `remember`.
+            remember: Records, for the next server, the lease that a client is about to get, -1 for none.
+            owner: Name of the owner in the reason of a close.
+            incarnation: Distinguishes this server from its predecessors; None for a random one.
         """
         self.ledger = ledger
         self.closed = ""
@@ -101,7 +100,7 @@ class ReplayQueue:
         self._batch: dict[str, WantBatch] = {}
         self._drain: Ask | None = None
         self._holders = {lease: client for lease, client in holders.items() if lease in ledger.leases()}
-        self._cut = sorted(lease for lease in ledger.leases() if lease not in self._holders)
+        self._vacant = sorted(lease for lease in ledger.leases() if lease not in self._holders)
         for record in list(ledger.extents.values()):
             allocator.take(Extent(record.offset, record.nbytes))
             if record.state is ExtentState.RESERVED and record.owner < 0:
@@ -109,28 +108,28 @@ class ReplayQueue:
 
     @property
     def clients(self) -> set[str]:
-        """Those whose death would change something."""
+        """Clients with a connection, a ticket or a lease; their death must be handled."""
         owners = {client_name(record.owner) for record in self.ledger.reserved_extents()}
         return owners | set(self._peers) | set(self._holders.values())
 
     @property
     def batches(self) -> int:
-        """Batches that wait to be taken."""
-        return len(self._cut) + self.ledger.ready // self._batch_rows
+        """Batches ready for delivery."""
+        return len(self._vacant) + self.ledger.ready // self._batch_rows
 
     @property
     def _queued(self) -> int:
-        """Batches that wait, or will once the appends under way are done."""
-        return len(self._cut) + (self.ledger.ready + self.ledger.reserved) // self._batch_rows
+        """Batches ready for delivery, and those that the appends in flight complete."""
+        return len(self._vacant) + (self.ledger.ready + self.ledger.reserved) // self._batch_rows
 
     def next_deadline_s(self) -> float:
-        """Return when the first waiting request is to be refused."""
+        """Return the earliest deadline of the waiting requests, `math.inf` without one."""
         waiting: list[WantRoom | WantBatch | Ask] = [*self._room.values(), *self._batch.values()]
         waiting += [self._drain] if self._drain else []
         return min((request.deadline_s for request in waiting), default=math.inf)
 
     def handle(self, message: Message, now_s: float) -> None:
-        """Take note of one message; whom it serves is seen in `step`."""
+        """Handle one message; waiting requests are served in `step`."""
         match message:
             case Join():
                 self._join(message)
@@ -147,20 +146,20 @@ class ReplayQueue:
             case PeerDied(peer="owner"):
                 self.close()
             case PeerDied():
-                self._bury(message.peer)
+                self._client_died(message.peer)
 
     def step(self, now_s: float) -> None:
-        """Serve whoever can be served now; refuse whoever waited too long."""
+        """Serve the waiting requests that can be served now; refuse those whose deadline has passed."""
         while self._batch and not self.closed and self._deliver(next(iter(self._batch.values()))):
             pass
         while self._room and not self.closed and self._give_room(next(iter(self._room.values()))):
             pass
         if self._draining and not self.closed:
-            self._cut_all()
+            self._form_leases()
             if not self.ledger.ready and not self.ledger.leased and not self.ledger.reserved:
                 self.close(f"drained and closed by {self._owner}")
         for room in [room for room in self._room.values() if room.deadline_s <= now_s]:
-            self._refuse(room, "deadline", f"no room for {room.rows} rows: {self._why_full()}")
+            self._refuse(room, "deadline", f"no room for {room.rows} rows: {self._fill_level()}")
         for batch in [batch for batch in self._batch.values() if batch.deadline_s <= now_s]:
             self._refuse(batch, "deadline", f"{self.ledger.ready} rows wait, a batch takes {self._batch_rows}")
         if self._drain is not None and self._drain.deadline_s <= now_s:
@@ -168,7 +167,7 @@ class ReplayQueue:
             self._refuse(self._drain, "deadline", f"{rows} rows were not taken")
 
     def close(self, reason: str = "") -> None:
-        """Refuse all who wait and whoever comes."""
+        """Refuse every waiting request and every later one."""
         self.closed = reason or f"closed by {self._owner}"
         if self._drain is not None:
             self._answer(self._drain, self._books(self._drain, 0))
@@ -180,7 +179,7 @@ class ReplayQueue:
 
     def _join(self, join: Join) -> None:
         if join.server != self.incarnation:
-            # Answers of a dead server may still be on their way to it; it takes another incarnation first.
+            # Answers of a dead server may still be in flight to this client: it changes its incarnation first.
             self._send(join.client, Welcome(self.incarnation))
             return
         if self._peers.get(join.client) == join.incarnation:
@@ -191,17 +190,17 @@ class ReplayQueue:
                 self._abandon(record)
         for lease in self._leased_by(join.client):
             if lease != join.lease:
-                self._cut_again(lease, join.client)
+                self._vacate(lease, join.client)
         self._peers[join.client] = join.incarnation
 
-    def _bury(self, client: str) -> None:
+    def _client_died(self, client: str) -> None:
         self._forget(client)
         for record in self._reserved_by(client):
             log.info("append of a dead producer discarded: client=%s rows=%d", client, record.rows)
             self._abandon(record)
         for lease in self._leased_by(client):
             log.info("batch of a dead consumer goes to another: client=%s lease=%d", client, lease)
-            self._cut_again(lease, client)
+            self._vacate(lease, client)
 
     def _forget(self, client: str) -> None:
         self._peers.pop(client, None)
@@ -217,7 +216,7 @@ class ReplayQueue:
     def _leased_by(self, client: str) -> list[int]:
         return [lease for lease, holder in self._holders.items() if holder == client]
 
-    # Requests: one a client at a time, repeated while it waits.
+    # Requests: each client has one in flight and repeats it while it waits.
 
     def _request(self, request: WantRoom | WantBatch | Ask) -> None:
         if self._peers.get(request.client) != request.incarnation:
@@ -242,7 +241,7 @@ class ReplayQueue:
         rows = 0
         if ask.what == "flush":
             rows = self.ledger.ready
-            self._cut_all()
+            self._form_leases()
         elif ask.what == "clear":
             rows = self._clear()
         elif ask.what == "drain":
@@ -265,10 +264,10 @@ class ReplayQueue:
 
     def _books(self, ask: Ask, rows: int) -> Books:
         totals = self.ledger.totals
-        cut = sum(self._rows_of(lease) for lease in self._cut)
+        vacant = sum(self._rows_of(lease) for lease in self._vacant)
         return Books(
-            ask.incarnation, ask.request, totals.sealed, totals.trained, sum(totals.dropped), self.ledger.ready + cut,
-            self.ledger.leased - cut, self.batches, self._allocator.free_bytes, rows,
+            ask.incarnation, ask.request, totals.sealed, totals.trained, sum(totals.dropped),
+            self.ledger.ready + vacant, self.ledger.leased - vacant, self.batches, self._allocator.free_bytes, rows,
         )  # fmt: skip
 
     # Appends.
@@ -283,9 +282,10 @@ class ReplayQueue:
         if extent is None:
             if self.batches or self._holders or self.ledger.reserved:
                 return False
-            # Nothing can go, so no room can come: say so instead of hanging.
+            # No batch can be delivered, so no room can become free: refuse in place of a wait without end.
             rows = f"{self.ledger.ready} rows are there, a batch takes {self._batch_rows}"
-            self._refuse(want, "arena", f"{want.nbytes:,} B do not fit, and nothing can go: {rows}, {self._why_full()}")
+            reason = f"{want.nbytes:,} B do not fit, and nothing can go: {rows}, {self._fill_level()}"
+            self._refuse(want, "arena", reason)
             return True
         record = self.ledger.reserve(
             rows=want.rows, prompts=0, offset=extent.offset, nbytes=extent.nbytes,
@@ -295,7 +295,7 @@ class ReplayQueue:
         self._answer(want, ticket)
         return True
 
-    def _why_full(self) -> str:
+    def _fill_level(self) -> str:
         if self._limit and self._queued >= self._limit:
             return f"{self._queued} batches are queued, the limit is {self._limit}"
         capacity_bytes, free_bytes = self._allocator.capacity_bytes, self._allocator.free_bytes
@@ -335,12 +335,12 @@ class ReplayQueue:
     # Batches.
 
     def _deliver(self, want: WantBatch) -> bool:
-        if self._cut:
-            lease = self._cut.pop(0)
+        if self._vacant:
+            lease = self._vacant.pop(0)
             self._remember(want.client, lease)
             chosen = self.ledger.redeliver(lease)
         elif self.ledger.ready >= self._batch_rows:
-            # Remembered first: no batch ever has a holder that the next server does not know.
+            # Recorded before the lease: the next server knows the holder of every lease.
             self._remember(want.client, self.ledger.totals.leases)
             chosen = self.ledger.index.oldest_rows(self._batch_rows)
             lease = self.ledger.lease(chosen)
@@ -361,21 +361,22 @@ class ReplayQueue:
         self._end_lease(ack.trainer, ack.lease)
 
     def _end_lease(self, client: str, lease: int) -> None:
-        # One that another client holds has not ended, whoever says so.
+        # A lease that another client holds has not ended, even if this client acknowledges it.
         if client in self._peers and lease not in self.ledger.leases():
             self._send(client, Delivered(self._peers[client], lease))
 
-    def _cut_all(self) -> None:
+    def _form_leases(self) -> None:
+        """Lease all ready rows as vacant leases, the last one smaller if need be."""
         while self.ledger.ready:
             lease = self.ledger.lease(self.ledger.index.oldest_rows(min(self._batch_rows, self.ledger.ready)))
-            bisect.insort(self._cut, lease)
+            bisect.insort(self._vacant, lease)
 
-    def _cut_again(self, lease: int, client: str) -> None:
+    def _vacate(self, lease: int, client: str) -> None:
         if self._holders.get(lease) == client:
-            # Forgotten before another one gets it: the next server must not find two holders.
+            # The record is erased before another client gets the lease: the next server must not find two holders.
             self._remember(client, -1)
             del self._holders[lease]
-            bisect.insort(self._cut, lease)
+            bisect.insort(self._vacant, lease)
 
     def _quarantine(self, damaged: Damaged) -> None:
         if self._holders.get(damaged.lease) == damaged.trainer:
@@ -387,11 +388,11 @@ class ReplayQueue:
         self._end_lease(damaged.trainer, damaged.lease)
 
     def _clear(self) -> int:
-        for lease in self._cut:
+        for lease in self._vacant:
             self.ledger.requeue(lease)
-        self._cut.clear()
+        self._vacant.clear()
         rows = self.ledger.ready
-        # One extent a transaction: all of them at once might not fit into the journal.
+        # One extent a transaction: all extents at once might not fit into the redo log.
         for record in list(self.ledger.sealed_extents()):
             self._drop(record, "cleared")
         return rows

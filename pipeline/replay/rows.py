@@ -1,4 +1,4 @@
-"""The rows of a `DetachedReplayBuffer`: what they have in common, how much room they take, how they get to the CPU."""
+"""The rows of a `DetachedReplayBuffer`: the schema they share, their size bound, their copy to the CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeline.experience.types import Experience
 
 
 class RowKind(msgspec.Struct, frozen=True):
-    """What rows have in common: fields by name, each with dtype, columns and shape of a row."""
+    """The schema that all rows share: fields by name, each with dtype, columns and shape of a row."""
 
     fields: dict[str, tuple[str, str, tuple[int, ...]]]
     vision: bool
 
     def difference(self, known: RowKind) -> str:
-        """Return in words the first thing in which rows differ from those before."""
+        """Return a sentence on the first field in which the rows differ from the rows before."""
         if self.vision != known.vision:
             return "Experience and ExperienceVL do not go into one buffer"
         names = self.fields.keys() | known.fields.keys()
@@ -29,9 +29,10 @@ class RowKind(msgspec.Struct, frozen=True):
 
 
 def kinds_of(header: ExtentHeader) -> dict[str, RowKind]:
-    """Return what all rows of a buffer must have in common with those of an extent, by part.
+    """Return the schemas that all rows of a buffer share with the rows of an extent, by part.
 
-    The fields of a row are one part; images and videos are one each, where a row has any: others may have none.
+    The fields of a row are one part. Images and videos are one part each, present only if a row of the extent has any:
+    rows without images match rows with images.
     """
     vision = header.vision is not None
     kinds = {"fields": _kind(header.fields, vision)}
@@ -46,7 +47,7 @@ def _kind(fields: tuple[FieldHeader, ...], vision: bool) -> RowKind:
 
 
 def rows_on_cpu(experience: Experience) -> Experience:
-    """Return a batch on the CPU with an attention mask; the one that is given stays as it is.
+    """Return a shallow copy of a batch on the CPU with an attention mask; the given batch is not changed.
 
     Raises:
         ShapeError: If `sequences` is not (B, S) with at least one row.
@@ -63,9 +64,9 @@ def rows_on_cpu(experience: Experience) -> Experience:
 
 
 def bytes_bound(experience: Experience) -> int:
-    """Return room that holds an experience: its tensors, and what the extent's header and alignment may add.
+    """Return an upper bound on the bytes of an experience: its tensors, and the extent's header and alignment.
 
-    Raw images are left out: how large they are is known once they are encoded.
+    Raw images are left out: their size is known only once they are encoded.
     """
     values = {field.name: getattr(experience, field.name) for field in dataclasses.fields(experience)}
     values |= {f"info.{name}": value for name, value in (experience.info or {}).items()}

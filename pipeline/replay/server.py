@@ -1,6 +1,6 @@
 """The process behind a `DetachedReplayBuffer`: ZeroMQ and the arena's ledger around `pipeline.replay.queue`.
 
-Its owner starts it and starts it again should it die; it lives as long as its owner and takes the folder along.
+Its owner starts it, and restarts it if it dies. It ends with its owner and removes the folder.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 
-_LOOK_S = 0.25
+_CHECK_S = 0.25
 _MOST_STARTS = 5
 _STARTS_WITHIN_S = 60.0
 _CLOSE_S = 5.0
-# The package may be importable only because of where the owner was started; last, so that it shadows nothing.
+# The package may be importable only from the owner's working directory. Its path is appended last, so that it shadows
+# no other module.
 _START = "import sys; sys.path.append(sys.argv[1]); from pipeline.replay.server import main; main(*sys.argv[2:])"
 
 log = logging.getLogger(__name__)
 
 
 class ReplayServer:
-    """The owner's end: the server's process and the folder. Closed once, by the process that made it."""
+    """The server process and the folder, held by the owner. Closed once, by the process that made it."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self.folder = folder
@@ -48,11 +49,11 @@ class ReplayServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server that was started last."""
+        """Process id of the newest server."""
         return self._process.pid
 
     def close(self) -> None:
-        """End the server, which tells whoever waits, and remove the folder. Does nothing in another process."""
+        """End the server, which refuses every waiting request, and remove the folder. No effect in another process."""
         if self._closing.is_set() or os.getpid() != self.owner_pid:
             return
         self._closing.set()
@@ -73,7 +74,7 @@ class ReplayServer:
             [sys.executable, "-P", "-c", _START, str(package_root), str(self.folder), str(self.owner_pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            # Its own session: a ^C on the terminal is the owner's to handle.
+            # A session of its own: a ^C on the terminal goes to the owner, not to the server.
             start_new_session=True,
         )
 
@@ -99,7 +100,7 @@ class ReplayServer:
 
 
 def main(folder: str, owner_pid: str) -> None:
-    """Serve until the owner says so or dies."""
+    """Serve until the owner closes the buffer or dies."""
     from pipeline.telemetry.log import configure
 
     configure("replay-server")
@@ -116,7 +117,7 @@ def serve(folder: Path, owner_pid: int) -> None:
     leases = remembered_leases(folder)
     for client, lease in leases.items():
         if lease not in ledger.leases():
-            # Over, or never begun; in that case its number will be another's.
+            # The lease has ended, or was never made; then its number goes to another batch.
             remember_lease(folder, client, -1)
     queue = ReplayQueue(
         ledger, ExtentAllocator(arena.payload_bytes), outboxes.send,
@@ -125,16 +126,16 @@ def serve(folder: Path, owner_pid: int) -> None:
         remember=lambda client, lease: remember_lease(folder, client, lease),
         owner=f"its owner, pid {owner_pid}",
     )  # fmt: skip
-    looked_s = 0.0
+    checked_s = 0.0
     try:
         while not queue.closed:
             now_s = time.monotonic()
-            for message in mailbox.receive(max(0.0, min(_LOOK_S, queue.next_deadline_s() - now_s))):
+            for message in mailbox.receive(max(0.0, min(_CHECK_S, queue.next_deadline_s() - now_s))):
                 outboxes.note(message)
                 queue.handle(message, time.monotonic())
-            if (now_s := time.monotonic()) - looked_s >= _LOOK_S:
-                looked_s = now_s
-                _bury_the_dead(queue, folder, outboxes, now_s)
+            if (now_s := time.monotonic()) - checked_s >= _CHECK_S:
+                checked_s = now_s
+                _report_deaths(queue, folder, outboxes, now_s)
                 if os.getppid() != owner_pid:
                     queue.close(f"its owner, pid {owner_pid}, died")
             queue.step(now_s)
@@ -147,7 +148,7 @@ def serve(folder: Path, owner_pid: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _bury_the_dead(queue: ReplayQueue, folder: Path, outboxes: _Outboxes, now_s: float) -> None:
+def _report_deaths(queue: ReplayQueue, folder: Path, outboxes: _Outboxes, now_s: float) -> None:
     for client in queue.clients:
         if not is_held(folder, client):
             queue.handle(PeerDied(client), now_s)
@@ -155,20 +156,20 @@ def _bury_the_dead(queue: ReplayQueue, folder: Path, outboxes: _Outboxes, now_s:
 
 
 class _Outboxes:
-    """An outbox a client, to the socket that it named when it joined."""
+    """One outbox a client, to the socket named in its `Join`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, tuple[str, Outbox]] = {}
 
     def note(self, message: Message) -> None:
-        """Open an outbox for a client that introduces itself."""
+        """Open an outbox for a client that joins."""
         if isinstance(message, Join) and self._open.get(message.client, ("",))[0] != message.socket:
             self.drop(message.client)
             self._open[message.client] = (message.socket, Outbox(self._folder, message.socket))
 
     def send(self, client: str, message: Message) -> None:
-        """Queue a message; a client that was not heard of since this server began repeats its request anyway."""
+        """Queue a message; dropped if the client has not joined this server, as it repeats its request anyway."""
         if client in self._open:
             self._open[client][1].send(message)
 
@@ -178,7 +179,7 @@ class _Outboxes:
             self._open.pop(client)[1].close()
 
     def close(self) -> None:
-        """Close them all, giving last words a moment to leave."""
+        """Close every outbox; each has 0.5 s to send its last messages."""
         for _, outbox in self._open.values():
             outbox.close(linger_s=0.5)
 

@@ -1,4 +1,4 @@
-"""The parts that every process of an instance stands on; no torch.
+"""The base of every process of an instance; no torch.
 
 child_entry         entry of a child process
 child_process       a child process, started and watched
@@ -6,7 +6,7 @@ control             the control socket
 forkserver          the supervisor's side of the forkserver
 forkserver_process  the forkserver, the only module here that loads torch
 latest_checkpoint   the latest checkpoint, and whether a start resumes from it
-lifeline            a child ends with its parent
+lifeline            the end of a child with its parent
 lock                the lock and record of an instance
 messages            every message between the processes
 pause               whether tickets are issued

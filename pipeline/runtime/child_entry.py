@@ -1,4 +1,4 @@
-"""Entry of every child process: tie its life to the supervisor's, then become the role it was started as."""
+"""Entry of every child process: it ends with the supervisor (PDEATHSIG), then runs the role of its `LaunchSpec`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _GATEWAY = "pipeline.rollout.ray"
 
 def main(reports: int, spec_json: str) -> int:
     """Run a role until it ends; return its exit code."""
-    # The watchdog asks for the stacks of all threads; they are written even where Python itself hangs in a C call.
-    # Ignored beneath that, not left to its default: Python takes its handlers back at its end, and who is asked in that
-    # second would die of it in place of ending. A template has registered one already.
+    # At SIGUSR1, the signal of hang detection, the stacks of all threads are written, also while Python hangs in a C
+    # call. The handler below is "ignore", not the default: Python removes its handlers at its exit, and a signal in
+    # that second would kill the process. The forkserver has registered a handler already.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
@@ -46,7 +46,7 @@ def main(reports: int, spec_json: str) -> int:
     from pipeline.telemetry.slab import MetricsSlab
 
     spec = msgspec.json.decode(spec_json, type=LaunchSpec)
-    # Reward functions of the user's own are found where the daemon was started; last, so that they shadow nothing.
+    # The user's reward functions are in the daemon's working directory; last, so that they shadow no other module.
     sys.path.append(os.getcwd())
     if spec.cpus:
         os.sched_setaffinity(0, spec.cpus)
@@ -82,12 +82,12 @@ def main(reports: int, spec_json: str) -> int:
         report(Report(error=f"{type(error).__name__}: {error}"))
         return int(ExitCode.FAILED)
     finally:
-        # Python is about to take its own handlers back: who is told to end now would die of it in place of ending.
+        # Python is about to remove its handlers: a later SIGTERM would kill the process during its exit.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _run(config: Config, context: RoleContext) -> ExitCode:
-    """Import the one role this process is, and run it."""
+    """Import the module of this process's role, and run it."""
     is_gateway = context.role == "rollout" and config.cluster.engine == "ray"
     role = importlib.import_module(_GATEWAY if is_gateway else _ROLES[context.role])
     code: ExitCode = role.run(config, context)

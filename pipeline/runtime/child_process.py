@@ -1,4 +1,4 @@
-"""Roles as child processes of this machine: one pidfd each; they die with their supervisor."""
+"""Roles as child processes of this machine: one pidfd each; the kernel kills them with their supervisor."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _report_decoder = msgspec.json.Decoder(Report)
 
 
 def allow_descriptors(children: int, scorers: int, clients: int = 0) -> None:
-    """Raise this process's limit of open files, which children inherit, as far as it may be.
+    """Raise this process's limit of open files to the hard limit; children inherit it.
 
     Args:
         children: Processes of the instance: the supervisor holds pipes of each, the buffer sockets.
         scorers: Reward processes of one worker, which holds sockets of each.
-        clients: Connections that the supervisor's HTTP server holds at most.
+        clients: Most connections of the supervisor's HTTP server.
 
     Raises:
-        ConfigError: If it stays below what they need, naming both numbers.
+        ConfigError: If the limit is too low; the message has both numbers.
     """
     needed = _DESCRIPTORS + max(_DESCRIPTORS_A_CHILD * children + clients, _DESCRIPTORS_A_SCORER * scorers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,7 +51,16 @@ def allow_descriptors(children: int, scorers: int, clients: int = 0) -> None:
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """All that a child needs to become a role."""
+    """The parameters of a child process.
+
+    Attributes:
+        role: ``"buffer"``, ``"trainer"``, ``"rollout"`` or ``"setup"``.
+        index: Rank or worker number.
+        folder: The instance's folder in shared memory.
+        generation: Number of the start of the role's group.
+        prompts: Prompts in one epoch, 0 if unknown.
+        cpus: CPUs of the process; empty for all.
+    """
 
     role: str
     index: int
@@ -62,24 +71,34 @@ class LaunchSpec(msgspec.Struct, frozen=True):
 
 
 class Process(Protocol):
-    """A child of this process, which alone may reap it."""
+    """A child of this process; no other process reaps it."""
 
     @property
     def pid(self) -> int:
         """Process id."""
 
     def wait(self) -> int:
-        """Reap it once it is dead; return its exit code, or minus the signal."""
+        """Reap it after its death; return its exit code, or minus the signal."""
 
 
 Starter = Callable[[int, int], Process]
-"""Starts a process, given the child's ends of the pipes for its reports and for its lines."""
+"""Starts a process; the arguments are the child's ends of the pipes for its reports and for its output lines."""
 
 
 def executed(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], *, pass_fds: Sequence[int] = ()
 ) -> Starter:
-    """Return what starts ``python -m module REPORTS ARGUMENTS...``, with these variables set on top of ours."""
+    """Return a function that starts ``python -m module REPORTS ARGUMENTS...``.
+
+    Args:
+        module: Module of the child's entry.
+        arguments: Its arguments after the descriptor of the reports.
+        environment: All variables of the child (`child_environment`).
+        pass_fds: Descriptors that the child inherits, besides the reports.
+
+    Returns:
+        The function; it raises OSError if no process can be started.
+    """
 
     def start(reports: int, lines: int) -> Process:
         return subprocess.Popen(
@@ -88,24 +107,39 @@ def executed(
             stdout=lines,
             stderr=lines,
             pass_fds=(reports, *pass_fds),
-            env=child_environment(environment),
-            # Its own session: a ^C on the terminal is the supervisor's to handle, not the children's.
+            env=environment,
+            # Its own session: the supervisor alone handles a ^C on the terminal.
             start_new_session=True,
         )
 
     return start
 
 
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return our variables with these on top, as a child of ours is to see them."""
-    variables = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    # A child that could tell systemd that it is ready would speak for the whole service.
+def child_environment(*, gpu: str, threads: int) -> dict[str, str]:
+    """Return the environment of a child process: this process's variables, and those of every role.
+
+    Args:
+        gpu: The GPUs that it sees, as in ``CUDA_VISIBLE_DEVICES``; empty for none.
+        threads: Threads of its numeric libraries.
+    """
+    variables = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": gpu,
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo",
+        PARENT_VARIABLE: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+    }
+    # A child must not notify systemd: it would report the whole service as ready.
     variables.pop("NOTIFY_SOCKET", None)
     return variables
 
 
 class LocalChild:
-    """One running child. Its callbacks come from the event loop, the last of them `on_exit`, once."""
+    """One running child. The event loop calls its callbacks; `on_exit` is the last, and called once."""
 
     def __init__(
         self,
@@ -120,11 +154,11 @@ class LocalChild:
         Args:
             start: Starts its process.
             on_report: Called with each report of the child.
-            on_line: Called with each line it prints.
+            on_line: Called with each line of its output.
             on_exit: Called with its exit code, or minus the signal, after all its lines and reports.
 
         Raises:
-            OSError: If there is no process or file descriptor to be had; nothing is left open then.
+            OSError: If no process or file descriptor is available; no descriptor is left open then.
         """
         self._on_report = on_report
         self._on_line = on_line
@@ -150,11 +184,11 @@ class LocalChild:
 
     @property
     def pid(self) -> int:
-        """Process id; ours until `on_exit`, because nobody else reaps it."""
+        """Process id; valid until `on_exit`, because no other process reaps it."""
         return self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; a child that is gone already is left alone."""
+        """Send a signal; no effect on a child that has exited."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
@@ -191,7 +225,7 @@ class LocalChild:
         self._on_exit(code)
 
     def _finish(self, descriptor: int) -> None:
-        """Read what the dead child left in a pipe; a grandchild that holds it open is not waited for."""
+        """Read the rest of a dead child's pipe, without a wait for a grandchild that holds it open."""
         self._loop.remove_reader(descriptor)
         with contextlib.suppress(BlockingIOError):
             while data := os.read(descriptor, 1 << 16):

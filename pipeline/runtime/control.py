@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import struct
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import RlhfdError, UnreachableError
-from pipeline.runtime.lock import _POLL_S, InstanceRecord, log
+from pipeline.runtime.lock import InstanceRecord
 from pipeline.storage.files import UNREADABLE
 
 CONTROL_SOCKET = "control.sock"
@@ -22,7 +23,10 @@ _REQUEST_BYTES = 64 << 10
 _ANSWER_BYTES = 16 << 20
 _CLIENT_TIMEOUT_S = 5.0
 _CLIENTS = 16
+_RETRY_S = 0.02
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -30,11 +34,12 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
     """Answer requests on the control socket until the server is closed.
 
-    Clients of other users, but root, are refused; one that is slow, sends too much or never reads is cut off.
+    Clients of other users, except root, are refused; a client that is slow, sends too much or never reads is
+    disconnected.
 
     Args:
-        path: Where the socket is made, mode 0600; one that a dead process left is replaced.
-        handler: Gets a request, returns its answer; an `RlhfdError` becomes the answer ``{"error": ...}``.
+        path: Path of the socket, mode 0600; a socket of a dead process is replaced.
+        handler: Returns the answer to a request; an `RlhfdError` becomes the answer ``{"error": ...}``.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -51,9 +56,9 @@ async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
         clients += 1
         try:
             if refusal := "too many clients" if clients > _CLIENTS else _refusal(writer):
-                await _tell(writer, {"error": refusal})
+                await _send(writer, {"error": refusal})
             else:
-                await _converse(reader, writer, handler)
+                await _serve_client(reader, writer, handler)
         except (OSError, TimeoutError) as error:
             log.debug("control client lost: %s", error)
         finally:
@@ -73,7 +78,7 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 def _refusal(writer: asyncio.StreamWriter) -> str:
-    """Why this client is not answered; empty if it is."""
+    """Return the reason to refuse this client, "" if it is accepted."""
     credentials = writer.get_extra_info("socket").getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
     )
@@ -84,8 +89,8 @@ def _refusal(writer: asyncio.StreamWriter) -> str:
     return f"uid {uid} may not control this instance"
 
 
-async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
-    """Answer line by line until the client has no more to ask, or sends no whole line."""
+async def _serve_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:
+    """Answer line by line until the client disconnects, pauses or sends no whole line."""
     answered, problem = False, ""
     while not problem:
         try:
@@ -101,9 +106,9 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
             if answered:
                 return
             problem = f"none within {_CLIENT_TIMEOUT_S:g} s"
-        await _tell(writer, {"error": f"no request of one JSON line: {problem}"} if problem else answer)
+        await _send(writer, {"error": f"no request of one JSON line: {problem}"} if problem else answer)
         answered = True
-        # One that asks without a pause leaves the others their turn.
+        # Other clients get their turn beside one that sends requests without a pause.
         await asyncio.sleep(0)
 
 
@@ -118,20 +123,23 @@ async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-async def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+async def _send(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
     writer.write(msgspec.json.encode(answer) + b"\n")
     async with asyncio.timeout(_CLIENT_TIMEOUT_S):
         await writer.drain()
 
 
 def request(record: InstanceRecord, command: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-    """Ask a running instance over its control socket.
+    """Send a request to a running instance over its control socket, and return the answer.
 
     Args:
         record: The instance.
         command: ``"status"``, ``"stop"``, ...
-        timeout_s: Until the whole answer is there.
-        fields: More of the request, by name.
+        timeout_s: Most time until the whole answer has arrived.
+        fields: Further fields of the request, by name.
+
+    Returns:
+        The answer's fields.
 
     Raises:
         UnreachableError: If it does not answer in time, or not with one JSON line.
@@ -161,10 +169,10 @@ def _connect(client: socket.socket, path: Path, deadline: float) -> None:
         client.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             return client.connect(str(path))
-        except BlockingIOError:  # so many clients wait that the kernel takes no more
+        except BlockingIOError:  # the kernel's queue of waiting clients is full
             if time.monotonic() >= deadline:
                 raise TimeoutError from None
-            time.sleep(_POLL_S)
+            time.sleep(_RETRY_S)
 
 
 def _read_line(client: socket.socket, deadline: float) -> bytes:

@@ -1,4 +1,4 @@
-"""Entry of the template (`pipeline.runtime.forkserver`): loads what roles load, then forks one whenever it is asked."""
+"""Entry of the forkserver (`pipeline.runtime.forkserver`): imports the roles' libraries, then forks roles on request."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from pipeline.runtime.lifeline import die_with_parent
 
 _REQUEST_BYTES = 1 << 20
 _ROLES = ("pipeline.trainer.process", "pipeline.rollout.process", "pipeline.trainer.setup")
-# Each is loaded at its first use, which every role comes to.
+# Imported lazily by transformers at their first use; every role uses them.
 _CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor", "PreTrainedTokenizerFast")
 _EMBEDDED = "llama"
 
 
-class Birth(NamedTuple):
-    """What a forked process begins with."""
+class Fork(NamedTuple):
+    """A decoded `ForkRequest` with its descriptors: the pipes for reports and lines, the socket of the handshake."""
 
     spec: bytes
     environment: dict[str, str]
     reports: int
     lines: int
-    meeting: socket.socket
+    handshake: socket.socket
 
 
 def main(reports: int, link: socket.socket, name: str, model: str) -> int:
-    """Fork roles until the supervisor goes; in a forked role, run it and return its exit code."""
+    """Fork roles until the supervisor closes the connection; in a forked role, run it and return its exit code."""
     import setproctitle
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The watchdog asks every child for its stacks.
+    # Hang detection asks every child for its stacks.
     faulthandler.register(signal.SIGUSR1, chain=False)
     setproctitle.setproctitle(f"{name}: forkserver")
     _load(model)
     if reason := _unfit():
         os.write(reports, json.dumps({"state": "unusable", "error": reason}).encode() + b"\n")
         return 1
-    # Collections in a forked process would touch, and so copy, every page of what it shares with the others.
+    # Garbage collections in a forked process would write to, and so copy, every shared page.
     gc.collect()
     gc.freeze()
     os.write(reports, b'{"state":"ready"}\n')
-    while (birth := _next_birth(link)) is not None:
+    while (fork := _next_fork(link)) is not None:
         if _forked():
             os.close(reports)
             link.close()
-            return _live(birth)
-        for descriptor in (birth.reports, birth.lines):
+            return _run_role(fork)
+        for descriptor in (fork.reports, fork.lines):
             os.close(descriptor)
-        birth.meeting.close()
+        fork.handshake.close()
     return 0
 
 
 def _load(model: str) -> None:
-    """Import what roles would import, the code of the actor's kind of model among it."""
+    """Import the modules of the roles, and the code of the actor's type of model."""
     for name in _ROLES:
         importlib.import_module(name)
     import transformers
@@ -72,25 +72,25 @@ def _load(model: str) -> None:
     try:
         kind = str(json.loads((Path(model) / "config.json").read_bytes())["model_type"])
     except (OSError, ValueError, KeyError, TypeError):
-        # Not made yet, or broken: whoever loads the model says so.
+        # Not made yet, or broken: the role that loads the model reports it.
         kind = _EMBEDDED
     if importlib.util.find_spec(f"transformers.models.{kind}") is not None:
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
 def _unfit() -> str:
-    """Return why this process must not be forked, "" if it may be."""
+    """Return the reason why this process must not be forked, "" if it may be."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"a module that roles import has started {threads - 1} threads, which a fork would lose"
-    # CUDA is started once a process, and is dead in a copy of it.
+    # CUDA is initialized once a process, and does not work in a fork of it.
     opened = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     if any(path.startswith("/dev/nvidia") for path in opened):
         return "a module that roles import has opened a GPU, which a forked process cannot use"
     return ""
 
 
-def _next_birth(link: socket.socket) -> Birth | None:
-    """Wait for the supervisor's next request; return None once it has gone."""
+def _next_fork(link: socket.socket) -> Fork | None:
+    """Wait for the supervisor's next request; return None once it has closed the connection."""
     import msgspec
 
     from pipeline.runtime.forkserver import ForkRequest
@@ -99,12 +99,12 @@ def _next_birth(link: socket.socket) -> Birth | None:
     if not data:
         return None
     request = msgspec.msgpack.decode(data, type=ForkRequest)
-    reports, lines, meeting = descriptors
-    return Birth(msgspec.json.encode(request.spec), request.environment, reports, lines, socket.socket(fileno=meeting))
+    reports, lines, handshake = descriptors
+    return Fork(msgspec.json.encode(request.spec), request.environment, reports, lines, socket.socket(fileno=handshake))
 
 
 def _forked() -> bool:
-    """Fork twice; return True in the grandchild, whose parent has ended by then, or is about to."""
+    """Fork twice; return True in the grandchild, after its parent has exited."""
     if (middle := os.fork()) != 0:
         os.waitpid(middle, 0)
         return False
@@ -116,28 +116,28 @@ def _forked() -> bool:
     return True
 
 
-def _live(birth: Birth) -> int:
-    """Become what an executed process would be, meet the supervisor, and run the role."""
+def _run_role(fork: Fork) -> int:
+    """Set up the process like an executed one, do the handshake with the supervisor, and run the role."""
     from pipeline.runtime import child_entry
 
     os.environ.clear()
-    os.environ.update(birth.environment)
+    os.environ.update(fork.environment)
     die_with_parent()
     os.setsid()
     for number in (1, 2):
-        os.dup2(birth.lines, number)
-    os.close(birth.lines)
-    with birth.meeting as meeting:
-        meeting.send(str(os.getpid()).encode())
-        if not meeting.recv(8):
-            # The supervisor gave up on us; it may have started another one.
+        os.dup2(fork.lines, number)
+    os.close(fork.lines)
+    with fork.handshake as handshake:
+        handshake.send(str(os.getpid()).encode())
+        if not handshake.recv(8):
+            # The supervisor's timeout has passed; it may have started another process.
             return 1
-    _draw_apart()
-    return child_entry.main(birth.reports, birth.spec.decode())
+    _reset_inherited_state()
+    return child_entry.main(fork.reports, fork.spec.decode())
 
 
-def _draw_apart() -> None:
-    """Undo what all forked processes would have in common."""
+def _reset_inherited_state() -> None:
+    """Reset the state that all forked processes would share: the random seed and the number of threads."""
     import numpy
     import torch
 

@@ -1,9 +1,9 @@
-"""Which checkpoint is the last, and whether a start goes on from it; in JSON, and without torch.
+"""The latest checkpoint, and whether a start resumes from it; in JSON, and without torch.
 
     state_dir/checkpoints/latest.json          `Latest`, replaced in one rename
-    state_dir/checkpoints/step-000070/         what `pipeline.trainer.checkpoints` writes
+    state_dir/checkpoints/step-000070/         a checkpoint (`pipeline.trainer.checkpoints`)
 
-`latest.json` is always about the run that is under way or ended last: a run that starts anew removes it before it
+`latest.json` always belongs to the current or the last run: a run that starts from scratch removes it before it
 publishes its first weights.
 """
 
@@ -22,14 +22,14 @@ class Latest(msgspec.Struct, frozen=True):
     """The last whole checkpoint.
 
     Attributes:
-        identity: Of its run's configuration (`pipeline.config.schema.identity_of`).
+        identity: Identity of its run's configuration (`pipeline.config.schema.identity_of`).
         step: Optimizer steps taken.
         version: Policy version of its weights.
         position: First prompt that may still be missing from it.
         complete: Whether its run had taken all of its steps.
-        path: Its folder, from this file's on.
-        run: Tells the checkpoints of one run, however often it was started, from another's.
-        fingerprint: Of its weights as published, in hexadecimal.
+        path: Its folder, relative to this file's.
+        run: Id of the run, the same through all its starts.
+        fingerprint: Fingerprint of its weights as published, in hexadecimal.
     """
 
     identity: str
@@ -48,7 +48,7 @@ def checkpoints_dir(config: Config) -> Path:
 
 
 def read_latest(root: Path) -> Latest | None:
-    """Return which checkpoint is the last, None if there is none.
+    """Return the latest checkpoint, None if there is none.
 
     Raises:
         ConfigError: If the file cannot be read.
@@ -63,8 +63,8 @@ def read_latest(root: Path) -> Latest | None:
 
 
 def write_latest(root: Path, latest: Latest) -> None:
-    """Note which checkpoint is the last; it lies on the disk when this returns."""
-    # One name: what a kill leaves half written is written anew.
+    """Write the note of the latest checkpoint; it is flushed to disk at the return."""
+    # A constant name: the unfinished file of a killed process is replaced.
     with (
         replacing(root / "latest.json", temporary=root / ".latest.new", mode=0o666, flush=True) as descriptor,
         open(descriptor, "wb", closefd=False) as file,
@@ -73,12 +73,12 @@ def write_latest(root: Path, latest: Latest) -> None:
 
 
 def forget_latest(root: Path) -> None:
-    """Note that there is none of this run yet; the folders stay."""
+    """Remove the note: this run has no checkpoint yet; the folders stay."""
     (root / "latest.json").unlink(missing_ok=True)
 
 
 def why_anew(config: Config, latest: Latest) -> str:
-    """Return why a start does not go on from the last checkpoint; "" if it does."""
+    """Return the reason why a start does not resume from the latest checkpoint, "" if it does."""
     if config.trainer.resume == "never":
         return "asked to"
     if latest.identity != identity_of(config):

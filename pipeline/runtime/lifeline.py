@@ -1,4 +1,4 @@
-"""A child that does not outlive its parent, however the parent dies; orphans that find a parent."""
+"""The end of a child with its parent, at any death of the parent; adoption of orphans."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import signal
 from collections.abc import Collection
 
 PARENT_VARIABLE = "RLHFD_PARENT"
-"""In the environment of a child: the pid of whoever started it."""
+"""Variable of a child's environment: the pid of the process that started it."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies; to be called before anything slow is imported."""
+    """Have the kernel send SIGKILL when the parent dies; to be called before any slow import."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[PARENT_VARIABLE]):
-        # It died before we could ask.
+        # The parent died before the call.
         os._exit(0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever a descendant leaves behind, in place of init."""
+    """Become the parent of all orphaned descendants, in place of init."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(own: Collection[int]) -> int:
-    """Reap dead children that nobody else waits for; return how many.
+    """Reap the dead children that no other code of this process waits for; return their number.
 
     Args:
-        own: Pids of the children that somebody here waits for.
+        own: Pids of the children that other code of this process waits for.
     """
     reaped = 0
     with contextlib.suppress(ChildProcessError):
-        # WNOWAIT: one of our own is only looked at. It hides those behind it, until it is waited for.
+        # WNOWAIT: a child in `own` is not reaped here. It hides the dead children after it until it is reaped.
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid not in own:
             os.waitpid(dead.si_pid, 0)
             reaped += 1

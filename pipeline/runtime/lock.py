@@ -1,8 +1,8 @@
-"""A running instance as others find it: its lock, its record, its control channel.
+"""The lock and the record of a running instance, by which commands find it.
 
-    runtime_dir/lock            flock of the live supervisor, holds its pid; one left by a kill is taken over
-    runtime_dir/instance.json   the record: who runs, since when, and where its shared memory is
-    shm_dir/control.sock        a JSON line out for each JSON line in
+    runtime_dir/lock            flock of the live supervisor, contains its pid; one left by a kill is taken over
+    runtime_dir/instance.json   the record: pid, start time, folder in shared memory
+    shm_dir/control.sock        a JSON line out for each JSON line in (`pipeline.runtime.control`)
 
 Sockets lie in shared memory rather than in the runtime directory: the path of a unix socket has at most 107 bytes.
 """
@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import logging
 import os
 import signal
 import time
@@ -28,17 +27,15 @@ from pipeline.storage.files import UNREADABLE, replacing
 _LOCK = "lock"
 _RECORD = "instance.json"
 _UNFINISHED_RECORD = ".instance.json.new"
-# `find` holds the lock shared for microseconds; a start that meets it tries again.
+# `find` holds the lock shared for microseconds; a start retries.
 _LOCK_TIMEOUT_S = 0.5
 _POLL_S = 0.02
-
-log = logging.getLogger(__name__)
 
 
 @functools.cache
 def installed_version() -> str:
-    """Return the version of rlhfd that is installed."""
-    # Costs more than the rest of this module together.
+    """Return the installed version of rlhfd, ``"unknown"`` without an installation."""
+    # This import costs more than the rest of this module.
     from importlib import metadata
 
     try:
@@ -48,9 +45,9 @@ def installed_version() -> str:
 
 
 class InstanceLock:
-    """The right to be the one instance of a runtime directory; a context manager.
+    """The lock that makes a process the one instance of a runtime directory; a context manager.
 
-    The lock goes with the process, however it dies, and is not inherited by programs that it starts.
+    The kernel releases the lock at any death of the process; programs that it starts do not inherit it.
     """
 
     def __init__(self, runtime_dir: Path) -> None:
@@ -58,7 +55,7 @@ class InstanceLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> InstanceLock:
-        """Take the lock; make the directory if need be.
+        """Take the lock; make the directory if there is none.
 
         Raises:
             ConfigError: If another instance holds it, or the directory cannot be used.
@@ -87,7 +84,7 @@ class InstanceLock:
     ) -> None:
         """Remove the lock file and release the lock."""
         if self._descriptor is not None:
-            # Before the release: whoever opens the path from here on makes a new file, and locks that one.
+            # Before the release: a process that opens the path from here on makes and locks a new file.
             if _is_at(self._descriptor, self._runtime_dir / _LOCK):
                 (self._runtime_dir / _LOCK).unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -95,18 +92,18 @@ class InstanceLock:
 
 
 class InstanceRecord(msgspec.Struct, frozen=True):
-    """What a running instance tells those who look for it.
+    """The record of a running instance, read by commands.
 
     Attributes:
-        pid: The supervisor.
-        started_unix_s: When it started.
-        run_id: Which run it serves.
+        pid: Pid of the supervisor.
+        started_unix_s: Unix time of its start.
+        run_id: Id of its run.
         shm_dir: Its folder in shared memory.
         host: Address of the HTTP server.
         port: Port of the HTTP server, 0 if there is none.
         config: The configuration file, empty if there is none.
         world_size: Trainer ranks.
-        log: Where its log is, as in `pipeline.telemetry.run_log`.
+        log: Place of its log, as in `pipeline.telemetry.run_log`.
         version: Version of rlhfd.
     """
 
@@ -122,8 +119,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     version: str = msgspec.field(default_factory=installed_version)
 
     def write(self, runtime_dir: Path) -> None:
-        """Put the record into the runtime directory, at once and whole; the caller holds its lock."""
-        # One name: what a kill leaves half written goes with the next one.
+        """Write the record into the runtime directory in one rename; the caller holds its lock."""
+        # A constant name: the unfinished file of a killed process is replaced by the next record.
         with (
             replacing(runtime_dir / _RECORD, temporary=runtime_dir / _UNFINISHED_RECORD) as descriptor,
             open(descriptor, "wb", closefd=False) as file,
@@ -132,7 +129,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, runtime_dir: Path) -> InstanceRecord:
-        """Return the record in the runtime directory, whether its instance still lives or not.
+        """Return the record in the runtime directory, of a live or a dead instance.
 
         Raises:
             FileNotFoundError: If there is none.
@@ -148,27 +145,27 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     @staticmethod
     def remove(runtime_dir: Path) -> None:
-        """Remove the record, if there is one, and what of one could not be written."""
+        """Remove the record, if there is one, and an unfinished one."""
         for name in (_UNFINISHED_RECORD, _RECORD):
             (runtime_dir / name).unlink(missing_ok=True)
 
 
 def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -> Path:
-    """Return the folder in shared memory of the instance that serves, or would serve, `runtime_dir`; it is not made.
+    """Return the path of the folder in shared memory of the instance of `runtime_dir`; the folder is not made.
 
     Args:
-        runtime_dir: By which commands find the instance.
-        uid: Whose instance; ours by default.
+        runtime_dir: The instance's runtime directory.
+        uid: The instance's user; this process's by default.
     """
     digest = hashlib.blake2b(os.fsencode(os.path.realpath(runtime_dir))).hexdigest()
     return Path(f"/dev/shm/rlhfd-{os.geteuid() if uid is None else uid}-{digest[:10]}")
 
 
 def holder(runtime_dir: Path) -> int | None:
-    """Return the pid of the supervisor that holds the runtime directory, 0 if it has not told yet, None if nobody does.
+    """Return the pid of the supervisor that holds the runtime directory, 0 before it is written, None without a holder.
 
     Raises:
-        UnreachableError: If the lock may not be looked at.
+        UnreachableError: If this user may not read the lock.
     """
     path = runtime_dir / _LOCK
     try:
@@ -191,13 +188,13 @@ def find(runtime_dir: Path) -> InstanceRecord:
 
     Raises:
         NotRunningError: If none runs there.
-        UnreachableError: If one runs there and has left no record yet, or none that can be read.
+        UnreachableError: If one runs there without a readable record.
     """
     pid = holder(runtime_dir)
     if pid is None:
         raise NotRunningError(f"no instance runs in {runtime_dir}")
     with contextlib.suppress(FileNotFoundError):
-        # A record of another pid was left by one that was killed.
+        # A record with another pid is of a killed instance.
         if (record := InstanceRecord.read(runtime_dir)).pid == pid:
             return record
     raise UnreachableError(f"{_named(pid)} in {runtime_dir} is starting and does not answer yet")
@@ -207,23 +204,23 @@ def terminate(runtime_dir: Path) -> None:
     """Send SIGTERM to the supervisor that holds the runtime directory, and to no other process.
 
     Raises:
-        NotRunningError: If nobody holds it.
-        UnreachableError: If the process may not be signalled.
+        NotRunningError: If no process holds it.
+        UnreachableError: If this user may not signal the process.
     """
-    nobody = f"no instance runs in {runtime_dir}"
+    not_running = f"no instance runs in {runtime_dir}"
     if not (pid := holder(runtime_dir)):
-        raise NotRunningError(nobody)
+        raise NotRunningError(not_running)
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
-        raise NotRunningError(nobody) from None
+        raise NotRunningError(not_running) from None
     try:
-        # The pid in the file may be a dead one's, given to another process since.
+        # The pid in the file may be of a dead process, and assigned to another process since.
         if not _has_open(pid, runtime_dir / _LOCK):
-            raise NotRunningError(nobody)
+            raise NotRunningError(not_running)
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
     except ProcessLookupError:
-        pass  # it ended by itself, which is what was wanted
+        pass  # it has exited by itself, which is the purpose
     except PermissionError as error:
         raise UnreachableError(f"{_named(pid)} in {runtime_dir} belongs to another user") from error
     finally:
@@ -231,7 +228,7 @@ def terminate(runtime_dir: Path) -> None:
 
 
 def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
-    """Wait until nobody holds the runtime directory; return whether that came true in time."""
+    """Wait until no process holds the runtime directory; return False after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while holder(runtime_dir) is not None:
         if time.monotonic() >= deadline:
@@ -241,7 +238,7 @@ def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
 
 
 def _lock_file(path: Path) -> int | None:
-    """Open and lock the file at `path`; None if another process holds it, or has just removed it.
+    """Open and lock the file at `path`; return None if another process holds it, or has just removed it.
 
     Raises:
         ConfigError: If it cannot be opened.

@@ -1,7 +1,7 @@
-"""What the processes say to each other: frozen msgspec structs, msgpack on the wire, nothing pickled.
+"""The messages between the processes: frozen msgspec structs, msgpack on the wire, nothing pickled.
 
-Bulk data never travels in a message; an extent of the arena is named by its offset instead. A process that died leaves
-messages in flight behind, so whoever is addressed compares `to` with its own incarnation and ignores older mail.
+Bulk data never travels in a message; the message has the offset of its extent in the arena. A dead process leaves
+messages in flight, so a receiver compares `to` with its own incarnation and ignores messages to an earlier one.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 FaultReason = Literal["lengths", "mask", "vocabulary", "not_finite", "malformed"]
-"""What keeps experience out (`pipeline.rollout.insert_gate`); ``malformed``: whatever else is wrong with its fields."""
+"""The check of the insert gate that failed (`pipeline.rollout.insert_gate`); ``malformed``: any other wrong field."""
 
 
 # To the buffer.
 
 
 class Hello(Message, frozen=True):
-    """A worker or trainer rank introduces itself, on its start and whenever a new buffer says `Welcome`.
+    """A worker or trainer rank connects, at its start and after each `Welcome` of a new buffer.
 
-    `held` are the tickets or leases it has in hand; the buffer gives the others of its name to its successor. A worker
-    says in `attempts` as which attempt it got each: one that was handed out again since has not reached it.
-    `fresh`: it was given none yet, so a trainer's weights are the newest version and nothing beyond. `pid` tells it
-    from a predecessor whose death is reported late.
+    `held` are the tickets or leases that it holds; the buffer treats the others of its name as those of a dead
+    predecessor. `attempts` are the attempt numbers of a worker's held tickets: a ticket handed out again since has
+    another number and has not reached it. `fresh`: it has received no lease yet, so a trainer's weights are exactly the
+    newest version. `pid` distinguishes it from a predecessor whose death is reported late.
     """
 
     peer: str
@@ -43,7 +43,7 @@ class Hello(Message, frozen=True):
 
 
 class WantTickets(Message, frozen=True):
-    """A worker can hold this many tickets in all, those it holds now included."""
+    """A worker can hold this many tickets in all, its present tickets included."""
 
     worker: str
     incarnation: int
@@ -51,9 +51,10 @@ class WantTickets(Message, frozen=True):
 
 
 class Sealed(Message, frozen=True):
-    """A ticket's experiences are whole in the arena, checksum included; sent again until `Settled`.
+    """A ticket's experience is whole in the arena, checksum included; repeated until `Settled`.
 
-    `attempt` is that of the ticket: of an earlier hand-out than the last it is a repeat. 0 where nobody counts them.
+    `attempt` is the ticket's: a message with an earlier attempt than the last is late and has no effect. 0: attempts
+    are not counted.
     """
 
     worker: str
@@ -68,7 +69,7 @@ class Sealed(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A ticket came to nothing; the buffer decides whether its prompts are tried again. `attempt` as of `Sealed`."""
+    """A ticket failed without experience; the buffer decides on a retry of its prompts. `attempt`: see `Sealed`."""
 
     worker: str
     ticket: int
@@ -78,9 +79,9 @@ class Failed(Message, frozen=True):
 
 
 class Faulty(Message, frozen=True):
-    """What came of a ticket did not pass the insert gate; sent again until `Settled`.
+    """A ticket's experience failed the insert gate; repeated until `Settled`.
 
-    It is in the extent all the same, for the quarantine; with `rows` 0 it could not be written. `attempt` is as of
+    It is in the extent nevertheless, for the quarantine; `rows` is 0 if it could not be written. `attempt`: see
     `Sealed`.
     """
 
@@ -114,7 +115,7 @@ class Ack(Message, frozen=True):
 class Release(Message, frozen=True):
     """A trainer hands a batch back unused; its rows are ready again.
 
-    From an `incarnation` that the rank goes by no more it means nothing: its successor has the batch by then.
+    It has no effect from an earlier `incarnation` of the rank: the successor has the batch by then.
     """
 
     trainer: str
@@ -123,10 +124,10 @@ class Release(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """A trainer found extents of its lease unusable and trained on none of the batch: they are for quarantine.
+    """A trainer found extents of its lease unusable and trained on no row of the batch; the buffer quarantines them.
 
-    It has let go of that lease and of all that it held behind it, and goes by `incarnation` from here on: what was
-    sent to it before, under the same numbers, is not for it any more.
+    The trainer has dropped that lease and its later leases, and has a new `incarnation` from then on: leases sent to
+    it before, under the same numbers, are ignored.
     """
 
     trainer: str
@@ -139,8 +140,8 @@ class Damaged(Message, frozen=True):
 class Published(Message, frozen=True):
     """New weights are whole in shared memory; they include every lease below `trained_through`.
 
-    With `rollback` they are older ones than those before: a trainer went on from a checkpoint, and what came after it
-    exists no more. Prompts from `position` on may be missing from them, with -1 nobody knows which.
+    With `rollback` they are older than the weights before: a trainer resumed from a checkpoint, and the later versions
+    are void. Prompts from `position` on may be missing from them; -1: unknown.
     """
 
     version: int
@@ -153,7 +154,7 @@ class Published(Message, frozen=True):
 class PeerDied(Message, frozen=True):
     """The supervisor has reaped this peer: its tickets and leases are free.
 
-    `working_on` is the ticket or lease that it was at when it died, -1 for none.
+    `working_on` is its ticket or lease in work at its death, -1 for none.
     """
 
     peer: str
@@ -162,9 +163,9 @@ class PeerDied(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """No new tickets and no new leases; finish what is in hand, then exit 0. Goes to the buffer, and from it to all.
+    """No new tickets and no new leases; finish the work in hand, then exit 0. To the buffer, and from it to all peers.
 
-    `complete`: the run has taken its last step, so what is undelivered is of no use to a later start.
+    `complete`: the run has taken its last step, so undelivered rows are useless to a later start.
     """
 
     complete: bool = False
@@ -174,15 +175,16 @@ class Drain(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """A buffer answers `Hello`, or has started anew and asks for one."""
+    """The buffer's answer to `Hello`, or the request of a restarted buffer for one."""
 
     incarnation: int
 
 
 class Ticket(Message, frozen=True):
-    """Leave to roll out `prompts` prompts from `position` on, and the room for what comes of it.
+    """Permission to roll out `prompts` prompts from `position` on, with reserved room for their rows.
 
-    Of a dead buffer it is void unless its successor was told of it: see `RolloutWorker`, which changes its name then.
+    A dead buffer's ticket is void unless the worker has named it to the successor: see `RolloutWorker`, which takes a
+    new incarnation then.
     """
 
     to: int
@@ -197,7 +199,7 @@ class Ticket(Message, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """The buffer has taken note of a `Sealed`, `Faulty` or `Failed` ticket; the worker may forget it."""
+    """The buffer has recorded a `Sealed`, `Faulty` or `Failed` ticket; the worker may forget it."""
 
     to: int
     ticket: int
@@ -224,8 +226,8 @@ class ExtentRows(Message, frozen=True):
 class Lease(Message, frozen=True):
     """One batch of `sample_batch_size` rows, the trainer's until `Ack` or `Release`.
 
-    Every prompt before `position` is trained, dropped or in a lease up to this one: where a run goes on whose shared
-    memory is lost.
+    Every prompt before `position` is trained, dropped or in a lease up to this one; a run whose shared memory is lost
+    resumes there.
     """
 
     to: int
@@ -236,13 +238,13 @@ class Lease(Message, frozen=True):
     position: int = 0
 
 
-# To the server of a `DetachedReplayBuffer`, and from it; beside these it speaks of tickets and leases as above.
+# To and from the server of a `DetachedReplayBuffer`; it uses the messages about tickets and leases above as well.
 
 
 class Join(Message, frozen=True):
-    """A client introduces itself to the server of this incarnation, 0 for one it has not met yet.
+    """A client connects to the server of this incarnation, 0 for a server unknown to it.
 
-    It listens on `socket`; of all that its name ever held it has at most this ticket or this lease.
+    It receives on `socket`; it holds at most this ticket or this lease, and no earlier one of its name.
     """
 
     client: str
@@ -274,7 +276,7 @@ class WantBatch(Message, frozen=True):
 
 
 class Ask(Message, frozen=True):
-    """A client wants `what` to be done, and `Books` when it is."""
+    """A client requests an action and, after it, `Books`."""
 
     client: str
     incarnation: int
@@ -284,14 +286,14 @@ class Ask(Message, frozen=True):
 
 
 class Delivered(Message, frozen=True):
-    """A consumer's `Ack` or `Damaged` was taken note of: the lease has ended."""
+    """A consumer's `Ack` or `Damaged` is recorded: the lease has ended."""
 
     to: int
     lease: int
 
 
 class Refused(Message, frozen=True):
-    """A request came to nothing; `kind` tells the error to raise."""
+    """A request failed; `kind` determines the error to raise."""
 
     to: int
     request: int
@@ -300,7 +302,7 @@ class Refused(Message, frozen=True):
 
 
 class Books(Message, frozen=True):
-    """What became of all rows: ``sealed = trained + dropped + ready + leased``; `rows` were flushed or cleared."""
+    """The totals of all rows: ``sealed = trained + dropped + ready + leased``; `rows` were flushed or cleared."""
 
     to: int
     request: int
@@ -351,7 +353,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that `data` holds.
+    """Return the message in `data`.
 
     Raises:
         DecodeError: If it is not exactly one well-formed message of a known type.

@@ -1,7 +1,7 @@
 """`rlhfd pause` and `rlhfd resume`: whether the buffer issues tickets, as a file in the instance's folder.
 
-The buffer looks at it several times a second, and at its start, so that a new one knows before it says a word. It goes
-with the folder: the next start after a killed supervisor is still paused, the next start after a stop is not.
+The buffer checks it several times a second, and at its start before its first message. The file is removed with the
+folder: the next start after a killed supervisor is still paused, the next start after a stop is not.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ log = logging.getLogger(__name__)
 
 
 class Pause:
-    """The file; any process of the instance may look, the supervisor alone writes."""
+    """The file; every process of the instance may read it, the supervisor alone writes it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "paused"
 
     def is_on(self) -> bool:
-        """Whether no tickets are to be issued."""
+        """Return whether no tickets are to be issued."""
         return self._path.exists()
 
     async def turn(self, on: bool, seen: Callable[[], bool | None]) -> bool:
-        """Ask for it, or no longer, and wait until the buffer has said that so it is.
+        """Pause or resume, and wait for the buffer's confirmation.
 
         Args:
             on: Whether to pause.
-            seen: What the buffer said last; None while there is none.
+            seen: Returns the buffer's last reported state; None without a buffer.
 
         Returns:
-            Whether it is so now; else it is as soon as there is a buffer.
+            Whether the buffer has confirmed; else the change takes effect as soon as a buffer runs.
 
         Raises:
             OSError: If the file cannot be made.

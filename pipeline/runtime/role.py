@@ -1,4 +1,4 @@
-"""What every role's process has in common: where it lives, how it reports, when it must end."""
+"""The common part of every role's process: its folder, its reports, its shutdown."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a child tells its supervisor, one JSON line each.
+    """A message of a child to its supervisor, one JSON line each.
 
-    A new `state` (``"ready"``, ``"finished"``; ``"unusable"``: never to be started again; ``"pending"``: a cluster
-    has no place for it, and ``"placed"``: now it has), `progress` on the way to it, or the `error` that it ends with.
+    It has a new `state`, or `progress` towards it, or the `error` with which the child exits. States: ``"ready"``;
+    ``"finished"``; ``"unusable"``: it is never started again; ``"pending"``: a cluster has no place for it;
+    ``"placed"``: the cluster has a place for it.
     """
 
     state: str = ""
@@ -32,16 +33,16 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclasses.dataclass
 class RoleContext:
-    """A role's surroundings.
+    """The parts of the instance that a role's process uses.
 
     Attributes:
         role: ``"buffer"``, ``"trainer"``, ``"rollout"`` or ``"setup"``.
         index: Rank or worker number.
         folder: The instance's shared-memory folder: sockets, arena, weights, metrics.
         metrics: This process's slot.
-        report: Tells the supervisor.
+        report: Sends a report to the supervisor.
+        generation: Number of the start of the role's group; ranks of one generation connect to each other.
         prompts: Prompts in one epoch, 0 if unknown.
-        generation: How often the role's group was started; ranks of one generation meet each other.
         stopping: Set by SIGTERM; the loop ends at the next safe point.
     """
 
@@ -61,15 +62,15 @@ class RoleContext:
         return self.role if self.role in ("buffer", "setup") else f"{self.role}-{self.index}"
 
     def ready(self) -> None:
-        """Tell the supervisor that the start is over; from the beat before it on, silence is a hang."""
+        """Report the end of the start; from the heartbeat before it on, hang detection is active."""
         self.metrics.beat()
         self.report(Report(state="ready"))
 
     def reloaded(self) -> Config | None:
-        """Return the instance's configuration if it is another one since the last call; the log level is set here.
+        """Return the instance's configuration if it has changed since the last call, and set the log level.
 
-        To be called between two pieces of work. A look costs some microseconds; the first one always reads, for the
-        file may have changed while this process was starting.
+        To be called between two units of work. A call costs some microseconds; the first call always reads the file,
+        because it may have changed while this process was starting.
         """
         path = self.folder / "config.json"
         found = path.stat()
@@ -84,7 +85,7 @@ class RoleContext:
         return config
 
     def stop_on_sigterm(self) -> None:
-        """Let SIGTERM set `stopping`; SIGINT is the supervisor's to handle."""
+        """Let SIGTERM set `stopping`; SIGINT is ignored, the supervisor handles it."""
 
         def stop(*_: object) -> None:
             self.stopping = True

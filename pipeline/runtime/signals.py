@@ -1,4 +1,4 @@
-"""Signals of a process: held, released, turned into an orderly end, ignored."""
+"""Signals that end a process: blocked, unblocked, turned into an orderly exit, ignored."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def hold_signals() -> None:
-    """Let signals that ask for the end wait for `release_signals`: nobody could answer them properly meanwhile."""
+    """Block SIGTERM, SIGINT and SIGHUP until `release_signals`: their handlers are not set up before."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
 
 
 def release_signals() -> None:
-    """Let those through that waited, and those to come."""
+    """Unblock SIGTERM, SIGINT and SIGHUP; pending signals are delivered."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
 
 
 def unwind_on_signals() -> None:
-    """From here on end with 0 at a signal that asks for the end, by way of every ``finally``."""
+    """From now on exit with 0 at SIGTERM, SIGINT or SIGHUP, through every ``finally``."""
 
     def unwind(*_: object) -> None:
         ignore_signals()
@@ -30,6 +30,6 @@ def unwind_on_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """Let no signal that asks for the end interrupt it; programs started from here on would ignore them too."""
+    """Ignore SIGTERM, SIGINT and SIGHUP; programs started from now on inherit this."""
     for number in _ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

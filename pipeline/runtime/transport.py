@@ -1,9 +1,9 @@
-"""ZeroMQ between the processes of one instance: each listens on one PULL socket and pushes to the others.
+"""ZeroMQ between the processes of one instance: each receives on one PULL socket and pushes to the others.
 
-Sockets lie in the instance's shared-memory folder (0700), so no path is ever too long for one. What a sender queues is
-unbounded on purpose: tickets, leases and credits already bound what can be under way, and a full queue that drops or
-blocks would lose an acknowledgement. A receiver takes a bounded number ahead: what is beyond waits at its sender, so
-that one that floods it pays with its own memory.
+Sockets lie in the instance's shared-memory folder (0700), so no path is too long for a socket. A sender's queue is
+unbounded on purpose: tickets, leases and credits bound the messages in flight, and a full queue that drops or blocks
+would lose an acknowledgement. A receiver's queue is bounded: further messages wait at their sender, so a sender that
+floods it uses its own memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.runtime.messages import Message, decode, encode
 from pipeline.telemetry.writer import Counter, MetricWriter
 
 BUFFER = "buffer"
-# A plain number: what an enum's flags take to be combined is half of a look at a socket.
+# A plain number: the combination of an enum's flags takes half the time of a socket check.
 _READABLE = int(zmq.POLLIN)
 _MAX_MESSAGE_BYTES = 64 << 20
 _MAX_BURST = 1024
@@ -44,7 +44,7 @@ def trainer_name(rank: int) -> str:
 
 
 class Sender(Protocol):
-    """Whatever a role's messages go out through: ZeroMQ, or a queue when all roles share one process."""
+    """The way out of a role's messages: ZeroMQ, or a queue if all roles are in one process."""
 
     def send(self, message: Message) -> None:
         """Queue a message; never blocks."""
@@ -55,7 +55,7 @@ class Traffic:
 
     def __init__(self, metrics: MetricWriter) -> None:
         self._metrics = metrics
-        # Finding a counter costs more than a message does.
+        # The lookup of a counter by its labels costs more than a message.
         self._counters: dict[tuple[str, str], tuple[Counter, Counter]] = {}
         self._drops: dict[str, Counter] = {}
 
@@ -72,7 +72,7 @@ class Traffic:
         counters[1].inc(nbytes)
 
     def drop(self, peer: str, messages: int) -> None:
-        """Count messages that came to the mailbox of a peer and cannot be what one says."""
+        """Count messages to the mailbox of a peer that do not decode or are impossible."""
         channel = BUFFER if peer == BUFFER else "peer"
         if channel not in self._drops:
             self._drops[channel] = self._metrics.counter("rlhfd_ipc_drops_total", channel=channel)
@@ -81,7 +81,7 @@ class Traffic:
 
 
 class Mailbox:
-    """What others say to this process; owns the socket and its file.
+    """The receiving socket of this process; owns the socket and its file.
 
     Attributes:
         refused: Messages that did not decode, dropped.
@@ -105,25 +105,25 @@ class Mailbox:
             raise ConfigError(f"cannot listen on {self._path}: {error.strerror}") from error
         finally:
             os.umask(previous)
-        # Kept: making one for each wait costs more than the wait's own call.
+        # Kept: a new poller for each wait costs more than the wait's own call.
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self.refused = 0
         self.received = 0
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether something has come, waiting up to `timeout_s` for it."""
-        # Asked beforehand: that costs less than to wait for what is here.
+        """Wait up to `timeout_s` for a message; return whether there is one."""
+        # Checked first: this costs less than a wait that returns at once.
         return self._has_mail() or bool(self._poller.poll(_milliseconds(timeout_s)))
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """Return what has come, waiting up to `timeout_s` for the first message."""
+        """Wait up to `timeout_s` for the first message; return all messages that have arrived."""
         deadline = time.monotonic() + timeout_s
         messages: list[Message] = []
         nbytes = refused = 0
-        # What is refused counts too: garbage without end must not hold up the work.
+        # Refused messages count too: endless garbage must not stop the work.
         while len(messages) + refused < _MAX_BURST:
-            # Asked beforehand: that costs less than the exception of a socket that has nothing.
+            # Checked first: this costs less than the exception of an empty socket.
             if not self._has_mail():
                 wait_ms = 0 if messages else _milliseconds(deadline - time.monotonic())
                 if not (wait_ms and self._poller.poll(wait_ms)):
@@ -149,7 +149,7 @@ class Mailbox:
         return bool(cast(int, self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _log_refused(self, error: DecodeError) -> None:
-        """Log the first one, then at most one a minute with how many there were since."""
+        """Log the first refused message, then at most one line a minute with the number since the last."""
         self._refused_unlogged += 1
         if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
             log.warning("message refused: to=%s count=%d reason=%s", self._name, self._refused_unlogged, str(error))
@@ -162,12 +162,12 @@ class Mailbox:
 
 
 def _milliseconds(seconds: float) -> int:
-    """Round up to what a poller can wait; never less than nothing, which is for ever."""
+    """Round up to whole milliseconds of a poller; at least 0, because a negative wait has no end."""
     return max(0, int(seconds * 1000 + 0.999))
 
 
 class Outbox:
-    """Sends to one peer, whether it is there already or not; keeps the order."""
+    """Sends to one peer, which may connect later; keeps the order."""
 
     def __init__(self, folder: Path, peer: str, traffic: Traffic | None = None) -> None:
         self._peer = peer
@@ -184,7 +184,7 @@ class Outbox:
         self.send_all([message])
 
     def send_all(self, messages: Sequence[Message]) -> None:
-        """Queue messages, at least one, that wake the peer up once; never blocks."""
+        """Queue messages, at least one, as one delivery that wakes the peer once; never blocks."""
         parts = [encode(message) for message in messages]
         self._socket.send_multipart(parts, zmq.NOBLOCK)
         self.sent += len(parts)
@@ -192,5 +192,5 @@ class Outbox:
             self._traffic.count(self._peer, "sent", len(parts), sum(map(len, parts)))
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close, giving what is queued up to `linger_s` to leave."""
+        """Close; queued messages have up to `linger_s` to leave."""
         self._socket.close(linger=int(linger_s * 1000))

@@ -1,9 +1,9 @@
-"""An instance's folder in shared memory: what lies in it, how it is made, taken over and removed.
+"""An instance's folder in shared memory: its files, its creation, takeover and removal.
 
 arena         ledger and experiences            weights       published policy versions
 metrics       the slab                          config.json   the effective configuration, for the children
 *.sock        ZeroMQ and control sockets        *.lock        one trainer rank each
-run.json      which run this is                 paused        there while no tickets are issued
+run.json      the id of the run                 paused        exists while no tickets are issued
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class RunId(msgspec.Struct, frozen=True):
-    """Which run an arena belongs to: its id, and what must be equal for another start to go on with it."""
+    """The run of an arena: its id, and the identity of its configuration; a start of the same identity resumes it."""
 
     run_id: str
     identity: str
@@ -50,7 +50,7 @@ class Workspace:
 
     @property
     def weights_path(self) -> Path:
-        """The published weights; made by the first publish."""
+        """The published weights; the first publish makes the file."""
         return self.folder / "weights"
 
     @property
@@ -60,21 +60,21 @@ class Workspace:
 
     @property
     def config_path(self) -> Path:
-        """The effective configuration as the children read it."""
+        """The effective configuration, read by the children."""
         return self.folder / "config.json"
 
     @classmethod
     def open(cls, folder: str | Path) -> Workspace:
-        """Return the workspace that a supervisor has prepared."""
+        """Return the workspace that a supervisor has prepared in `folder`."""
         folder = Path(folder)
         return cls(folder, msgspec.json.decode((folder / "run.json").read_bytes(), type=RunId))
 
     @classmethod
     def prepare(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
-        """Make the folder, or take over what a killed supervisor of the same run left in it.
+        """Make the folder, or take over the folder of a killed supervisor of the same run.
 
-        The caller holds the instance lock. Whatever was left by another run is removed. If this fails, a folder that it
-        made is removed, one that it took over stays.
+        The caller holds the instance lock. Files of another run are removed. If this fails, a folder that it made is
+        removed, a folder that it took over stays.
 
         Raises:
             ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches.
@@ -100,10 +100,10 @@ class Workspace:
         return workspace
 
     def stage_config(self, config: Config) -> Path:
-        """Write a configuration for the children beside the one that they read, to be renamed to `config_path`.
+        """Write a new configuration for the children beside the current one; the caller renames it to `config_path`.
 
         Raises:
-            OSError: If there is no room for it.
+            OSError: If shared memory has no room for it.
         """
         staged = self.folder / "config.json.new"
         staged.touch(mode=0o600)
@@ -111,21 +111,21 @@ class Workspace:
         return staged
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it; what the run held is on disk by now."""
+        """Remove the folder with its files; the state of the run is on disk by then."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def undo(self) -> None:
-        """Leave things as `prepare` found them: a folder that it made is removed, one that it took over stays."""
+        """Undo `prepare`: a folder that it made is removed, a folder that it took over stays."""
         if not self.taken_over:
             self.remove()
             return
         log.warning(
-            "what a killed supervisor left stays for the next start, "
+            "the state of a killed supervisor stays for the next start, "
             "`rlhfd start --fresh` removes it: run=%s folder=%s", self.run.run_id, self.folder,
         )  # fmt: skip
 
     def _write_config(self, config: Config) -> None:
-        # Into the pages that a file taken over has: others may have left none. Nobody reads it yet.
+        # In place, into the file's own pages: other programs may have filled shared memory. No process reads it yet.
         descriptor = os.open(self.config_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
             file.write(config.model_dump_json().encode())
@@ -141,8 +141,8 @@ class Workspace:
         arena.close()
         if found.run.identity != identity or arena.layout != layout.identity:
             return None
-        # Sockets and locks of the dead are of no use to anyone, and a meeting point of theirs would make ranks wait for
-        # them: generations are counted anew.
+        # Sockets and locks of dead processes are useless, and ranks would wait for them at an old rendezvous: the
+        # numbers of generations begin again.
         for pattern in ("*.sock", "*.lock", "*.new", "ranks-*"):
             for left in folder.glob(pattern):
                 left.unlink(missing_ok=True)
@@ -151,7 +151,7 @@ class Workspace:
     @classmethod
     def _fresh(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
         if any(folder.iterdir()):
-            log.warning("what another run left in shared memory is removed: folder=%s", folder)
+            log.warning("files of another run in shared memory are removed: folder=%s", folder)
         for left in folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         Arena.create(
@@ -168,7 +168,7 @@ class Workspace:
 
 
 def _make_own(folder: Path) -> None:
-    """Make the folder unless it is there; a link, or what somebody else made under its name, is not followed."""
+    """Make the folder unless it exists; a link, or a file or folder of another user, is refused."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

@@ -67,7 +67,7 @@ class Arena:
             path: Path of the file; its folder exists and is accessible to this user alone.
             payload_bytes: Size of the payload, the room for extents.
             ledger_bytes: Size of the ledger.
-            layout: Number of the ledger's layout (`LedgerLayout.identity`); an arena of another layout is not taken over.
+            layout: Number of the ledger's layout (`LedgerLayout.identity`); another layout is not taken over.
 
         Raises:
             ConfigError: If the file system has less free space.

@@ -1,4 +1,4 @@
-"""The consequence of each child's exit outside of the shutdown: a restart, the shutdown, or the end with an exit code."""
+"""The consequence of each child's exit before the shutdown: a restart, the shutdown, or the end with an exit code."""
 
 from __future__ import annotations
 

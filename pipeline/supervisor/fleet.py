@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, GaveUpError
-from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, executed
+from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, child_environment, executed
 from pipeline.runtime.forkserver import Forkserver
 from pipeline.runtime.role import Report
 from pipeline.supervisor.placement import Place
@@ -249,15 +249,8 @@ class Fleet:
         )
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
-        environment = {
-            "CUDA_VISIBLE_DEVICES": slot.place.gpu,
-            "OMP_NUM_THREADS": str(self._settings.threads.get(slot.role, 1)),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
         settings = self._settings
+        environment = child_environment(gpu=slot.place.gpu, threads=settings.threads.get(slot.role, 1))
         if slot.role == "forkserver":
             return self._forkserver.starter(settings.name, settings.model, environment)
         spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, settings.prompts, list(slot.place.cpus))

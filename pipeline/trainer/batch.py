@@ -142,4 +142,4 @@ def _check_mask(attention_mask: Tensor, action_mask: Tensor) -> None:
             "the rows must be as many, and the actions fewer than the columns"
         )
     if (action_mask & (attention_mask[:, -num_actions:] == 0)).any():
-        raise FieldError("action_mask marks columns that are padding in attention_mask")
+        raise FieldError("action_mask marks columns that attention_mask says are padding")

@@ -39,7 +39,7 @@ _CONNECT_TIMEOUT_S = 30.0
 class Batch(NamedTuple):
     """A leased batch.
 
-    Args:
+    Attributes:
         experience: The rows, left-padded; ``info["policy_version"]`` is ``(B,)`` int64.
         lease: The lease's number.
         for_version: The policy version that is trained on the batch.

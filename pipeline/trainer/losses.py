@@ -23,7 +23,7 @@ _VARIANCE_EPS = 1e-8
 class PolicyLoss(NamedTuple):
     """The result of `policy_loss`.
 
-    Args:
+    Attributes:
         loss: Scalar, differentiable.
         ratios: ``(B, A)`` float32, the importance ratios, without gradient; 1 outside the mask.
         clipped: ``(B, A)`` bool, the actions whose gradient the clip sets to 0.

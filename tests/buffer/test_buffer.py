@@ -245,7 +245,7 @@ def test_a_repeated_seal_is_settled_again_and_counted_once():
 
 
 def test_prompts_that_fail_every_time_are_set_aside():
-    bench = Bench(max_attempts=2)
+    bench = Bench(limits(max_attempts=2))
     bench.say(Published(0, 9, 0), *worker(0, tickets=1))
     positions = []
     for _ in range(3):
@@ -258,7 +258,7 @@ def test_prompts_that_fail_every_time_are_set_aside():
 
 
 def test_an_epoch_without_any_experience_ends_the_run_and_says_so():
-    bench = Bench(prompts_in_source=4)
+    bench = Bench(limits(prompts_in_source=4))
     bench.say(Published(0, 9, 0), *worker(0, tickets=1))
     (ticket,) = bench.heard("worker-0", Ticket)
     bench.say(Failed("worker-0", ticket.ticket, "too long", retry=False))
@@ -469,7 +469,7 @@ def test_what_did_not_pass_the_gate_is_kept_and_counted_by_reason_and_its_prompt
 
 
 def test_what_did_not_pass_the_gate_is_given_up_after_its_attempts_and_said_again_changes_nothing():
-    bench = Bench(max_attempts=2)
+    bench = Bench(limits(max_attempts=2))
     bench.say(Published(0, 9, 0), *worker(0, tickets=1))
     for _ in range(2):
         (ticket,) = bench.heard("worker-0", Ticket)
@@ -490,7 +490,7 @@ def test_what_did_not_pass_the_gate_is_given_up_after_its_attempts_and_said_agai
 @pytest.mark.parametrize("kind", ["faulty", "failed", "sealed"])
 def test_what_came_of_an_earlier_attempt_is_counted_once_though_its_worker_has_the_ticket_again(kind):
     """The buffer dies after it has handed the ticket out again and before anybody heard of it."""
-    bench = Bench(max_attempts=9)
+    bench = Bench(limits(max_attempts=9))
     bench.say(Published(0, 9, 0), *worker(0, tickets=1))
     (ticket,) = bench.heard("worker-0", Ticket)
     word = {
@@ -754,7 +754,7 @@ def test_paused_hands_out_no_ticket_and_leases_what_is_there():
 
 
 def test_other_limits_hold_for_tickets_from_then_on():
-    bench = Bench(max_attempts=1, ticket_timeout_s=10.0)
+    bench = Bench(limits(max_attempts=1, ticket_timeout_s=10.0))
     bench.say(Published(0, 9, 0), *worker(0, tickets=1))
     (before,) = bench.heard("worker-0", Ticket)
 

@@ -1,8 +1,7 @@
-"""A campaign of kills against a real daemon: what is hit in which state, and how long until training goes on.
+"""A campaign of kills against a real daemon: the targets with their stages, and the time until training goes on.
 
-The campaign looks at the daemon from outside, through the metrics' shared memory: it waits until the process it has
-chosen is at the stage it has chosen, and kills it there. A supervisor that dies is started again, as a service manager
-would.
+The campaign observes the daemon from outside, through the metrics' shared memory: it waits until the chosen process is
+at the chosen stage, and kills it there. A supervisor that dies is started again, as a service manager would.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ RECOVERY_TIMEOUT_S = 120.0
 _STAGE_TIMEOUT_S = 4.0
 _LOOK_S = 0.0002
 _TRAINED = re.compile(r"experiences: sealed \d+ = trained (\d+) \+")
-# Within which an end in order is hit: most take that long.
+# Longest delay of a kill after SIGTERM: most orderly shutdowns take that long.
 _DRAIN_S = 0.5
-# Within which a start is hit: a fork of the forkserver takes about that long.
+# Longest delay of a kill after a start: a process forked by the forkserver takes about that long to start.
 _START_S = 0.5
-# Of those that hang, each of which costs daemon.hang_timeout_s, so many to each turn of all that are killed.
+# Number of hanging targets for each turn of all killed targets; each hang costs daemon.hang_timeout_s.
 _HANGS_A_TURN = 4
 
 
 class Target(NamedTuple):
-    """Whom to hit, and at which stage of its work, any if none is named; with `hangs` it is stopped, not killed.
+    """A role to kill, and the stage of its work, "" for any; with `hangs` the process is stopped, not killed.
 
-    At the stage ``"drain"`` the daemon has been told to stop; at ``"start"`` the process has just taken the place of a
-    killed one.
+    At the stage ``"drain"`` the daemon has received SIGTERM; at ``"start"`` the process has just replaced a killed one.
     """
 
     role: str
@@ -47,8 +45,8 @@ class Target(NamedTuple):
 
 
 # A ticket's rows: reserved and being made (generate ... ref_logprob), half written (seal), sealed and not yet settled
-# (the moment after), queued and leased (any kill of the buffer), in the optimizer step (train), acknowledged by the
-# publish under way (publish), and a fetch under way (fetch_weights).
+# (after seal), ready and leased (any kill of the buffer), in the optimizer step (train), acknowledged by a publish in
+# progress (publish); and a fetch in progress (fetch_weights).
 TARGETS = (
     Target("rollout", "generate"),
     Target("rollout", "reward"),
@@ -88,7 +86,7 @@ TARGETS = (
 
 
 class Kill(NamedTuple):
-    """One kill: who, at which stage it really was, which states rows were in, how long training took to go on."""
+    """One kill: the target, its real stage, the states of the rows, and the time until training went on."""
 
     target: Target
     stage: str
@@ -97,20 +95,20 @@ class Kill(NamedTuple):
 
 
 class Campaign:
-    """Kills one process after another, each once training has gone on after the one before.
+    """Kills one process after another, each once training has gone on after the previous kill.
 
     Args:
-        folder: The daemon's.
-        sets: Its settings.
+        folder: The daemon's folder.
+        sets: The daemon's settings.
         task: The embedded task.
-        seed: Of the order of kills.
-        targets: Whom to kill.
+        seed: Seed of the order of kills.
+        targets: The processes to kill.
     """
 
     def __init__(self, folder: Path, *sets: str, task: Path, seed: int, targets: tuple[Target, ...] = TARGETS) -> None:
         self.kills: list[Kill] = []
         self.lives = 0
-        # Counters live as long as the arena, which a stop in order ends.
+        # Counters live as long as the arena, which an orderly shutdown removes.
         self.trained_before_stops = 0
         self.daemon: Daemon
         self._folder = folder
@@ -166,7 +164,7 @@ class Campaign:
             for (role, how, stage), times in sorted(groups.items())
         ]
         states = collections.Counter(state for kill in self.kills for state in kill.states)
-        # One that hangs is found after daemon.hang_timeout_s, which is no property of the recovery.
+        # A hang is detected after daemon.hang_timeout_s, which is no part of the recovery.
         times = sorted(kill.recovery_s for kill in self.kills if not kill.target.hangs)
         p50, p99 = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
         return "\n".join(
@@ -192,7 +190,7 @@ class Campaign:
         self._start()
 
     def _end(self, target: Target) -> None:
-        """Let a stop go on to its end, which must be one in order unless the supervisor was killed; start again."""
+        """Wait for the end of a shutdown, with exit code 0 unless the supervisor was killed; start again."""
         code = self.daemon.wait(RECOVERY_TIMEOUT_S)
         if target.role != "supervisor":
             assert code == 0, f"{target} made it end with {code}\n{self.daemon.errors[-4000:]}"
@@ -204,7 +202,7 @@ class Campaign:
 
     def _next(self) -> Target:
         if not self._turns:
-            # Each target once a turn, in an order of its own: none is forgotten, none is foreseeable.
+            # Each target once a turn, in a random order.
             turn = [*self._killed, *(self._next_hang() for _ in self._hanging[:_HANGS_A_TURN])]
             self._turns = self._rng.sample(turn, len(turn))
         return self._turns.pop()
@@ -215,7 +213,7 @@ class Campaign:
         return self._hangs.pop()
 
     def _strike(self, target: Target) -> str:
-        """Kill the target, at its stage if that comes up in time; return the stage it was at."""
+        """Kill the target, at its stage if it reaches it in time; return the stage at the kill."""
         if target.stage == "drain":
             return self._strike_drain(target)
         if target.role == "everything":
@@ -241,7 +239,7 @@ class Campaign:
         return stage
 
     def _strike_start(self, slab: MetricsSlab, target: Target, worker: int) -> str:
-        """Kill a process, and hit the one that takes its place a moment after that has come."""
+        """Kill a process, then its successor a moment after that has started."""
         wait_until(lambda: _is_up(slab, target.role, worker), RECOVERY_TIMEOUT_S, f"{target.role} {worker} is up")
         killed = slab.pid(target.role, worker)
         os.kill(killed, signal.SIGKILL)
@@ -256,9 +254,9 @@ class Campaign:
         return target.stage
 
     def _strike_drain(self, target: Target) -> str:
-        """Tell the daemon to stop, and kill the target a moment later, unless that has ended by itself."""
+        """Send SIGTERM to the daemon and kill the target a moment later, unless it has exited by itself."""
         self.daemon.wait_ready(RECOVERY_TIMEOUT_S)
-        # What was killed last may be seen as ready still, and have no process.
+        # The process killed last may still be listed as ready, without a pid.
         names, pids = wait_until(lambda: self._named(target), RECOVERY_TIMEOUT_S, f"{target.role} is up")
         name = self._rng.choice(names)
         self.daemon.signal(signal.SIGTERM)
@@ -273,9 +271,9 @@ class Campaign:
         return (names, pids) if names else None
 
     def _wait_stage(self, slab: MetricsSlab, target: Target, worker: int) -> str:
-        """Wait until that process is up and at the stage; any other one will do at the deadline."""
+        """Wait until the process is up and at the stage; at the deadline any stage will do."""
         wait_until(lambda: _is_up(slab, target.role, worker), RECOVERY_TIMEOUT_S, f"{target.role} {worker} is up")
-        # A moment of no meaning within the stage.
+        # A random moment within the stage.
         delay_s = self._rng.random() * 0.02
         wanted, after = target.stage.removeprefix("after "), target.stage.startswith("after ")
         deadline = time.monotonic() + (_STAGE_TIMEOUT_S if wanted else delay_s)
@@ -313,7 +311,7 @@ class Campaign:
         return 0
 
     def _states(self) -> tuple[str, ...]:
-        """Return the states that some row is in: being rolled out or written, waiting, with a trainer."""
+        """Return the states that any row is in: reserved, ready, leased."""
         with contextlib.suppress(OSError, LedgerError), self._slab() as slab:
             if (books := slab.conservation()) is not None:
                 held = {
@@ -333,7 +331,7 @@ def _blow(target: Target) -> signal.Signals:
 
 
 def trained_in(errors: str) -> int:
-    """Return the rows that a daemon that has ended in order says were trained."""
+    """Return the trained rows in the log of a daemon after an orderly shutdown."""
     (trained,) = map(int, _TRAINED.findall(errors))
     return trained
 

@@ -1,7 +1,7 @@
 """Kill anything, at any moment: nothing finished is lost, nothing is trained twice, nothing is left behind.
 
 The proof is in the weights: with ``max_staleness = 0`` a run that was killed hundreds of times ends, bit for bit, with
-the weights and the experience of a run of as many steps that nobody disturbed.
+the weights and the experience of an undisturbed run of as many steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 KILLS, FULL_KILLS = 5, 250
 """Kills of each of the two campaigns; the full ones by ``bin/test --chaos``."""
 
-TOLD_EVERY = 50
+REPORT_EVERY = 50
 
 SETTINGS = (
     *SMALL,
@@ -42,20 +42,20 @@ def kills(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def targets(request: pytest.FixtureRequest) -> tuple[Target, ...]:
-    """Whom to hit; in short nobody hangs, which tests/daemon/test_hangs.py has one by one."""
+    """Return the targets; the short campaign has no hangs, which tests/daemon/test_hangs.py tests one by one."""
     return TARGETS if request.config.getoption("--chaos") else tuple(target for target in TARGETS if not target.hangs)
 
 
 def strike(campaign: Campaign, kills: int, say) -> None:
-    """Kill so many times; a long campaign tells how far it is."""
+    """Kill `kills` times; a long campaign reports its progress."""
     for count in range(1, kills + 1):
         campaign.kill()
-        if count % TOLD_EVERY == 0:
+        if count % REPORT_EVERY == 0:
             say(f"{count} of {kills} kills")
 
 
 def end_in_order(campaign: Campaign) -> None:
-    """Stop the daemon; its books balance to the end and nothing of it is left."""
+    """Stop the daemon; its totals balance to the end and nothing of it is left."""
     campaign.settle()
     daemon = campaign.daemon
     metrics = daemon.metrics()
@@ -68,7 +68,7 @@ def end_in_order(campaign: Campaign) -> None:
 
 
 def result(errors: str) -> tuple[str, ...]:
-    """Steps, fingerprint of the weights, digest of all that was trained on."""
+    """Return steps, fingerprint of the weights, and digest of all trained experience."""
     found = ENDED.search(errors)
     assert found is not None, errors[-4000:]
     return found.groups()

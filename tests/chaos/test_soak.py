@@ -1,4 +1,4 @@
-"""A daemon that runs for long holds what it held at first: memory, descriptors, mappings, sockets, shared memory."""
+"""A long run leaks no resource: memory, descriptors, mappings, sockets, shared memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.full]
 
 SOAK_S = 1200.0
 WARM_UP_S = 60.0
-"""Until caches and allocators of a new process have grown to what they need."""
+"""Time for the caches and allocators of a new process to reach their final size."""
 RESTARTED = ("rollout-1", "buffer-0")
-"""Killed by turns, so that those that live through it are seen to hold nothing of the dead."""
+"""Killed by turns: the surviving processes must hold no resource of the dead ones."""
 _WINDOW = 8
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Held(NamedTuple):
-    """What one process holds at one moment."""
+    """The resources of one process at one moment."""
 
     at_s: float
     resident_bytes: int
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def held_by(pid: int, now_s: float) -> Held:
-    """Read it from /proc."""
+    """Return the resources of a process, from /proc."""
     folder = Path(f"/proc/{pid}")
     links = []
     for link in (folder / "fd").iterdir():
@@ -53,7 +53,7 @@ def held_by(pid: int, now_s: float) -> Held:
 
 
 def slope(samples: list[tuple[float, float]]) -> float:
-    """Median of the slopes between all pairs (Theil and Sen): a spike does not move it."""
+    """Return the median of the slopes between all pairs (Theil and Sen): a spike does not move it."""
     pairs = [
         (later[1] - earlier[1]) / (later[0] - earlier[0])
         for place, earlier in enumerate(samples)
@@ -63,10 +63,10 @@ def slope(samples: list[tuple[float, float]]) -> float:
 
 
 def growth(samples: list[Held]) -> float:
-    """How many bytes the memory held between steps would grow by in an hour.
+    """Return the growth of the memory held between steps, in bytes an hour.
 
-    In the midst of a step a trainer holds some 20 MiB more, and how often it is found there goes with the load of the
-    machine: what a leak lifts is the floor, the least of each few samples.
+    During a step a trainer holds some 20 MiB more, and the share of samples during a step depends on the load of the
+    machine. A leak raises the floor: the least of each 8 samples.
     """
     windows = [samples[start : start + _WINDOW] for start in range(0, len(samples) - _WINDOW + 1, _WINDOW)]
     floors = [min(window, key=lambda sample: sample.resident_bytes) for window in windows]
@@ -75,8 +75,8 @@ def growth(samples: list[Held]) -> float:
 
 @pytest.mark.timeout(1800)
 def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, say):  # noqa: F811
-    # Each step is like the first: rewards that differ from the start, and weights that hardly move. A run that learns
-    # takes more memory once it has something to learn from, and that is no leak.
+    # Each step is like the first: rewards that differ from the start, and weights that hardly move. A run takes more
+    # memory once its rewards differ, and that is no leak.
     steady = (*telling_reward(tmp_path), "trainer.learning_rate=1e-12")
     settings = (*SMALL, *steady, "trainer.max_steps=0", "rollout.workers=2", "daemon.restart_limit=1000")
     histories: dict[tuple[str, int], list[Held]] = defaultdict(list)
@@ -108,15 +108,15 @@ def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, say):  #
 
     say(_table(histories, steps))
     assert len(set(segment_bytes)) == 1, f"shared memory grew or shrank: {sorted(set(segment_bytes))}"
-    lived = {who: [sample for sample in samples if sample.at_s > samples[0].at_s + WARM_UP_S]
-             for who, samples in histories.items()}  # fmt: skip
-    watched = {who: samples for who, samples in lived.items() if len(samples) >= 20}
+    lived = {process: [sample for sample in samples if sample.at_s > samples[0].at_s + WARM_UP_S]
+             for process, samples in histories.items()}  # fmt: skip
+    watched = {process: samples for process, samples in lived.items() if len(samples) >= 20}
     assert {name for name, _ in watched} >= {"supervisor", "trainer-0", "rollout-0"}
     for (name, pid), samples in watched.items():
         for field in ("descriptors", "sockets", "mappings"):
             values = [getattr(sample, field) for sample in samples]
             half = len(values) // 2
-            # One open connection more or less, while it is looked at, is no leak.
+            # One open connection more or less at the moment of a sample is no leak.
             assert max(values[half:]) <= max(values[:half]) + 2, f"{name} {pid}: {field} grow: {values}"
         resident = statistics.median(sample.resident_bytes for sample in samples)
         allowed = 0.02 * resident + (2 << 20)
@@ -125,7 +125,7 @@ def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, say):  #
 
 
 def fifths(samples: list[Held]) -> str:
-    """The least and the median of resident MiB in each fifth of the time."""
+    """Return the least and the median of resident MiB in each fifth of the time."""
     size = max(1, len(samples) // 5)
     parts = [[one.resident_bytes >> 20 for one in samples[at : at + size]] for at in range(0, size * 5, size)]
     return " ".join(f"{min(part)}/{statistics.median(part):.0f}" for part in parts if part)

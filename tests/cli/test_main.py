@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code."""
+"""The command line: its output, the stream of it, and the exit codes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TestCommands:
         # One a line, none folded into its neighbour; a group shows those of its commands.
         assert examples and all(line.startswith("    ") and "rlhfd " in line for line in examples)
         assert any(" ".join(["rlhfd", *names]) in line for line in examples)
-        assert "..." not in result.output.partition("Commands:")[2], "the list says what each command does, in full"
+        assert "..." not in result.output.partition("Commands:")[2], "the list describes each command in full"
 
     def test_every_command_is_in_the_list_above(self) -> None:
         config = cli.main.commands["config"]
@@ -215,7 +215,7 @@ class TestConfig:
 class TestStart:
     @pytest.fixture
     def started(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, LoadedConfig]:
-        """Runners that only note what they were called with."""
+        """Runners that only record their arguments."""
         calls: dict[str, LoadedConfig] = {}
 
         def runner(name: str, code: ExitCode) -> SimpleNamespace:

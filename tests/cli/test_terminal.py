@@ -1,4 +1,4 @@
-"""What the terminal commands make of an instance's answers, and that a bug report comes whatever is broken."""
+"""The terminal commands' output for an instance's answers, and a bug report from a broken machine."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def row(ids, mask, **_): return torch.zeros(3)
 
 
 def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = 90.0) -> list[str]:
-    """Run a start that must fail; return the lines of standard error, having looked for what it left."""
+    """Run a start that must fail; return the lines of standard error, after a check that nothing is left behind."""
     with daemon:
         assert daemon.wait(timeout_s) == code, daemon.errors
     assert not daemon.shm_dir.exists()
@@ -225,7 +225,7 @@ def test_file_of_which_no_prompt_leaves_room_ends_the_start(tmp_path: Path, task
     )
 
 
-# Prompts that the chat template refuses: what it raises may quote them, and stays out of the log.
+# Prompts that the chat template refuses: its errors may quote them, and stay out of the log.
 
 USER, SYSTEM = {"role": "user", "content": "7302>"}, {"role": "system", "content": "31415926"}
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""The same seed gives the same experience and the same weights, whatever rolls it out."""
+"""The same seed gives the same experience and the same weights, for any number of workers and engines."""
 
 import re
 from pathlib import Path

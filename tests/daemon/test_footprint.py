@@ -46,7 +46,7 @@ class Traces:
         assert daemon.shm_dir.exists() and len(self._pids) > 1
 
     def left(self) -> list[str]:
-        """Return what is still there."""
+        """Return the things that are left."""
         runtime = self._daemon.runtime_dir
         return [
             *(f"process {pid}" for pid in self._pids if is_alive(pid)),
@@ -110,7 +110,7 @@ def test_start_beyond_model_loading_takes_under_three_seconds(tmp_path: Path, ta
             daemon.wait_until(lambda: "process=buffer" in daemon.errors, "the buffer is ready")
             return time.monotonic() - started_s
 
-    # Other programs can only make it slower: the best of some starts is nearest to what it takes.
+    # Other programs can only make it slower: the best of some starts is nearest to its own time.
     taken_s: list[float] = []
     while len(taken_s) < 5 and min(taken_s, default=MOST_START_S) >= MOST_START_S:
         taken_s.append(start_s(len(taken_s)))

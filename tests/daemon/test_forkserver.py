@@ -58,7 +58,7 @@ def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_o
         daemon.wait_until(lambda: forkserver(daemon) not in (None, first), "there is another forkserver")
         os.kill(pids["rollout-0"], signal.SIGKILL)
         worker = replaced(daemon, "rollout-0", pids["rollout-0"])
-        assert daemon.pids()["trainer-0"] == pids["trainer-0"], "nobody else died of it"
+        assert daemon.pids()["trainer-0"] == pids["trainer-0"], "no other process died of it"
 
         second = forkserver(daemon)
         os.kill(second, signal.SIGSTOP)

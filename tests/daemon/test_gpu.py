@@ -152,7 +152,7 @@ def test_memory_that_cannot_be_locked_is_a_warning_and_the_card_goes_on(caplog):
 @pytest.mark.parametrize("publisher_device", ["cuda", "cpu"])
 @pytest.mark.parametrize("worker_device", ["cuda", "cpu"])
 def test_weights_travel_between_any_devices_whole(tmp_path, publisher_device, worker_device):
-    """Larger than what is copied before the first event, so that hashing and copies run beside each other."""
+    """Larger than the part copied before the first event, so that hashing and copies run beside each other."""
     draws = torch.Generator().manual_seed(0)
     given = {f"actor.{i}": torch.randn(3_000_001, generator=draws).to(publisher_device) for i in range(12)}
     target = {name: torch.zeros(tensor.shape, device=worker_device) for name, tensor in given.items()}

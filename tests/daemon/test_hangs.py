@@ -1,4 +1,4 @@
-"""A real daemon whose processes hang without dying: who hangs is named and replaced, and the run goes on."""
+"""A real daemon whose processes hang without dying: the hung process is named and replaced, and the run continues."""
 
 import os
 import signal
@@ -80,9 +80,9 @@ def hang_and_go_on(daemon, name, hang, *, steps=3):
     return metrics
 
 
-@pytest.mark.parametrize(("name", "function"), [("rollout-0", "rollout_process.py"), ("buffer-0", "buffer_process.py"),
-                                                ("trainer-0", "trainer_process.py")])  # fmt: skip
-def test_a_stopped_process_is_named_and_replaced(folder, task, name, function):  # noqa: F811
+@pytest.mark.parametrize(("name", "file"), [("rollout-0", "rollout/process.py"), ("buffer-0", "buffer/process.py"),
+                                            ("trainer-0", "trainer/process.py")])  # fmt: skip
+def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):  # noqa: F811
     with Daemon(folder, *SETTINGS, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
@@ -95,7 +95,7 @@ def test_a_stopped_process_is_named_and_replaced(folder, task, name, function): 
         assert total(metrics, "rlhfd_items_dropped_total") == 0
         stacks = [line for line in daemon.errors.splitlines() if " | " in line and "in run" in line]
         slot = name.replace("buffer-0", "buffer")
-        assert any(line.startswith(f"{slot} | ") and function in line for line in stacks), "it was let go to write them"
+        assert any(line.startswith(f"{slot} | ") and file in line for line in stacks), "it was let go to write them"
         assert len({line.partition(" | ")[0] for line in stacks}) == 3, "and so did the others"
         others = pids.keys() - {name}
         assert {other: daemon.pids()[other] for other in others} == {other: pids[other] for other in others}
@@ -363,7 +363,7 @@ def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_r
         (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
         assert f"role=buffer pid={pid} " in verdict and verdict.endswith("reason=stopped")
         assert "buffer ended (-9) before it had written the undelivered rows, restart: hung in" in daemon.errors
-        assert any(line.startswith("buffer | ") and "buffer_process.py" in line for line in daemon.errors.splitlines())
+        assert any(line.startswith("buffer | ") and "buffer/process.py" in line for line in daemon.errors.splitlines())
         rows = spooled_rows(daemon)[-1]
         assert rows > 0
         assert list(daemon.runtime_dir.iterdir()) == []

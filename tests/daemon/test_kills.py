@@ -1,4 +1,4 @@
-"""A real daemon whose processes are killed with SIGKILL; what must go on goes on, and the books balance."""
+"""A real daemon whose processes are killed with SIGKILL; the others continue, and the counts of rows add up."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ import sys
 import msgspec
 import pytest
 
-from pipeline.buffer.spool import Books
+from pipeline.buffer.spool import SpoolTotals
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.storage import extent_file
 from pipeline.telemetry.slab import MetricsSlab
@@ -93,7 +93,7 @@ def test_a_killed_buffer_reads_its_ledger_and_loses_nothing(tmp_path, task):  # 
 
 
 def test_word_of_a_death_that_a_killed_buffer_had_not_read_is_said_again(tmp_path, task):  # noqa: F811
-    """A worker that is not started again leaves tickets, which nobody else may roll out until the buffer knows."""
+    """A worker that is not started again leaves tickets, which no other worker may roll out until the buffer knows."""
     limits = ("rollout.workers=2", "buffer.max_staleness=0", "daemon.restart_limit=2", "daemon.restart_delay_s=0.05")
     with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
         daemon.wait_ready()
@@ -304,7 +304,7 @@ def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_superv
     fails("full-disk", program=full, message="No space left on device")
     broken = 'rollout.reward_functions=["nowhere:score"]'
     fails("serial", broken, arguments=("--serial",), message="cannot import nowhere")
-    # Refused by buffer and trainer, so that nobody writes a checkpoint.
+    # Refused by buffer and trainer, so that no checkpoint is written.
     latest = daemon.state_dir / "checkpoints" / "latest.json"
     latest.parent.mkdir(exist_ok=True)
     latest.write_bytes(b"no JSON")
@@ -359,7 +359,7 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
             (path,) = (daemon.state_dir / "journal").glob(f"*{extent_file.SUFFIX}")
             file, latest = extent_file.load(path), read_latest(daemon.state_dir / "checkpoints")
             # It may have been stopped before word of its version left it.
-            if file.extents and msgspec.json.decode(file.metadata["books"], type=Books).include(latest):
+            if file.extents and msgspec.json.decode(file.metadata["books"], type=SpoolTotals).include(latest):
                 return file, latest
             daemon.signal(signal.SIGCONT, "trainer-0")
             return None
@@ -386,7 +386,7 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_path, task, number):  # noqa: F811
-    """Between its last line and its exit lies a second of Python's taking down what it has loaded."""
+    """Between its last line and its exit lies a second in which Python unloads its modules."""
     with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(1)

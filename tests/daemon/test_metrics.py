@@ -38,7 +38,7 @@ __all__ = ["task"]
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 RATE = 'rate(rlhfd_tokens_total{kind="response"}[1m])'
 RATE_WINDOW_S = 60.0
-# The window has to lie wholly in what Prometheus has seen; then several moments are compared.
+# The window has to lie wholly within Prometheus' samples; then several moments are compared.
 WATCHED_S = RATE_WINDOW_S + 12.0
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "dashboards"
@@ -69,7 +69,7 @@ class Watched:
         scrapes: In order, text and OpenMetrics by turns.
         readiness: What /readyz and /healthz answered, by moment.
         rates: Compared from the moment on when the window is full.
-        spans: What was spent and what passed, by process.
+        spans: Time in activities and wall time, by process.
         answers: Series that Prometheus gave for each query of the dashboard, by panel and query.
         rules: What Prometheus says of each recording rule and alert.
         is_up: Prometheus' own verdict on each of its scrapes.
@@ -204,7 +204,7 @@ def shown_on_terminal(daemon: Daemon) -> float:
 
 
 class Watch:
-    """Runs one daemon through start, work, the loss of a worker and the end, and writes down what it shows."""
+    """Runs one daemon through start, work, the loss of a worker and the end, and records its metrics."""
 
     def __init__(self, daemon: Daemon, prometheus: Prometheus) -> None:
         self.seen = Watched()
@@ -246,7 +246,7 @@ class Watch:
             time.sleep(PAUSE_S)
 
     def account(self) -> None:
-        """Note what each process's activities add up to, since its start and over the last while."""
+        """Record the sum of each process's activities, since its start and over the last while."""
         started = {name: age_s(pid) for name, pid in self._daemon.pids().items()}
         from_s, before = time.monotonic(), spent_by_process(self.scrape())
         self.until_the_window_is_full()
@@ -254,7 +254,7 @@ class Watch:
         until_s, after = time.monotonic(), spent_by_process(self.scrape())
         assert started.keys() == lived.keys() == after.keys()
         self.seen.spans = [Span(name, after[name] - before[name], until_s - from_s) for name in after]
-        # One worker has died: what the one before it spent is counted too.
+        # One worker has died: the time of the one before it is counted too.
         self.seen.spans += [
             Span(f"{name}, from its start", after[name], lived[name]) for name in after if name != KILLED
         ]

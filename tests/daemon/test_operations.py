@@ -162,7 +162,7 @@ def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon:
         counted = buffer["trained"] == 32 * status["step"]
         return counted and buffer["reserved_items"] == buffer["leased_items"] == 0 and buffer["ready_items"] < 32
 
-    daemon.wait_until(at_rest, "what was rolled out is trained")
+    daemon.wait_until(at_rest, "all rows are trained")
     assert daemon.why()["sentences"][0] == "The run is paused: no tickets are issued until `rlhfd resume`."
     step, pids = daemon.status()["step"], daemon.pids()
     daemon.signal(signal.SIGKILL, "buffer-0")
@@ -175,7 +175,7 @@ def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon:
     assert (shown["state"], shown["step"], shown["buffer"]["reserved_items"]) == ("paused", step, 0)
     assert {name: pid for name, pid in daemon.pids().items() if name != "buffer-0"} == {
         name: pid for name, pid in pids.items() if name != "buffer-0"
-    }, "nobody was taken for hung"
+    }, "no process was taken for hung"
 
     write(daemon.folder)
     assert daemon.ask("reload").returncode == 0

@@ -40,7 +40,7 @@ FOCUSED = "(() => { const e = document.activeElement; return e.id || e.className
 
 @dataclasses.dataclass
 class Seen:
-    """A daemon that stands still, its page, and what was seen before its restart."""
+    """A paused daemon, its page, and the readings from before its restart."""
 
     daemon: Daemon
     browser: Browser
@@ -70,11 +70,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
             daemon.signal(signal.SIGTERM)
             assert daemon.wait() == 0
         with Daemon(folder, *settings, name="again") as daemon:
-            # It goes on at the step of the life before: what counts are steps of this one.
+            # It resumes at the step of the run before: only later steps count.
             daemon.wait_ready()
             daemon.wait_step(daemon.status()["step"] + 2)
             daemon.wait_until(lambda: {"21>", "7302>"} <= sampled(daemon), "both prompts are among the rollouts kept")
-            # From here on nothing moves, and what is shown can be held against what is scraped.
+            # From here on no value changes, and the page can be compared with the metrics.
             for name in ("rollout-0", "trainer-0"):
                 daemon.signal(signal.SIGSTOP, name)
             still = wait_still(daemon)
@@ -124,7 +124,7 @@ def wait_still(daemon: Daemon) -> Metrics:
 
 @pytest.fixture
 def page(seen: Seen) -> Iterator[Page]:
-    """The page as a desktop shows it; it must have complained of nothing, and asked nobody else, in the end."""
+    """The page as a desktop shows it; at the end it must have no error, and no request to another host."""
     with seen.browser.page() as page:
         opened(page, seen)
         yield page

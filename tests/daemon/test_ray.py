@@ -1,4 +1,4 @@
-"""A daemon whose workers' models compute on a real Ray cluster: the same numbers, the same care for what dies."""
+"""A daemon whose workers' models compute on a real Ray cluster: the same numbers, the same handling of deaths."""
 
 import contextlib
 import os
@@ -135,7 +135,7 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
         daemon.wait()
         for pid in actors(daemon).values():
             wait_until(lambda pid=pid: not is_alive(pid), 30.0, "an actor ends with its daemon")
-        wait_until(lambda: not holders(cluster), 30.0, "who holds the weights ends with the daemon")
+        wait_until(lambda: not holders(cluster), 30.0, "the holders of the weights end with the daemon")
         shutil.rmtree(daemon.shm_dir)
 
 

@@ -79,7 +79,7 @@ def ended(daemon: Daemon) -> tuple[str, str, str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(request, tmp_path_factory, task):  # noqa: F811
-    """The algorithm's setting, and how a run ends if nobody disturbs it."""
+    """The algorithm's setting, and the end of an undisturbed run."""
     setting = f"rollout.algorithm={request.param}"
     with daemon_in(tmp_path_factory.mktemp("undisturbed"), setting, task=task) as daemon:
         return setting, ended(daemon)

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 START_TIMEOUT_S = 90.0
-# Each look starts nsenter and systemctl: at the pace of other tests they would take a core from what is waited for.
+# Each look starts nsenter and systemctl: at the pace of other tests they would take a core from the awaited process.
 POLL_S = 0.2
 WATCHDOG_S = 8
 CONFIG = """

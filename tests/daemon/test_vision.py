@@ -1,4 +1,4 @@
-"""Images through a real daemon: prompt file, rollout, arena, trainer; and what arrives is what was in the files."""
+"""Images through a real daemon: prompt file, rollout, arena, trainer; the arriving pixels are those of the files."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def settings(folder: Path, task: Path, *more: str) -> tuple[str, ...]:
 
 
 def ended(daemon: Daemon) -> tuple[str, str, str]:
-    """Wait for the end; steps, fingerprint of the weights and digest of what was trained on, pixels included."""
+    """Wait for the end; steps, fingerprint of the weights and digest of the trained rows, pixels included."""
     assert daemon.wait(150.0) == 0, daemon.errors
     found = ENDED.search(daemon.errors)
     assert found is not None, daemon.errors

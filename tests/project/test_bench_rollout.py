@@ -1,4 +1,4 @@
-"""The rollout benchmark compares what is equal: its ways make the same, and it says so where they do not."""
+"""The rollout benchmark compares equal work: its ways make equal rows, and a difference is reported."""
 
 import dataclasses
 

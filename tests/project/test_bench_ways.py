@@ -96,7 +96,7 @@ def test_ways_deliver_what_was_sent():
 
     assert not failed
     assert {way: len(found) for way, found in results.items()} == dict.fromkeys(ways, 2)
-    # `benches.ways` compares the tokens of what came with those of what was sent.
+    # `benches.ways` compares the received tokens with the sent ones.
     assert all(one["nbytes"] > 0 and one["seconds"] > 0 for found in results.values() for one in found)
     assert len(waits["latencies"]) == 2 and all(0 < wait < 60 for wait in waits["latencies"])
     assert waits["parts"]["buffer"] >= 0

@@ -99,7 +99,7 @@ class Project:
         )
 
     def run(self, *arguments: str, **options: object) -> tuple[Mapping[str, object], str]:
-        """Return what the started program tells, and what the set-up said."""
+        """Return the started program's report, and the output of the set-up."""
         with self.start(*arguments, **options) as process:  # type: ignore[arg-type]
             output, said = process.communicate(timeout=60)
         assert process.returncode == 0, said

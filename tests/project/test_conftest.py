@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def outcome(folder: Path, body: str, **environment: str) -> str:
-    """Return what pytest prints for one test under the project's rules; it runs in `folder`."""
+    """Return pytest's output for one test under the project's rules; it runs in `folder`."""
     test = folder / "test_one.py"
     test.write_text(f"import os, subprocess, warnings\nimport pytest\n{body}\n")
     inherited = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}

@@ -1,4 +1,4 @@
-"""The public names say what they take, give and raise, and the examples in their docstrings run."""
+"""The public names document arguments, results and errors, and the examples in their docstrings run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_a_public_function_says_what_it_takes_gives_and_raises(name: str, functi
 def test_a_public_class_says_what_its_constructor_takes(name: str) -> None:
     kind = getattr(pipeline, name)
     docstring = kind.__doc__ or ""
-    if not dataclasses.is_dataclass(kind) and not section(docstring, "Args"):
+    # A named tuple's constructor is made from its fields, as a dataclass's.
+    has_fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    if not has_fields and not section(docstring, "Args"):
         docstring = kind.__init__.__doc__ or ""
     if dataclasses.is_dataclass(kind):
         inherited = {
@@ -83,14 +85,16 @@ def test_a_public_class_says_what_its_constructor_takes(name: str) -> None:
             for field in dataclasses.fields(base)
         }
         expected = [field.name for field in dataclasses.fields(kind) if field.name not in inherited]
+    elif has_fields:
+        expected = [*kind._fields]
     else:
         expected = [parameter for parameter in inspect.signature(kind.__init__).parameters if parameter != "self"]
 
-    title = "Attributes" if dataclasses.is_dataclass(kind) else "Args"
+    title = "Attributes" if has_fields else "Args"
     documented = re.findall(r"^    (\w+):", section(docstring, title), re.MULTILINE)
 
     assert documented == expected
-    if not dataclasses.is_dataclass(kind):
+    if not has_fields:
         for error in raised(kind.__init__):
             assert error in section(docstring, "Raises"), error
 

@@ -1,4 +1,4 @@
-"""The check that every test is held to: what it must find, and what it must leave alone."""
+"""The leak check of every test: the leaks that it must find, and the things that it must ignore."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_segment_is_found_until_it_is_unlinked(segment: Path) -> None:
 def test_a_segment_held_by_a_stranger_is_not_ours(segment: Path) -> None:
     holding = "import sys; held = open(sys.argv[1], 'w'); print(flush=True); sys.stdin.read()"
     before = Holdings.now()
-    # Neither our child nor marked: what a daemon running beside the tests looks like.
+    # Neither our child nor marked: like a daemon running beside the tests.
     stranger = subprocess.Popen(
         ["setsid", "--fork", sys.executable, "-c", holding, str(segment)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What `from pipeline import ...` gives, and what it costs."""
+"""The names that `from pipeline import ...` gives, and the modules that it loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may reach what: modes of a live instance's files, another user at its doors, and what the code never does."""
+"""Access: modes of a live instance's files, attempts by another user, and calls that the code never makes."""
 
 import ast
 import os
@@ -41,7 +41,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a s
 
 @pytest.fixture
 def open_path(tmp_path):
-    """Every folder above the test's opened to others, so that what refuses them is the instance's own modes."""
+    """Every folder above the test's opened to others, so that only the instance's own modes refuse them."""
     modes = {parent: stat.S_IMODE(parent.stat().st_mode) for parent in (tmp_path, *tmp_path.parents)}
     changed = {parent: mode for parent, mode in modes.items() if mode & 0o005 != 0o005}
     for parent, mode in changed.items():

@@ -1,4 +1,4 @@
-"""The replay buffer between real processes: each row once, whoever is killed; nothing is left behind."""
+"""The replay buffer between real processes: each row once, after any kill; nothing is left behind."""
 
 import os
 import pickle
@@ -48,7 +48,7 @@ def until(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
-        # Short: what is waited for may last a millisecond.
+        # A short sleep: the condition may hold for a millisecond only.
         time.sleep(0.0005)
 
 
@@ -111,7 +111,7 @@ def test_rows_without_a_mask_are_tokens_to_the_end():
 
 
 def with_images(numbers, images, *, width=4, raw_images=None):
-    """Return the rows with so many images each, whose pixels say whose they are."""
+    """Return rows with `images` images each; the pixels are the number of their row."""
     text = numbered(numbers)
     owners = [number for number, count in zip(numbers, images, strict=True) for _ in range(4 * count)]
     return ExperienceVL(
@@ -125,7 +125,7 @@ def with_images(numbers, images, *, width=4, raw_images=None):
 def test_images_go_with_their_rows_and_rows_may_have_none():
     with buffer_of(4, arena_bytes=MIB) as buffer:
         buffer.append(with_images([0, 1], [0, 0]))
-        # Raw images are of a size that nobody knows before they are encoded.
+        # The size of raw images is known only once they are encoded.
         buffer.append(with_images([2, 3], [1, 2], raw_images=[[b"2" * 90_000], [b"3", b"33"]]))
         with pytest.raises(
             FieldError, match=r"pixel_values: float32 \(B, 5\); in the rows before it is float32 \(B, 4\)"
@@ -194,7 +194,7 @@ def test_experience_that_never_fits_is_an_error_at_once():
     with buffer_of(2, arena_bytes=64 << 10) as buffer:
         with pytest.raises(ArenaFullError, match=r"[\d,]+ B do not fit into an arena of 65,536 B"):
             buffer.append(made_up(rows=64, prompt=200, actions=200))
-        # Its padding does not count.
+        # The padding does not count.
         wide = made_up(rows=2, prompt=3000, actions=1)
         wide.attention_mask[:, :2990] = 0
         buffer.append(wide)
@@ -202,7 +202,7 @@ def test_experience_that_never_fits_is_an_error_at_once():
 
 
 def test_rows_of_lightrft_have_scores_of_one_number():
-    """values, returns and advantages of shape (1,), as its page says; rows of one action have A = 1 besides."""
+    """Values, returns and advantages have shape (1,), as its page says; rows of one action also have A = 1."""
     items = [
         BufferItem(
             sequences=torch.arange(1, 4 + row),
@@ -396,7 +396,7 @@ def test_the_object_travels_pickled_and_by_its_path(crew):
         crew.wait(member, "done")
         other = DetachedReplayBuffer.attach(buffer.path)
         other.append(numbered([2]))
-        # It does not own the buffer: closing ends nothing but its own connection.
+        # This process does not own the buffer: closing ends its own connection alone.
         other.close()
 
         assert numbers_of(buffer.sample()) == [1, 2]
@@ -447,7 +447,7 @@ def test_nothing_is_lost_or_doubled_while_clients_and_server_are_killed(crew):
             for member in (producer, writing, consumers[-1]):
                 crew.kill(member)
             appended = [number for batch in crew.heard(producer, "appended") for number in batch]
-            # What was in the books when it died but had not been said yet.
+            # An append that was sealed when the producer died, but not yet reported by it.
             sealed |= {*appended, appended[-1] + 1}
             killed_batches += 1
         crew.wait(steady, "done")
@@ -460,7 +460,7 @@ def test_nothing_is_lost_or_doubled_while_clients_and_server_are_killed(crew):
     taken = [number for member in consumers for batch in crew.heard(member, "batch") for number in batch]
     assert len(taken) == len(set(taken)), "a row came twice"
     assert set(taken) <= sealed, "a row came that was never appended whole"
-    # A consumer that was killed may have had one batch that it could not speak of any more.
+    # A killed consumer may have taken one batch without reporting it.
     assert stats.delivered - len(taken) <= 8 * killed_batches
     assert stats.sealed == stats.delivered and len(sealed) - 6 <= stats.sealed <= len(sealed)
 
@@ -575,7 +575,7 @@ def test_what_a_killed_owner_and_a_killed_server_left_is_swept(crew):
     until(lambda: not is_alive(server))
     assert Path(path, "arena").exists()
     with buffer_of(2) as living:
-        # The sweep takes the dead one and no living one.
+        # The sweep removes the dead buffer's folder and no living one's.
         with buffer_of(2) as buffer:
             assert not Path(path).exists()
             buffer.append(numbered([1]))

@@ -32,7 +32,7 @@ LAYOUT = LedgerLayout(extents=64, rows_per_extent=8)
 
 
 class Bench:
-    """A queue, what outlives it, and what it said to whom."""
+    """A queue, the memory that outlives it, and the messages that it sent."""
 
     def __init__(self, *, sample_batch_size=4, limit=0, capacity_bytes=1 << 16):
         self.memory = memoryview(bytearray(LAYOUT.nbytes))
@@ -58,12 +58,12 @@ class Bench:
             **self.options,
         )
 
-    def say(self, *messages):
+    def send(self, *messages):
         for message in messages:
             self.queue.handle(message, self.now_s)
         self.queue.step(self.now_s)
 
-    def heard(self, client, kind):
+    def received(self, client, kind):
         found = [message for name, message in self.sent if name == client and isinstance(message, kind)]
         self.sent = [(n, m) for n, m in self.sent if not (n == client and isinstance(m, kind))]
         return found
@@ -86,15 +86,15 @@ class Client:
 
     def join(self, **held):
         self.incarnation += 1
-        self.bench.say(Join(self.name, self.incarnation, "socket", self.bench.servers, **held))
+        self.bench.send(Join(self.name, self.incarnation, "socket", self.bench.servers, **held))
 
     def want_room(self, rows=1, nbytes=256, deadline_s=math.inf):
         self.request += 1
-        self.bench.say(WantRoom(self.name, self.incarnation, self.request, rows, nbytes, deadline_s))
+        self.bench.send(WantRoom(self.name, self.incarnation, self.request, rows, nbytes, deadline_s))
         return self.one(Ticket)
 
     def seal(self, ticket, rows=1, nbytes=100):
-        self.bench.say(Sealed(self.name, ticket.ticket, rows, nbytes, 1, 0, 0))
+        self.bench.send(Sealed(self.name, ticket.ticket, rows, nbytes, 1, 0, 0))
         assert self.one(Settled) == Settled(self.incarnation, ticket.ticket)
 
     def append(self, rows=1):
@@ -103,23 +103,23 @@ class Client:
 
     def want_batch(self, deadline_s=math.inf):
         self.request += 1
-        self.bench.say(WantBatch(self.name, self.incarnation, self.request, deadline_s))
+        self.bench.send(WantBatch(self.name, self.incarnation, self.request, deadline_s))
         return self.one(Lease)
 
     def ack(self, lease):
-        self.bench.say(Ack(self.name, lease.lease))
+        self.bench.send(Ack(self.name, lease.lease))
         assert self.one(Delivered) == Delivered(self.incarnation, lease.lease)
 
     def ask(self, what):
         self.request += 1
-        self.bench.say(Ask(self.name, self.incarnation, self.request, what, math.inf))
+        self.bench.send(Ask(self.name, self.incarnation, self.request, what, math.inf))
         return self.one(Books)
 
     def refused(self):
         return self.one(Refused)
 
     def one(self, kind):
-        found = self.bench.heard(self.name, kind)
+        found = self.bench.received(self.name, kind)
         assert len(found) <= 1
         return found[0] if found else None
 
@@ -163,7 +163,7 @@ def test_a_batch_of_a_dead_consumer_goes_whole_to_the_next_before_younger_rows()
     rows = producer.append(2) + producer.append(2)
     assert rows_of(dying.want_batch()) == rows[:2]
 
-    bench.say(PeerDied("client-1"))
+    bench.send(PeerDied("client-1"))
 
     assert rows_of(next_one.want_batch()) == rows[:2]
     assert bench.balanced
@@ -175,8 +175,8 @@ def test_batches_of_dead_consumers_keep_their_order_whoever_died_first():
     rows = producer.append() + producer.append()
     first.want_batch(), second.want_batch()
 
-    bench.say(PeerDied("client-2"))
-    bench.say(PeerDied("client-1"))
+    bench.send(PeerDied("client-2"))
+    bench.send(PeerDied("client-1"))
 
     assert rows_of(next_one.want_batch()) == rows[:1]
 
@@ -186,8 +186,8 @@ def test_room_of_a_dead_producer_is_free_again_and_its_rows_never_appear():
     dying, consumer = Client(bench, 0), Client(bench, 1)
     ticket = dying.want_room(1)
 
-    bench.say(PeerDied("client-0"))
-    bench.say(Sealed("client-0", ticket.ticket, 1, 200, 1, 0, 0))
+    bench.send(PeerDied("client-0"))
+    bench.send(Sealed("client-0", ticket.ticket, 1, 200, 1, 0, 0))
 
     assert consumer.want_batch() is None
     assert bench.ledger.totals.sealed == 0 and bench.queue._allocator.free_bytes == 1 << 16
@@ -279,11 +279,11 @@ def test_a_wait_ends_at_its_deadline_and_takes_nothing():
     assert bench.queue.next_deadline_s() == 5.0
 
     bench.now_s = 5.0
-    bench.say()
+    bench.send()
     producer.append(1)
     producer.want_room(1, deadline_s=6.0)
     bench.now_s = 6.0
-    bench.say()
+    bench.send()
 
     assert consumer.refused().reason == "1 rows wait, a batch takes 2"
     assert producer.refused().reason == "no room for 1 rows: 1 batches are queued, the limit is 1"
@@ -335,7 +335,7 @@ def test_the_end_wakes_all_who_wait_and_refuses_whoever_comes():
     writing.want_room(2)
     assert producer.want_room() is None and consumer.want_batch() is None
 
-    bench.say(PeerDied("owner"))
+    bench.send(PeerDied("owner"))
     late.want_batch()
 
     for client in (producer, consumer, late):
@@ -367,7 +367,7 @@ def test_a_failed_append_gives_its_room_back():
     producer = Client(bench)
     ticket = producer.want_room(4, nbytes=4096)
 
-    bench.say(Failed(producer.name, ticket.ticket, "no such field", retry=False))
+    bench.send(Failed(producer.name, ticket.ticket, "no such field", retry=False))
 
     assert producer.one(Settled) is not None
     assert bench.queue._allocator.free_bytes == 1 << 16
@@ -379,7 +379,7 @@ def test_damaged_rows_are_dropped_and_counted_and_the_others_come_again():
     rows = producer.append(2) + producer.append(2) + producer.append(1)
     lease = consumer.want_batch()
 
-    bench.say(Damaged(consumer.name, lease.lease, [rows[0][0]], "checksum"))
+    bench.send(Damaged(consumer.name, lease.lease, [rows[0][0]], "checksum"))
 
     assert consumer.one(Delivered) is not None
     assert rows_of(consumer.want_batch()) == rows[2:]
@@ -390,11 +390,11 @@ def test_requests_are_answered_once_however_often_they_are_repeated():
     bench = Bench(sample_batch_size=1)
     producer, consumer = Client(bench, 0), Client(bench, 1)
     want = WantRoom(producer.name, producer.incarnation, 7, 1, 256, math.inf)
-    bench.say(want, want)
-    bench.say(want)
-    (ticket,) = bench.heard(producer.name, Ticket)
+    bench.send(want, want)
+    bench.send(want)
+    (ticket,) = bench.received(producer.name, Ticket)
     sealed = Sealed(producer.name, ticket.ticket, 1, 200, 1, 0, 0)
-    bench.say(sealed, sealed)
+    bench.send(sealed, sealed)
     lease = consumer.want_batch()
     consumer.ack(lease)
     consumer.ack(lease)
@@ -405,11 +405,11 @@ def test_requests_are_answered_once_however_often_they_are_repeated():
 def test_who_has_not_joined_this_server_is_asked_to():
     bench = Bench()
 
-    bench.say(WantBatch("client-0", 5, 1, math.inf))
-    bench.say(Join("client-0", 5, "socket", server=0))
-    bench.say(WantBatch("client-0", 5, 2, math.inf))
+    bench.send(WantBatch("client-0", 5, 1, math.inf))
+    bench.send(Join("client-0", 5, "socket", server=0))
+    bench.send(WantBatch("client-0", 5, 2, math.inf))
 
-    assert bench.heard("client-0", Welcome) == [Welcome(1)] * 3
+    assert bench.received("client-0", Welcome) == [Welcome(1)] * 3
 
 
 def test_the_next_server_knows_who_holds_what():
@@ -423,8 +423,8 @@ def test_the_next_server_knows_who_holds_what():
     assert bench.queue.clients == {"client-0", "client-1", "client-2", "client-3"}
     writer.join(ticket=ticket.ticket)
     holder.join(lease=held.lease)
-    bench.say(PeerDied("client-2"))
-    # The lease was on its way when the server died: it says that it has none.
+    bench.send(PeerDied("client-2"))
+    # The lease was in flight when the server died: the client joins without it.
     lost.join()
 
     writer.seal(ticket)
@@ -457,7 +457,7 @@ def test_each_row_is_delivered_once_whoever_dies(seed):
         client = clients[index]
         match rng.choice(["room", "batch", "finish", "finish", "finish", "die", "restart", "flush"]):
             case "die" if rng.random() < 0.2:
-                bench.say(PeerDied(client.name))
+                bench.send(PeerDied(client.name))
                 bench.sent = [(name, message) for name, message in bench.sent if name != client.name]
                 clients[index] = Client(bench, index, incarnation * 1000)
                 tickets.pop(index, None), leases.pop(index, None), waiting.discard(index)
@@ -471,9 +471,9 @@ def test_each_row_is_delivered_once_whoever_dies(seed):
                 waiting.clear()
             case "flush" if rng.random() < 0.2 and index not in waiting | tickets.keys() | leases.keys():
                 assert client.ask("flush") is not None
-            case "room" | "batch" as what if index not in waiting | tickets.keys() | leases.keys():
+            case "room" | "batch" as request if index not in waiting | tickets.keys() | leases.keys():
                 waiting.add(index)
-                answer = client.want_room(rng.randint(1, 8), 256) if what == "room" else client.want_batch()
+                answer = client.want_room(rng.randint(1, 8), 256) if request == "room" else client.want_batch()
                 if answer is not None:
                     bench.sent.append((client.name, answer))
             case "finish" if index in tickets:

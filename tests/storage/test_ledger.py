@@ -392,12 +392,12 @@ def test_a_buffer_killed_at_any_store_leaves_the_state_before_or_after_its_trans
 
 def test_a_state_that_is_none_is_damage():
     # Hand-placed: the first byte of a record and of an item is its state.
-    for offset in ("_extents_offset", "_items_offset"):
+    for offset in ("extents_offset", "items_offset"):
         memory = fresh()
         ledger = open_ledger(memory)
         record = ledger.reserve(rows=2, prompts=1, offset=0, nbytes=64)
         ledger.seal(record, rows=2, nbytes=64, checksum=1, policy_version=0, fingerprint=0, now_s=0.0)
-        memory[getattr(ledger.memory, offset) + record.slot * (128 if offset == "_extents_offset" else 32)] = 7
+        memory[getattr(ledger.layout, offset) + record.slot * (128 if offset == "extents_offset" else 32)] = 7
 
         with pytest.raises(LedgerError, match="is in state 7, which is none"):
             open_ledger(memory)

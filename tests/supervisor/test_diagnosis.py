@@ -1,4 +1,4 @@
-"""What holds a run back, in the words that a user reads."""
+"""The cause of a slow or stopped run, in the sentences for a user."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_shares_are_of_the_window_and_add_up() -> None:
     assert window.shares("rollout") == {}
 
     for second in range(200):
-        # Generates in the first half of each 20 s, waits in the second; what lies before the window does not count.
+        # Generates in the first half of each 20 s, waits in the second; time before the window does not count.
         spent = {generate: 1000.0 + second // 2, wait: float(second - second // 2), other: 500.0}
         window.add(float(second), {**spent, ("rollout", "1", "generate"): float(second)})
         window.add(second + 0.3, {generate: 1e9})

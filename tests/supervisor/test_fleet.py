@@ -1,4 +1,4 @@
-"""Ranks are started together, whatever dies of them meanwhile; the children are real processes that do nothing."""
+"""Ranks are started together, even if some die meanwhile; the children are real processes that do nothing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Idlers(Fleet):
     def say_ready(self, slot: Slot, state: str = "ready") -> None:
         """Report in a child's name that it is ready, or in another state."""
         assert slot.child is not None
-        # By its number: what else a process has open as it starts, such as its libraries, may be gone a moment later.
+        # By its number: other open files of a starting process, such as its libraries, may be gone a moment later.
         with Path(f"/proc/{slot.child.pid}/fd/{self._reports[slot.child.pid]}").open("wb") as reports:
             reports.write(f'{{"state":"{state}"}}\n'.encode())
 
@@ -91,7 +91,7 @@ class Idlers(Fleet):
 
 
 class Unheard:
-    """An outbox to nobody."""
+    """An outbox without a receiver."""
 
     def send(self, message: Message) -> None:
         """Do nothing."""

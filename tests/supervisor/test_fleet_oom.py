@@ -1,4 +1,4 @@
-"""The OOM killer's work is told from anybody else's SIGKILL, where the kernel counts it."""
+"""A kill by the OOM killer is distinguished from any other SIGKILL, if the kernel counts it."""
 
 from __future__ import annotations
 

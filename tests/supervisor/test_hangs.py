@@ -1,4 +1,4 @@
-"""Who hangs, by tables: processes as they stand and a clock in, verdicts out."""
+"""Hang detection by tables: observations and a clock in, verdicts out."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def process(
         ([process("trainer-0", silent_s=301, in_collective=True),
           process("trainer-1", silent_s=400, in_collective=True, stopped=True)],
          [("trainer-1", "stopped")]),
-        # The other rank has no data yet, or is still loading: nobody hangs.
+        # The other rank has no data yet, or is still loading: no rank hangs.
         ([process("trainer-0", silent_s=9000, in_collective=True), process("trainer-1", activity="wait_data")], []),
         ([process("trainer-0", silent_s=9000, in_collective=True),
           process("trainer-1", silent_s=9000, ready=False)], []),

@@ -53,7 +53,7 @@ class FakeClock:
 
 
 class Terminal:
-    """A pseudo-terminal of 24 lines of 80 columns; `screen` is what was written to it since it was last asked."""
+    """A pseudo-terminal of 24 lines of 80 columns; `screen` is the output since its last call."""
 
     def __init__(self) -> None:
         self._master, slave = os.openpty()

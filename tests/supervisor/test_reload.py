@@ -1,4 +1,4 @@
-"""What a reload changes, what it leaves, and what SIGHUP asks for."""
+"""The changes of a reload, the keys that it leaves, and the meaning of SIGHUP."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestInAProcess:
         assert context.reloaded() is None
 
 
-# Whoever has the terminal says what a SIGHUP means, once for each line that it is sent.
+# The process with the terminal prints the meaning of a SIGHUP, once for each line that it is sent.
 HANGUP = """
 import os, signal, sys
 terminal, ignored = int(sys.argv[1]), sys.argv[2] == "nohup"
@@ -96,7 +96,7 @@ if terminal >= 0:
     os.login_tty(terminal)
 else:
     os.setsid()
-# Not as whoever runs the tests has it: under nohup that is ignored.
+# The disposition is set here: under nohup the test process ignores SIGHUP.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 from pipeline.supervisor.reload import Hangup
 hangup, out = Hangup(), int(sys.argv[3])
@@ -108,7 +108,7 @@ while True:
 
 
 class Process:
-    """One that tells what SIGHUP means to it."""
+    """A process that prints the meaning of SIGHUP for it."""
 
     def __init__(self, *, terminal: bool, how: str = "") -> None:
         self.master, slave = os.openpty() if terminal else (-1, -1)

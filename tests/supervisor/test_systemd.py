@@ -61,7 +61,7 @@ def test_without_a_manager_nothing_is_sent_and_with_a_dead_one_it_is_said(tmp_pa
 
 
 class Told:
-    """A service on a socket of the test's, with what it is to show."""
+    """A service on a socket of the test's, with the reading that it reports."""
 
     def __init__(self, listener: tuple[socket.socket, str], *, watchdog_s: float = 8.0) -> None:
         self._bound, address = listener

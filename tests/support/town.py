@@ -65,8 +65,9 @@ class Town:
             limit_batches=0,
             world_size=world_size,
             row_bytes=100,
+            max_attempts=100_000,
         )
-        self.bench = Bench(self.limits, max_attempts=100_000, workers=WORKERS)
+        self.bench = Bench(self.limits, workers=WORKERS)
         self.incarnations = 10
         self.fingerprints = 100
         self.batches = 0

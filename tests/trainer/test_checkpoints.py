@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, found again, never believed unread."""
+"""Checkpoints: whole or absent, found again, verified before use."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ def save(root, step, *, value=0.0, keep=0, **changes):
 
 @contextlib.contextmanager
 def files_of_at_most(nbytes):
-    """A disk on which no file can grow beyond: a write past it fails as on a full one, in the middle of the file."""
+    """Limit the size of files: a write past it fails as on a full disk, in the middle of the file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -185,7 +185,7 @@ def test_a_run_goes_on_saving_though_its_note_was_damaged_meanwhile(tmp_path):
 
 
 class SlowActor:
-    """Writes one file for as long as each piece of it is noticed; of its whole length from the start."""
+    """Writes one file of fixed length piece by piece, as long as each piece is reported as progress."""
 
     def __init__(self, told, *, stalls=False):
         self.told = told

@@ -1,4 +1,4 @@
-"""The trainer's side of the stream against a real buffer on a real arena, all in this process."""
+"""The trainer's connection against a real buffer on a real arena, all in this process."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ class House:
         self.arena.close()
 
     def start_buffer(self):
-        """A new one, as after a kill of the last."""
+        """Start a new buffer, as after a kill of the last."""
         self.ledger = Ledger(self.arena.ledger[:], LAYOUT)
         allocator = ExtentAllocator(self.arena.payload_bytes)
         self.buffer = Buffer(self.ledger, allocator, LIMITS, self.post.send, self.counts, workers=1)
@@ -117,7 +117,7 @@ def house(tmp_path, request):
 
 
 class Deaf:
-    """Mail of which the first turn's is lost, as with the socket of a connection that closes."""
+    """A receiver that loses the messages of its first turn, as the socket of a closing connection does."""
 
     def __init__(self, house):
         self.house = house
@@ -233,7 +233,7 @@ def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_n
     connection = house.connect()
     batch = house.batch(connection)
     connection.publish(actor={"w": torch.ones(3)})
-    # Killed here: the weights are in shared memory, nothing was said.
+    # Killed here: the weights are in shared memory, no message was sent.
     house.post.take("buffer")
 
     successor = house.connect()

@@ -1,4 +1,4 @@
-"""The learner: one step equals a slow reference however its rows are cut, and what it refuses, skips and counts."""
+"""The learner: one step equals a slow reference for any micro-batches; its refusals, skipped steps and counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFERENCE_SHIFT = 0.1
 def experience_of(
     actor: nn.Module, algorithm: Algorithm, *, critic: nn.Module | None = None, seed: int = 0, temperature: float = 1.0
 ) -> Experience:
-    """Rows as a maker lays them out, with prompts and responses of many lengths and arbitrary scores."""
+    """Return rows in the maker's format, with prompts and responses of many lengths and arbitrary scores."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(1, PROMPT_COLUMNS + 1, (ROWS, 1), generator=generator)
     responses = torch.randint(1, ACTION_COLUMNS + 1, (ROWS, 1), generator=generator)
@@ -70,7 +70,7 @@ def experience_of(
 
 
 def disturbed(experience: Experience, seed: int = 9) -> Experience:
-    """The same rows as if another policy had sampled them, so that ratios spread and some are clipped."""
+    """Return the same rows as if another policy had sampled them, so that ratios spread and some are clipped."""
     assert experience.action_log_probs is not None
     noise = torch.randn(experience.action_log_probs.shape, generator=torch.Generator().manual_seed(seed))
     return replace(experience, action_log_probs=experience.action_log_probs + 0.2 * noise)
@@ -91,7 +91,7 @@ def states_of(learner: Learner) -> list[dict[str, Tensor]]:
 
 
 def go_on_from(learner: Learner, other: Learner) -> None:
-    """What a successor does: weights, the optimizers' tensors, the step."""
+    """Copy weights, optimizer tensors and step, as a successor does."""
     with torch.no_grad():
         for mine, its in zip(states_of(learner), states_of(other), strict=True):
             for name, tensor in mine.items():
@@ -136,7 +136,7 @@ def moved(then: dict[str, Tensor], now: dict[str, Tensor]) -> bool:
 
 
 def slow_gradients(learner: Learner, experience: Experience, algorithm: Algorithm) -> list[Tensor]:
-    """Gradients by the formulas, one action at a time over rows without padding, clipped; those of the critic last."""
+    """Return gradients by the formulas, one action at a time over rows without padding, clipped; the critic's last."""
     actor, critic = copy.deepcopy(learner._actor), copy.deepcopy(learner._critic)
     e = experience
     assert e.attention_mask is not None and e.action_mask is not None and e.action_log_probs is not None
@@ -172,7 +172,7 @@ def slow_gradients(learner: Learner, experience: Experience, algorithm: Algorith
 
 
 def applied_gradients(learner: Learner) -> list[Tensor]:
-    """Gradients of the one step taken, from AdamW's first moments; the weights follow little but their signs."""
+    """Return the gradients of the one step taken, from AdamW's first moments; the weights show little but signs."""
     return [tensor * 10 for name, tensor in learner.tensors().items() if ".exp_avg." in name]
 
 
@@ -310,7 +310,7 @@ def test_where_no_group_teaches_anything_no_weight_moves_but_the_step_counts() -
 
     stats = learner.update([experience])
 
-    # With a gradient of zero AdamW would go on by its momentum.
+    # With a gradient of zero AdamW would still step by its momentum.
     assert all(torch.equal(a, b) for a, b in zip(weights(learner), before, strict=True))
     assert (stats.step, learner.step, stats.rows_trained, stats.tokens_trained) == (2, 2, 0, 0)
     assert (stats.loss, stats.gradient_norm, stats.nonfinite) == (0.0, 0.0, ())

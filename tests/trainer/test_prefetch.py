@@ -1,4 +1,4 @@
-"""Batches copied out of the arena, the next one while one is trained."""
+"""Batches copied out of the arena, the next one while the current one is trained."""
 
 import threading
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Shelf:
-    """An arena with an extent a lease."""
+    """An arena with one extent for each lease."""
 
     def __init__(self, folder):
         Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)

@@ -1,4 +1,4 @@
-"""Where a trainer begins: with real models, a real learner, a real buffer, and checkpoints on a real disk."""
+"""The start of a trainer: with real models, a real learner, a real buffer, and checkpoints on a real disk."""
 
 import logging
 import shutil
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Site:
-    """A state directory, an instance's folder, and trainers that come and go in it."""
+    """A state directory, an instance's folder, and trainers that start and die in it."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -34,7 +34,7 @@ class Site:
         return Config.model_validate({"daemon": {"state_dir": str(self.folder / "state")}, "trainer": trainer})
 
     def trainer(self, *, seed=0, **settings):
-        """One trainer: its config, models, learner, connection and the way to its start."""
+        """One trainer: its configuration, models, learner, connection and resumption."""
         config = self.config(**settings)
         actor = tiny.llama(seed)
         models = {"actor": actor, "critic": Critic.from_actor(actor)}
@@ -43,7 +43,7 @@ class Site:
         return Trainer(config, models, learner, connection, Resumption(config, connection, learner, models, CPU))
 
     def save(self, step, **changes):
-        """What a trainer of random tensors has saved at a step; return the tensors."""
+        """Save a checkpoint of random tensors at a step; return the tensors."""
         trainer = self.trainer(seed=step)
         tensors = trainer.disturbed(step)
         values = {
@@ -74,7 +74,7 @@ class Trainer:
         return {**states, **self.learner.tensors()}
 
     def disturbed(self, seed):
-        """Put random numbers everywhere, as training would; return copies."""
+        """Fill all tensors with random numbers; return copies."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for tensor in self.tensors().values():

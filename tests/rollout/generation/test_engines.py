@@ -1,4 +1,4 @@
-"""The interface of an engine: a second engine runs the maker, a worker and a daemon, with no change outside its file."""
+"""The interface of an engine: a second one runs the maker, a worker and a daemon, with no change outside its file."""
 
 import json
 import shutil

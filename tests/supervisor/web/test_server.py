@@ -48,7 +48,7 @@ def not_ready() -> tuple[bool, dict[str, Any]]:
 
 
 class Shown:
-    """What a page shows: what it was asked."""
+    """A page whose data are the requests that it got."""
 
     def live(self, after_s: float) -> bytes:
         return json.dumps({"after_s": after_s}).encode()

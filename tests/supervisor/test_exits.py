@@ -1,0 +1,106 @@
+"""The consequence of a child's exit by table: a restart, the shutdown, or the end with an exit code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ExitCode
+from pipeline.runtime.messages import Message, PeerDied
+from pipeline.supervisor.exits import ExitHandler
+from pipeline.supervisor.fleet import Slot
+from pipeline.supervisor.placement import Place
+from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
+from tests.supervisor.test_fleet import Idlers
+
+
+class Case:
+    """A handler of two ranks and two workers, of which no child runs.
+
+    Attributes:
+        sent: Messages to the buffer.
+        drained: Reasons of a drain.
+        aborted: Exit codes and reasons of an end.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.sent: list[Message] = []
+        self.drained: list[str] = []
+        self.aborted: list[tuple[ExitCode, str]] = []
+        self.fleet = Idlers(folder)
+        self.ranks = self.fleet.ranks
+        # The metrics have no slot for them.
+        policies = [RestartPolicy(RestartLimits(), random.Random()) for _ in range(2)]
+        self.workers = [Slot("rollout", index, Place("", ()), policy) for index, policy in enumerate(policies)]
+        self.fleet.slots += self.workers
+        self.handler = ExitHandler(
+            self.fleet,
+            self,  # type: ignore[arg-type]
+            world_size=2,
+            drain=self.drained.append,
+            abort=lambda code, reason: self.aborted.append((code, reason)),
+        )
+
+    def send(self, message: Message) -> None:
+        """Record a message to the buffer."""
+        self.sent.append(message)
+
+    def ends(self, slot: Slot, code: int, **state: object) -> None:
+        """Let a slot's child have ended in a state."""
+        slot.state = "ended"
+        for name, value in state.items():
+            setattr(slot, name, value)
+        self.handler.handle(slot, code)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    case = Case(tmp_path)
+    yield case
+    case.fleet.slab.close()
+
+
+def test_training_is_complete_once_every_rank_has_finished(case: Case) -> None:
+    case.ends(case.ranks[1], 0, finished=True)
+    assert case.drained == []
+
+    case.ends(case.ranks[0], 0, finished=True)
+
+    assert (case.drained, case.aborted) == (["training is complete"], [])
+    assert [rank.state for rank in case.ranks] == ["ended", "ended"]
+
+
+def test_a_rank_that_dies_brings_back_the_one_that_has_finished(case: Case) -> None:
+    case.ends(case.ranks[1], 0, finished=True)
+
+    case.ends(case.ranks[0], -9, working_on=17, last_pid=4711)
+
+    assert [rank.state for rank in case.ranks] == ["backoff", "backoff"]
+    assert case.sent[-1] == PeerDied("trainer-0", 17, 4711)
+    assert (case.drained, case.aborted) == ([], [])
+
+
+def test_a_rank_killed_with_its_group_is_not_at_fault_for_its_lease(case: Case) -> None:
+    case.ends(case.ranks[0], -9, working_on=17, last_pid=4711, ended_by="group")
+
+    assert case.sent == [PeerDied("trainer-0", -1, 4711)]
+
+
+def test_the_last_worker_that_fails_ends_the_run_and_no_earlier_one(case: Case) -> None:
+    case.ends(case.workers[0], 1, unusable=True, error="no weights")
+    assert (case.workers[0].state, case.aborted) == ("failed", [])
+
+    case.ends(case.workers[1], 1, unusable=True, error="no weights")
+
+    assert case.aborted == [(ExitCode.GAVE_UP, "rollout-1 failed (exit code 1): no weights")]
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_CONFIG, ExitCode.GAVE_UP])
+def test_a_childs_own_verdict_on_the_run_is_the_runs_exit_code(case: Case, code: ExitCode) -> None:
+    case.ends(case.workers[0], code, error="prompts.path: gone")
+
+    assert case.aborted == [(code, "prompts.path: gone")]
+    assert case.workers[0].state == "ended", "it is not restarted"
