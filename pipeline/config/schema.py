@@ -47,8 +47,7 @@ class DaemonConfig(_Section):
         description="Folder by which commands find the running instance; one instance per folder.",
     )
     state_dir: AnyPath = Field(
-        default=Path("state"),
-        description="Folder of the data that outlives a run: checkpoints, the spool, the embedded task.",
+        default=Path("state"), description="Folder of data that outlives a run: checkpoints, spool, the embedded task."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of prompt order, sampling and initialisation.")
     log_format: Literal["text", "json"] = Field(default="text", description="Log lines as text for people, or as JSON.")
@@ -63,14 +62,12 @@ class DaemonConfig(_Section):
     log_file_bytes: Bytes = Field(
         default=16 << 20,
         ge=0,
-        description="Maximum size of the log in state_dir/log, which is written where the lines do not go to systemd's "
-        "journal; 0: no log.",
+        description="Maximum size of the log in state_dir/log, used unless systemd's journal has the lines; 0: no log.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
-        description="Seconds that rollouts get to finish at a shutdown; checkpoint and spool get the time that writing "
-        "them takes.",
+        description="Seconds that rollouts get to finish at a shutdown; checkpoint and spool get the time they need.",
         json_schema_extra=LIVE,
     )
     startup_timeout_s: float = Field(
@@ -128,8 +125,7 @@ class ModelConfig(_Section):
     )
     reward: Source | None = Field(
         default=None,
-        description="Directory of a sequence classification model that scores responses; left out: reward functions "
-        "alone score them.",
+        description="Directory of a sequence classification model that scores responses; left out: functions only.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Number format of the models."
@@ -140,9 +136,7 @@ class ModelConfig(_Section):
         le=4096,
         description="Rank of LoRA: only the actor's adapters are trained and published; 0: off.",
     )
-    lora_alpha: float = Field(
-        default=32.0, gt=0, description="LoRA's alpha: the adapters' output is multiplied by alpha / rank."
-    )
+    lora_alpha: float = Field(default=32.0, gt=0, description="LoRA's alpha: adapters are scaled by alpha / rank.")
     lora_targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj"],
         min_length=1,
@@ -159,8 +153,7 @@ class PromptsConfig(_Section):
     )
     template: Literal["auto", "none", "chat"] = Field(
         default="auto",
-        description="Use of the tokenizer's chat template: for prompts that are lists of messages (auto), for no "
-        "prompt (none), or for all (chat).",
+        description="Prompts that get the tokenizer's chat template: lists of messages (auto), none, or all (chat).",
     )
 
 
@@ -180,14 +173,10 @@ class RolloutConfig(_Section):
         default=None, ge=1, description="Prompts per ticket; left out: half a batch of rows."
     )
     num_generations: int = Field(default=8, ge=1, le=4096, description="Responses per prompt (G); GRPO only.")
-    max_length: int = Field(
-        default=24, ge=2, le=2**20, description="Maximum number of tokens of prompt and response together."
-    )
+    max_length: int = Field(default=24, ge=2, le=2**20, description="Maximum tokens of prompt and response together.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; log-probs use it too.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass of the tokens that are sampled from.")
-    top_k: int = Field(
-        default=0, ge=0, description="Number of the most likely tokens, which are sampled from; 0: all tokens."
-    )
+    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens that are sampled from; 0: all.")
     kl_coef: float | None = Field(
         default=None, ge=0, description="Weight of the KL penalty in the reward; left out: 0.01 (PPO), 0 (GRPO)."
     )
@@ -201,8 +190,7 @@ class RolloutConfig(_Section):
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,
-        description="Token ids that end a response: one token, one sequence of tokens, or a list of sequences; left "
-        "out: eos.",
+        description="Token ids that end a response: one token, one sequence, or a list of sequences; left out: eos.",
     )
     reward_functions: list[FunctionName] = Field(
         default=["pipeline.sort_digits:exact_answer"],
@@ -212,8 +200,7 @@ class RolloutConfig(_Section):
     reward_timeout_s: float = Field(
         default=60.0,
         ge=0,
-        description="Seconds that the reward functions get per row; 0: no limit, and the functions are called in the "
-        "worker's own process.",
+        description="Seconds that the reward functions get per row; 0: no limit, called in the worker's own process.",
     )
     reward_processes: int = Field(
         default=1, ge=1, le=1024, description="Rows per worker that are scored at the same time, each in a process."
@@ -241,10 +228,7 @@ class BufferConfig(_Section):
         default=0, ge=0, description="Maximum number of waiting batches; 0: only staleness and bytes bound them."
     )
     arena_bytes: Bytes = Field(
-        default=64 << 20,
-        gt=0,
-        lt=2**62,
-        description='Size of the shared memory for experience, in bytes or as "64MiB", "2GiB".',
+        default=64 << 20, gt=0, lt=2**62, description='Shared memory for experience, in bytes or as "64MiB", "2GiB".'
     )
     row_bytes: Bytes | None = Field(
         default=None,
@@ -256,19 +240,13 @@ class BufferConfig(_Section):
         ),
     )
     max_staleness: int = Field(
-        default=1,
-        ge=0,
-        le=1024,
-        description="Maximum staleness of a row when it is trained, in policy versions; 0: rollout and training in "
-        "step.",
+        default=1, ge=0, le=1024, description="Maximum staleness of a trained row, in policy versions; 0: in step."
     )
     stale_policy: Literal["drop", "keep"] = Field(
         default="drop",
         description="Treatment of rows that exceed max_staleness nonetheless: dropped and counted, or trained.",
     )
-    checksum: bool = Field(
-        default=True, description="Whether experience is checked for damage between rollout and training."
-    )
+    checksum: bool = Field(default=True, description="Whether experience is checked for damage before training.")
     quarantine_bytes: Bytes = Field(
         default=1 << 30,
         ge=0,
