@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.experience.quarantine_reader import QuarantinedExtent, read_quarantine
     from pipeline.experience.types import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
     from pipeline.experience.vision_rows import VisionRows
+    from pipeline.models.critic import Critic
     from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
     from pipeline.models.log_probs import action_log_probs, action_values
     from pipeline.models.packing import packed_action_log_probs, packed_action_values
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pipeline.rollout.generation.engines import EngineFactory
     from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
     from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
+    from pipeline.rollout.rewards import FunctionReward
     from pipeline.trainer.connection import Batch, Connection, connect
     from pipeline.trainer.losses import PolicyLoss, masked_mean, policy_loss, value_loss, whiten
 
@@ -44,6 +46,7 @@ _MODULES = {
     "experience.quarantine_reader": ("QuarantinedExtent", "read_quarantine"),
     "experience.types": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
     "experience.vision_rows": ("VisionRows",),
+    "models.critic": ("Critic",),
     "models.loading": ("load_actor", "load_critic", "load_reward_model", "load_tokenizer"),
     "models.log_probs": ("action_log_probs", "action_values"),
     "models.packing": ("packed_action_log_probs", "packed_action_values"),
@@ -51,6 +54,7 @@ _MODULES = {
     "rollout.generation.engines": ("EngineFactory",),
     "rollout.generation.interface": ("ResponseGenerator", "Responses", "Sampling"),
     "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
+    "rollout.rewards": ("FunctionReward",),
     "trainer.connection": ("Batch", "Connection", "connect"),
     "trainer.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss", "whiten"),
 }
@@ -61,11 +65,13 @@ __all__ = [
     "BufferItem",
     "BufferItemVL",
     "Connection",
+    "Critic",
     "DetachedReplayBuffer",
     "EngineFactory",
     "Experience",
     "ExperienceMaker",
     "ExperienceVL",
+    "FunctionReward",
     "NaiveExperienceMaker",
     "PolicyLoss",
     "QuarantinedExtent",

@@ -131,7 +131,7 @@ def check_travels(experience: Experience) -> None:
     for name in (name for names in VISION_FIELDS for name in names[:2]):
         value = getattr(experience, name, None)
         if value is not None and not isinstance(value, Tensor):
-            raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
+            raise FieldError(f"{name}: only tensors are stored, got {type(value).__name__}")
 
 
 def check_one_kind(name: str, values: Sequence[Tensor | None], actions: Sequence[int]) -> None:

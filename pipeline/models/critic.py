@@ -36,7 +36,14 @@ class Critic(nn.Module):
 
     @classmethod
     def from_actor(cls, actor: PreTrainedModel) -> Self:
-        """Return a critic with a copy of an actor's backbone; the actor is not changed."""
+        """Return a critic with a copy of an actor's backbone; the actor is not changed.
+
+        Args:
+            actor: A transformers model with a language model head.
+
+        Returns:
+            The critic, its backbone trainable, on the actor's device.
+        """
         backbone: Any = copy.deepcopy(actor.base_model)
         backbone.requires_grad_(True)
         return cls(backbone)
@@ -65,7 +72,14 @@ class Critic(nn.Module):
         return values.squeeze(-1)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the backbone in the format of transformers, with the value head beside it, for `load_critic`."""
+        """Write the backbone in the format of transformers, with the value head beside it, for `load_critic`.
+
+        Args:
+            path: The folder; made if it does not exist.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
         from safetensors.torch import save_file
 
         self.backbone.save_pretrained(path)

@@ -108,8 +108,7 @@ class NaiveExperienceMaker(ExperienceMaker):
 
         >>> from types import SimpleNamespace
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from pipeline.models import Critic
-        >>> from pipeline.rewards import FunctionReward
+        >>> from pipeline import Critic, FunctionReward
         >>> config = GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=None, eos_token_id=1)
         >>> actor, reference = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
         >>> tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
@@ -237,8 +236,8 @@ class NaiveExperienceMaker(ExperienceMaker):
 
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO).
-            `info` has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL`
-            where pixels are given or the actor is a vision-language model, whether or not a row has an image.
+            `info` has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An
+            `ExperienceVL` where pixels are given or the actor is a vision-language model, whether or not a row has an image.
 
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.

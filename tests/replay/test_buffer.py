@@ -365,7 +365,7 @@ def test_rows_with_a_grid_of_one_dimension_go_in_and_a_list_of_grids_does_not():
     assert items[0].image_grid_thws.shape == (3,)
 
     with buffer_of(2) as buffer:
-        with pytest.raises(FieldError, match="image_grid_thws: only tensors travel, got list"):
+        with pytest.raises(FieldError, match="image_grid_thws: only tensors are stored, got list"):
             buffer.append(dataclasses.replace(batch, image_grid_thws=[grid, grid]))
         buffer.extend(items)
         got = buffer.sample()

@@ -121,7 +121,8 @@ def test_a_worker_that_is_not_to_be_trusted_seals_nothing_and_is_counted(tmp_pat
     def refuse(version):
         raise WeightsMismatchError("no")
 
-    bench.worker._roller = dataclasses.replace(bench.worker._models, check=refuse)
+    roller = bench.worker._roller
+    roller._weights = dataclasses.replace(roller._weights, check=refuse)
     bench.ticket()
 
     with pytest.raises(WeightsMismatchError):
