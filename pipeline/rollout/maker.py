@@ -236,8 +236,8 @@ class NaiveExperienceMaker(ExperienceMaker):
                 ``actor.generate``.
 
         Returns:
-            An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO). `info`
-            has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL`
+            An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO).
+            `info` has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL`
             where pixels are given or the actor is a vision-language model, whether or not a row has an image.
 
         Raises:

@@ -121,7 +121,7 @@ def test_a_worker_that_is_not_to_be_trusted_seals_nothing_and_is_counted(tmp_pat
     def refuse(version):
         raise WeightsMismatchError("no")
 
-    bench.worker._models = dataclasses.replace(bench.worker._models, check=refuse)
+    bench.worker._roller = dataclasses.replace(bench.worker._models, check=refuse)
     bench.ticket()
 
     with pytest.raises(WeightsMismatchError):
