@@ -321,7 +321,7 @@ def _lock_client(folder: Path) -> tuple[str, int]:
     raise ConfigError(f"{_MOST_CLIENTS:,} clients are connected to {folder}, and that is the most")
 
 
-class Links:
+class LinkPool:
     """This process's links, one for each concurrent call. Safe for threads, and after a fork."""
 
     def __init__(self, folder: Path, owner_pid: int) -> None:
@@ -378,7 +378,7 @@ class Links:
         self._idle, self._busy, self._lock = [], set(), threading.Lock()
 
 
-_all_links: weakref.WeakSet[Links] = weakref.WeakSet()
+_all_links: weakref.WeakSet[LinkPool] = weakref.WeakSet()
 
 
 def _forget_links() -> None:

@@ -1,4 +1,4 @@
-"""The producer's side of a `DetachedReplayBuffer`: a batch goes into an extent, whose seal makes its rows count."""
+"""The producer's side of a `DetachedReplayBuffer`: a batch is written into an extent; the seal adds its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.experience import codec
 from pipeline.experience.checks import check_finite
 from pipeline.experience.extent_format import ExtentHeader, read_header
 from pipeline.experience.types import Experience
-from pipeline.replay.client import CALL_S, Link, Links, write_private
+from pipeline.replay.client import CALL_S, Link, LinkPool, write_private
 from pipeline.replay.rows import RowKind, bytes_bound, kinds_of
 from pipeline.runtime.messages import Failed, Sealed, Settled, Ticket, WantRoom
 from pipeline.storage.arena import Arena
@@ -21,13 +21,13 @@ from pipeline.storage.arena import Arena
 class RowWriter:
     """Writes batches into the arena of a buffer; for any number of threads."""
 
-    def __init__(self, arena: Arena, links: Links, folder: Path) -> None:
-        """Write nothing yet.
+    def __init__(self, arena: Arena, links: LinkPool, folder: Path) -> None:
+        """Store the arguments; nothing is written yet.
 
         Args:
-            arena: The buffer's.
-            links: To its server.
-            folder: Where the first append of all processes says what the rows have in common.
+            arena: The buffer's arena.
+            links: The links to the buffer's server.
+            folder: The buffer's folder; the first append of all processes records the schema of the rows in it.
         """
         self._arena = arena
         self._links = links
@@ -38,14 +38,14 @@ class RowWriter:
         """Add the rows of a batch, all or none; wait for room.
 
         Args:
-            experience: On the CPU, padded, with an attention mask, of at most the rows that an extent holds.
-            deadline_s: On the monotonic clock.
+            experience: A batch on the CPU, padded, with an attention mask, with at most the rows of one extent.
+            deadline_s: Monotonic time at which the wait for room ends.
 
         Raises:
-            ArenaFullError: If there never will be room.
-            BufferClosedError: If the buffer was closed.
-            DeadlineError: If there was no room in time; nothing was added.
-            FieldError: If a field cannot be stored, or is not what it is in the rows before.
+            ArenaFullError: If the rows do not fit, and never will.
+            BufferClosedError: If the buffer is closed.
+            DeadlineError: If there is no room in time; nothing is added.
+            FieldError: If a field cannot be stored, or differs from the rows before in dtype or shape.
             ShapeError: If fields disagree on their shape.
         """
         nbytes = self._room_for(experience)
@@ -61,10 +61,10 @@ class RowWriter:
         if nbytes <= self._arena.payload_bytes:
             return nbytes
         try:
-            # Much of it may be padding, which takes no room.
+            # Padding takes no room: the encoded size may be much smaller.
             return codec.encode(experience, memoryview(bytearray(nbytes)), checksum=False).nbytes
         except ArenaFullError:
-            # Raw images make it larger still.
+            # Raw images make the batch larger than its bound.
             return nbytes
 
     def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
@@ -101,7 +101,7 @@ class RowWriter:
                 raise FieldError(kind.difference(self._kinds[part]))
 
     def _first_kind(self, part: str, kind: RowKind) -> RowKind:
-        """Return what the first append of all processes has said of the rows of this buffer."""
+        """Return the schema that the first append of all processes has recorded, which may be this one."""
         try:
             write_private(self._folder / f"{part}.kind", msgspec.json.encode(kind))
             return msgspec.json.decode((self._folder / f"{part}.kind").read_bytes(), type=RowKind)
@@ -110,7 +110,7 @@ class RowWriter:
 
 
 class _TooSmallError(Exception):
-    """The room that was reserved does not hold the append: nobody knows the size of raw images beforehand."""
+    """The reserved room does not hold the append: the size of raw images is known only once they are encoded."""
 
 
 def _settle(link: Link, message: Sealed | Failed, ticket: int) -> None:
