@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = [*sorted((ROOT / "bin").iterdir()), ROOT / ".ci" / "run"]
+PROGRAMS = sorted(path for folder in ("bin", ".ci") for path in (ROOT / folder).iterdir())
 # Where a venv under test must not be found by way of the one that runs this.
 PATH = os.pathsep.join(
     folder
