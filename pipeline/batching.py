@@ -3,7 +3,7 @@
 `split_experience_batch` -> `remove_padding_in_sequences` -> `make_experience_batch` is what happens to a row between a
 rollout and a trainer. Rows of different lengths are padded with zeros on the LEFT, so that the action columns of all
 rows end together and column j of A stays with sequence column S - A + j. Nothing is guessed: rows that disagree on
-which fields they have, or whose fields disagree on their length, are refused by name.
+which fields they have, or whose fields disagree on their length, are refused by name. `info` may hold anything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -36,7 +37,7 @@ from pipeline.row_checks import (
     check_present,
     num_actions,
 )
-from pipeline.vision import batch_vision, split_vision
+from pipeline.vision import batch_vision, grids_as_given, split_vision
 
 Item = TypeVar("Item", bound=BufferItem)
 
@@ -89,13 +90,17 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     The tensors of the items are views of the batch; pickling an item copies its own bytes only.
 
     Args:
-        experience: A batch, padded or packed; `ExperienceVL` gives `BufferItemVL`.
+        experience: A batch of B rows, padded or packed; `ExperienceVL` gives `BufferItemVL`.
 
     Returns:
-        The rows in batch order; padding stays where it is (see `remove_padding_in_sequences`).
+        The rows in batch order; padding stays where it is (see `remove_padding_in_sequences`). Of `info` each row has
+        its element of a list of B and of a tensor of B rows; any other value (a str, a number, a tensor without
+        dimensions) goes to every row as it is. Grids are ``(images, 3)``; where `info` has no count of them, and each
+        row one, ``(3,)``; where they are a list, its elements.
 
     Raises:
-        ShapeError: If the first dimension of a field is not the number of rows, or fields disagree on their columns.
+        ShapeError: If the first dimension of a field, or of a tensor in `info`, is not the number of rows, or fields
+            disagree on their columns.
         FieldError: If a field's dtype says that it holds something else, a number under the action mask is NaN or
             infinite, or pixels and grids of a vision-language batch do not belong together.
 
@@ -111,6 +116,14 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         >>> sampled_items = individual_items[:1]
         >>> make_experience_batch(sampled_items).sequences
         tensor([[5, 6, 7]])
+
+        `info` of any kind:
+
+        >>> batch_experience.info = {"domain": ["math", "code"], "score": torch.tensor([1.0, 0.5]), "run": 7}
+        >>> for item in split_experience_batch(batch_experience):
+        ...     print(item.info)
+        {'domain': 'math', 'score': tensor(1.), 'run': 7}
+        {'domain': 'code', 'score': tensor(0.5000), 'run': 7}
     """
     if not isinstance(experience.sequences, Tensor | list):
         raise FieldError(f"sequences is a {type(experience.sequences).__name__}, not a tensor or a list of tensors")
@@ -122,6 +135,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     if isinstance(experience, ExperienceVL):
         item_type = BufferItemVL
         columns.update(split_vision(experience, batch_size))
+        columns.update(grids_as_given(experience))
     items = [item_type(**{name: rows[row] for name, rows in columns.items()}) for row in range(batch_size)]
     # The rows of tensors have one shape, those of lists have one each.
     packed = any(isinstance(value, list) for name, value in fields.items() if name not in OBJECT_FIELDS)
@@ -142,7 +156,8 @@ def make_experience_batch(items: Sequence[BufferItem], packing_samples: bool = F
 
     Returns:
         `Experience`, or `ExperienceVL` with the counts of images and videos in `info`. Labels and references become a
-        tensor where all rows have tensors of one shape and dtype, else they are a list.
+        tensor where all rows have tensors of one shape and dtype, else they are a list; so does what `info` holds under
+        a name, where numbers become a tensor too.
 
     Raises:
         ShapeError: If there are no items, or a row's fields disagree on its length.
@@ -318,11 +333,20 @@ def _rows_of(name: str, value: Any, batch_size: int) -> Sequence[Any]:
     return value.unbind(0) if isinstance(value, Tensor) else value
 
 
-def _split_info(info: dict[str, Tensor] | None, batch_size: int) -> list[dict[str, Any] | None]:
+def _split_info(info: dict[str, Any] | None, batch_size: int) -> list[dict[str, Any] | None]:
     if info is None:
         return [None] * batch_size
-    columns = {key: _rows_of(f"info[{key!r}]", value, batch_size) for key, value in info.items()}
+    columns = {key: _info_rows(f"info[{key!r}]", value, batch_size) for key, value in info.items()}
     return [{key: rows[row] for key, rows in columns.items()} for row in range(batch_size)]
+
+
+def _info_rows(name: str, value: Any, batch_size: int) -> Sequence[Any]:
+    """One element a row of a tensor or of a list as long as the batch; anything else for each row as it is."""
+    if isinstance(value, Tensor) and value.dim():
+        return _rows_of(name, value, batch_size)
+    if isinstance(value, list) and len(value) == batch_size:
+        return value
+    return [value] * batch_size
 
 
 def _batch_field(name: str, values: list[Tensor | None], packing: bool) -> Tensor | list[Tensor] | None:
@@ -343,30 +367,34 @@ def _batch_objects(name: str, values: list[Any]) -> Tensor | list[Any] | None:
     return values
 
 
-def _batch_info(rows: list[dict[str, Any] | None]) -> dict[str, Tensor] | None:
+def _batch_info(rows: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     if not check_present("info", rows):
         return None
     infos = cast("list[dict[str, Any]]", rows)
     for row, info in enumerate(infos):
-        for key in sorted(info.keys() ^ infos[0].keys()):
+        # Keys may be of types that have no order.
+        for key in sorted(info.keys() ^ infos[0].keys(), key=repr):
             there, missing = (row, 0) if key in info else (0, row)
             raise FieldError(f"info[{key!r}] is in row {there}, not in row {missing}")
-    return {key: _stack_info(f"info[{key!r}]", [info[key] for info in infos]) for key in infos[0]}
+    return {key: _gather_info([info[key] for info in infos]) for key in infos[0]}
 
 
-def _stack_info(name: str, values: list[Any]) -> Tensor:
-    for row, value in enumerate(values):
-        if not isinstance(value, Tensor | bool | int | float):
-            raise FieldError(f"{name} is a {type(value).__name__} in row {row}, not a number or a tensor")
-    if not any(isinstance(value, Tensor) for value in values):
-        return torch.tensor(values)
-    tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
-    check_alike(name, tensors)
-    if tensors[0].dim() == 1:
-        return zero_pad_sequences(tensors)
-    for row, tensor in enumerate(tensors):
-        if tensor.shape != tensors[0].shape:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)} in row {row}, {tuple(tensors[0].shape)} in row 0")
+def _gather_info(values: list[Any]) -> Tensor | list[Any]:
+    """A tensor of numbers, or of tensors of one shape and dtype; a list of anything else."""
+    if not all(
+        isinstance(value, Tensor | bool | int | float | np.integer | np.floating | np.bool_) for value in values
+    ):
+        return values
+    try:
+        if not any(isinstance(value, Tensor) for value in values):
+            return torch.tensor(values)
+        tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        # An integer of more than 63 bits is no number of torch's.
+        return values
+    first = tensors[0]
+    if any((each.shape, each.dtype, each.device) != (first.shape, first.dtype, first.device) for each in tensors):
+        return values
     return torch.stack(tensors)
 
 

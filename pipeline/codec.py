@@ -46,6 +46,7 @@ from pipeline.codec_vision import (
 )
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
 from pipeline.experience import SCORE_FIELDS, Experience, ExperienceVL
+from pipeline.row_checks import check_travels
 
 SEQUENCE_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = (
@@ -85,8 +86,8 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
 
     Raises:
         ShapeError: If a field's shape does not fit `sequences`, naming the field.
-        FieldError: If a row has no tokens, `info` holds what is no tensor of B rows, or vision fields do not account
-            for each other.
+        FieldError: If token ids are no integers, a row has no tokens, a field or a value of `info` is no tensor, or
+            vision fields do not account for each other.
         ArenaFullError: If the extent is too small.
     """
     rows, width = experience.sequences.shape
@@ -211,12 +212,13 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
 
 def _arrays_of(experience: Experience, rows: int) -> tuple[dict[str, Array], dict[str, torch.dtype]]:
     """Return the text fields that are there, over the tensors' own memory, and their torch dtypes."""
+    check_travels(experience)
     values = vars(experience)
     found = {name: value for name in _TEXT_FIELDS if (value := values[name]) is not None}
     found |= {f"info.{key}": value for key, value in (experience.info or {}).items()}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
-            raise FieldError(f"{_told(name)}: only tensors travel, got {type(value).__name__}")
+            raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
     arrays = {name: as_array(value.detach() if value.requires_grad else value) for name, value in found.items()}
     for name, array in arrays.items():
         if array.shape[:1] != (rows,):

@@ -74,14 +74,18 @@ class VisionPart:
 def vision_part(experience: ExperienceVL) -> VisionPart:
     """Take the vision fields of a batch, once they are known to account for each other (`split_vision`).
 
+    Args:
+        experience: A batch that may travel (`pipeline.row_checks.check_travels`).
+
     Raises:
         FieldError: If counts, grids and pixels disagree, or a raw image is of a type that does not travel.
         ShapeError: If a field's shape is not that of pixels, grids or raw images.
     """
     rows = len(experience.sequences)
-    for pixels_name, grids_name, _ in VISION_FIELDS:
-        pixels, grids = getattr(experience, pixels_name), getattr(experience, grids_name)
-        _check_medium(pixels, grids, pixels_name, grids_name)
+    for pixels_name, _, _ in VISION_FIELDS:
+        pixels = getattr(experience, pixels_name)
+        if pixels is not None and (pixels.ndim < 2 or 0 in pixels.shape[1:]):
+            raise ShapeError(f"{pixels_name}: {tuple(pixels.shape)}, expected (patches, D)")
     columns = split_vision(experience, rows)
     media, tensors = [], []
     for pixels_name, grids_name, _ in VISION_FIELDS:
@@ -257,7 +261,7 @@ def _places(header: VisionHeader, start: int) -> tuple[list[Block], int]:
     return blocks, align(start)
 
 
-# What a header, and what an Experience, must not say.
+# What a header must not say.
 
 
 def _wrongs(header: VisionHeader, rows: int) -> Iterator[str]:
@@ -275,14 +279,6 @@ def _wrongs(header: VisionHeader, rows: int) -> Iterator[str]:
             yield f"counts {medium.grids.name} of {len(medium.counts)} rows, not of its {rows}"
     if header.raw_bytes is not None and len(header.raw_bytes) != rows:
         yield f"has raw_images of {len(header.raw_bytes)} rows, not of its {rows}"
-
-
-def _check_medium(pixels: Any, grids: Any, pixels_name: str, grids_name: str) -> None:
-    for name, value in ((pixels_name, pixels), (grids_name, grids)):
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
-    if pixels is not None and (pixels.ndim < 2 or 0 in pixels.shape[1:]):
-        raise ShapeError(f"{pixels_name}: {tuple(pixels.shape)}, expected (patches, D)")
 
 
 # Raw images.

@@ -60,7 +60,9 @@ class Experience:
         action_mask: ``(B, A)`` bool, True where the action was taken by the actor.
         base_action_log_probs: ``(B, A)`` float32, the reference model's log-probs.
         returns: Targets of the critic where an algorithm does not take advantages + values.
-        info: Tensors whose first dimension is B, by name; "score" is the raw reward of each row.
+        info: Anything, by name. A tensor of B rows and a list of B elements have one element a row; any other value, as
+            a str or a number, is of every row. "score" is the raw reward of each row. What goes through shared memory
+            (`DetachedReplayBuffer`, the daemon) is tensors of B rows alone.
         action_entropy: ``(B, A)`` float32.
         labels: One element a row.
         references: One element a row.
@@ -95,7 +97,7 @@ class Experience:
     action_mask: Tensor | None = None
     base_action_log_probs: Tensor | None = None
     returns: Tensor | None = None
-    info: dict[str, Tensor] | None = None
+    info: dict[str, Any] | None = None
     action_entropy: Tensor | None = None
     labels: Tensor | list[Any] | None = None
     references: Tensor | list[Any] | None = None
@@ -149,18 +151,20 @@ class ExperienceVL(Experience):
 
     Attributes:
         pixel_values: ``(patches of all images, D)``, the images of row 0 first.
-        image_grid_thws: ``(images, 3)`` int64; time x height x width of an image is its number of patches.
+        image_grid_thws: ``(images, 3)`` int64; time x height x width of an image is its number of patches. Or a list
+            with the grids of each row, None where it has none; a list does not go through shared memory.
         pixel_values_videos: As `pixel_values`, for videos.
         video_grid_thws: As `image_grid_thws`, for videos.
         raw_images: For each row the list of its images, or None.
 
-    `info["image_num"]` and `info["video_num"]`, ``(B,)`` float32, tell how many grids each row has.
+    `info["image_num"]` and `info["video_num"]`, ``(B,)`` float32, tell how many grids each row has. Without them, and
+    without a list of grids, each row has one or none has any.
     """
 
     pixel_values: Tensor | None = None
-    image_grid_thws: Tensor | None = None
+    image_grid_thws: Tensor | list[Tensor | None] | None = None
     pixel_values_videos: Tensor | None = None
-    video_grid_thws: Tensor | None = None
+    video_grid_thws: Tensor | list[Tensor | None] | None = None
     raw_images: list[Any] | None = None
 
 
@@ -182,7 +186,8 @@ class BufferItem:
         action_mask: ``(A,)`` bool.
         base_action_log_probs: ``(A,)`` float32.
         returns: As `values`.
-        info: A number, or a tensor without the batch dimension, by name.
+        info: Anything, by name. Batching makes a tensor of numbers, and of tensors of one shape and dtype; of anything
+            else, and of a mixture, it makes a list.
         action_entropy: ``(A,)`` float32.
         labels: Anything.
         references: Anything.
@@ -213,7 +218,7 @@ class BufferItemVL(BufferItem):
 
     Attributes:
         pixel_values: ``(patches of its images, D)``.
-        image_grid_thws: ``(images, 3)`` int64.
+        image_grid_thws: ``(images, 3)`` int64; ``(3,)`` is one image.
         pixel_values_videos: As `pixel_values`, for videos.
         video_grid_thws: As `image_grid_thws`, for videos.
         raw_images: The row's images.

@@ -231,8 +231,9 @@ class NaiveExperienceMaker(ExperienceMaker):
                 ends at eos), `temperature`, `top_p`, `top_k`, `do_sample`, `seed` (sampling depends on it alone),
                 `use_cache`, `eos_token_id`, `pad_token_id`; and of a vision-language prompt, whose image tokens stand
                 in `input_ids` already, `pixel_values`, `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`,
-                `image_num`, `video_num` ((prompts,); left out, each prompt has one or none has any) and `raw_images`,
-                as in `ExperienceVL`; grids may be named as in transformers. Others go to ``actor.generate``.
+                `image_num`, `video_num` ((prompts,); left out, each prompt has one or none has any, unless grids are a
+                list) and `raw_images`, as in `ExperienceVL`; grids may be named as in transformers. Others go to
+                ``actor.generate``.
 
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience`, with B = prompts (x G with GRPO). `info`

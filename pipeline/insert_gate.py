@@ -1,6 +1,7 @@
 """The insert gate: what a rollout must be before its extent may be sealed.
 
     reason      what is refused
+    malformed   token ids that are no integers, an entry of `info` that is no tensor
     lengths     fields whose rows or columns disagree
     mask        an action mask that is not that of the sampled tokens
     vocabulary  a token that the model does not have
@@ -23,7 +24,7 @@ from torch import Tensor
 from pipeline.errors import FieldError
 from pipeline.experience import ACTION_FIELDS, SCORE_FIELDS, VISION_FIELDS, Experience
 from pipeline.messages import FaultReason
-from pipeline.row_checks import check_finite, sum_of
+from pipeline.row_checks import check_finite, check_travels, sum_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,10 @@ def find_fault(experience: Experience, *, vocabulary: int, pad_token_id: int) ->
         The fault, or None if it may come in.
     """
     # In this order: each check relies on those before it.
+    try:
+        check_travels(experience)
+    except FieldError as error:
+        return Fault("malformed", str(error))
     if problem := _problem_of_lengths(experience):
         return Fault("lengths", problem)
     if problem := _problem_of_masks(experience, pad_token_id):

@@ -38,7 +38,7 @@ from pipeline.replay.link import CALL_S, Link, Links, Settings, make_folder, swe
 from pipeline.replay.server import ReplayServer
 from pipeline.replay_rows import rows_on_cpu
 from pipeline.replay_writer import RowWriter
-from pipeline.row_checks import check_kinds
+from pipeline.row_checks import check_kinds, check_travels
 
 ROWS_PER_EXTENT = 1024
 _LEAST_EXTENTS = 2048
@@ -184,21 +184,24 @@ class DetachedReplayBuffer:
 
         Args:
             experience: A batch on any device, padded or packed, left as it is. All rows that a buffer ever gets have
-                the same fields. Without an `attention_mask` every column is taken for a token. Labels and references
-                travel as tensors only, not as lists. Scores ``(B, 1)`` are one number a row, but beside a single
-                action column one an action; use ``(B,)`` where rows of one action come in by themselves.
+                the same fields. Without an `attention_mask` every column is taken for a token. Token ids travel as
+                integers; labels, references, grids and all that `info` holds as tensors, not as lists or other
+                objects, which `split_experience_batch` takes. Scores ``(B, 1)`` are one number a row, but beside a
+                single action column one an action; use ``(B,)`` where rows of one action come in by themselves.
             timeout_s: Longest wait for room, None for the buffer's `timeout_s`, `math.inf` for no end.
 
         Raises:
             ArenaFullError: If there never will be room: the message names the sizes.
             BufferClosedError: If the buffer was closed.
             DeadlineError: If there was no room in time; nothing was added.
-            FieldError: If a field is no tensor or not what it is in the rows before, a number under the action mask is
-                NaN or infinite, or `experience` is none.
+            FieldError: If a field or a value of `info` is no tensor, a field is not what it is in the rows before, a
+                number under the action mask is NaN or infinite, or `experience` is none.
             ShapeError: If there is no row, or fields disagree on their shape.
         """
         if not isinstance(experience, Experience):
             raise FieldError(f"append takes an Experience, not a {type(experience).__name__}; rows go into extend")
+        # Here, and not by the codec alone: a large or packed batch is batched anew on the way, by laxer rules.
+        check_travels(experience)
         if isinstance(experience.sequences, list):
             self.extend(split_experience_batch(experience), timeout_s=timeout_s)
             return
@@ -215,18 +218,21 @@ class DetachedReplayBuffer:
         """Add rows, padded or not, of different lengths or not; otherwise as `append`.
 
         Args:
-            items: At least one row.
+            items: At least one row. Under a name of `info` all have numbers, or all tensors of one shape and dtype.
             timeout_s: As in `append`.
 
         Raises:
             ShapeError: If there are no items, or the fields of one disagree on its length.
-            FieldError: If rows disagree on which fields they have.
+            FieldError: If rows disagree on which fields they have, or hold what does not travel.
         """
         if not items:
             raise ShapeError("extend: no items")
         check_kinds(items)
         if all(item.attention_mask is None for item in items):
-            items = [dataclasses.replace(item, attention_mask=torch.ones_like(item.sequences)) for item in items]
+            items = [
+                dataclasses.replace(item, attention_mask=torch.ones_like(item.sequences, dtype=torch.int64))
+                for item in items
+            ]
         self.append(make_experience_batch(items), timeout_s=timeout_s)
 
     # Consumers.

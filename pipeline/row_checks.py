@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience import ACTION_FIELDS, SCORE_FIELDS, BufferItem, BufferItemVL
+from pipeline.experience import ACTION_FIELDS, SCORE_FIELDS, VISION_FIELDS, BufferItem, BufferItemVL, Experience
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _MASKS = _INTEGERS | {torch.bool}
 
 _DTYPES = {
-    "sequences": (_INTEGERS, "integers"),
+    # LightRFT's own examples have floats. What goes through shared memory may not: `check_travels`.
+    "sequences": (_INTEGERS | _FLOATS, "numbers"),
     "attention_mask": (_MASKS, "bool or integers"),
     "action_mask": (_MASKS, "bool or integers"),
     "action_log_probs": (_FLOATS, "floating point"),
@@ -96,6 +97,34 @@ def check_item(item: BufferItem, row: int) -> None:
             raise ShapeError(
                 f"row {row}: {name} has shape {tuple(value.shape)}, the row has {actions} actions ({counted})"
             )
+
+
+def check_travels(experience: Experience) -> None:
+    """Refuse what shared memory does not carry, though a batch of the library may hold it.
+
+    Args:
+        experience: A batch, padded or packed.
+
+    Raises:
+        FieldError: If token ids are no integers, `info` has a name that is no str or a value that is no tensor, or
+            pixels or grids are no tensor.
+    """
+    for sequences in experience.sequences if isinstance(experience.sequences, list) else [experience.sequences]:
+        kind = sequences.dtype if isinstance(sequences, Tensor) else f"a {type(sequences).__name__}"
+        if kind not in _INTEGERS:
+            raise FieldError(f"sequences is {kind}; through shared memory token ids travel, as a tensor of integers")
+    for name, value in (experience.info or {}).items():
+        if not isinstance(name, str):
+            raise FieldError(
+                f"info has the name {name!r}, a {type(name).__name__}; through shared memory names are str"
+            )
+        if not isinstance(value, Tensor):
+            held = type(value).__name__
+            raise FieldError(f"info[{name!r}] is a {held}; through shared memory tensors travel, one element a row")
+    for name in (name for names in VISION_FIELDS for name in names[:2]):
+        value = getattr(experience, name, None)
+        if value is not None and not isinstance(value, Tensor):
+            raise FieldError(f"{name}: only tensors travel, got {type(value).__name__}")
 
 
 def check_one_kind(name: str, values: Sequence[Tensor | None], actions: Sequence[int]) -> None:

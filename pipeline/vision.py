@@ -2,6 +2,9 @@
 
 Pixels of all images lie end to end in one tensor; a grid (time, height, width) tells how many of its rows an image
 takes, and a count in `info` how many grids a row of the batch has. Each of the three must account for the others.
+
+The grids of a batch are one tensor (images, 3), or a list of one tensor a row, None for a row without. The grids of a
+row are (images, 3); (3,) is one image.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[An
     """Give each row of a batch its pixels, grids and raw images.
 
     Args:
-        experience: A batch. Without a count in `info` there must be one grid a row.
+        experience: A batch. Unless grids are a list or `info` has their count, there must be one a row.
         batch_size: Rows of the batch (B).
 
     Returns:
-        For each vision field one element a row, None where the row has no image or video.
+        For each vision field one element a row, None where the row has no image or video; grids are (images, 3).
 
     Raises:
         FieldError: If counts, grids, pixels and raw images do not account for each other.
@@ -33,9 +36,11 @@ def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[An
     columns: dict[str, list[Any]] = {}
     image_counts = [0] * batch_size
     for pixels_name, grids_name, count_key in VISION_FIELDS:
-        pixels, grids = getattr(experience, pixels_name), getattr(experience, grids_name)
+        pixels, given = getattr(experience, pixels_name), getattr(experience, grids_name)
+        listed = _listed_grids(grids_name, given, batch_size) if isinstance(given, list) else None
+        grids = given if listed is None else _concatenate(grids_name, listed)
         patches = _patches(pixels, grids, pixels_name, grids_name)
-        counts = _counts(experience.info, count_key, grids, batch_size)
+        counts = _counts(experience.info, count_key, grids, batch_size, listed)
         if grids is None:
             columns[pixels_name] = columns[grids_name] = [None] * batch_size
             continue
@@ -51,11 +56,31 @@ def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[An
     return columns
 
 
+def grids_as_given(experience: ExperienceVL) -> dict[str, list[Any]]:
+    """Return the grids of rows whose form a batch states by itself, as LightRFT splits them.
+
+    Args:
+        experience: A batch that `split_vision` has accepted.
+
+    Returns:
+        By field one element a row: the tensors of a list as they are, None for a row without images; where `info` has
+        no count, and each row one image or video, (3,). No key for a field that is neither.
+    """
+    columns: dict[str, list[Any]] = {}
+    for _, grids_name, count_key in VISION_FIELDS:
+        grids = getattr(experience, grids_name)
+        if isinstance(grids, list):
+            columns[grids_name] = [grid if grid is not None and grid.numel() else None for grid in grids]
+        elif grids is not None and count_key not in (experience.info or {}):
+            columns[grids_name] = list(grids.unbind())
+    return columns
+
+
 def batch_vision(items: list[BufferItemVL]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Lay the pixels, grids and raw images of the rows end to end.
 
     Args:
-        items: The rows; one without images, or without videos, has None there.
+        items: The rows; one without images, or without videos, has None there. A grid of shape (3,) is one image.
 
     Returns:
         The vision fields of the batch, and the counts for `info`, ``(B,)`` float32 by key.
@@ -65,43 +90,84 @@ def batch_vision(items: list[BufferItemVL]) -> tuple[dict[str, Any], dict[str, T
     """
     fields: dict[str, Any] = {}
     counts: dict[str, Tensor] = {}
+    all_grids = {name: [_of_images(getattr(item, name)) for item in items] for _, name, _ in VISION_FIELDS}
     for pixels_name, grids_name, count_key in VISION_FIELDS:
         row_counts = []
         for row, item in enumerate(items):
-            pixels, grids = getattr(item, pixels_name), getattr(item, grids_name)
+            pixels, grids = getattr(item, pixels_name), all_grids[grids_name][row]
             _patches(pixels, grids, pixels_name, grids_name, where=f"row {row}: ")
             row_counts.append(0 if grids is None else len(grids))
             stated = (item.info or {}).get(count_key)
-            if stated is not None and float(stated) != row_counts[-1]:
-                raise FieldError(
-                    f"row {row}: info[{count_key!r}] is {float(stated):g}, {grids_name} has {row_counts[-1]}"
-                )
+            if stated is not None and (count := _number(f"row {row}: info[{count_key!r}]", stated)) != row_counts[-1]:
+                raise FieldError(f"row {row}: info[{count_key!r}] is {count:g}, {grids_name} has {row_counts[-1]}")
         fields[pixels_name] = _concatenate(pixels_name, [getattr(item, pixels_name) for item in items])
-        fields[grids_name] = _concatenate(grids_name, [getattr(item, grids_name) for item in items])
+        fields[grids_name] = _concatenate(grids_name, all_grids[grids_name])
         if any(row_counts) or any(count_key in (item.info or {}) for item in items):
             counts[count_key] = torch.tensor(row_counts, dtype=torch.float32)
     images = [item.raw_images for item in items]
-    _check_raw_images(images, [item.image_grid_thws for item in items])
+    _check_raw_images(images, all_grids["image_grid_thws"])
     fields["raw_images"] = None if all(image is None for image in images) else images
     return fields, counts
 
 
-def _counts(info: dict[str, Tensor] | None, key: str, grids: Tensor | None, batch_size: int) -> list[int]:
+def _of_images(grids: Tensor | None) -> Tensor | None:
+    """The grids of a row as (images, 3)."""
+    return grids.unsqueeze(0) if isinstance(grids, Tensor) and grids.shape == (3,) else grids
+
+
+def _listed_grids(name: str, grids: list[Any], batch_size: int) -> list[Tensor | None]:
+    """The grids of each row, (images, 3), of a list of them; None where there are none."""
+    if len(grids) != batch_size:
+        raise ShapeError(f"{name} has {len(grids)} elements, sequences has {batch_size} rows")
+    rows: list[Tensor | None] = []
+    for row, given in enumerate(grids):
+        if given is not None and not isinstance(given, Tensor):
+            raise FieldError(f"row {row}: {name} is a {type(given).__name__}, not a tensor")
+        of_row = _of_images(given)
+        if of_row is not None and (of_row.dim() != 2 or of_row.shape[1] != 3):
+            raise ShapeError(f"row {row}: {name} of shape {tuple(of_row.shape)} is not (images, 3)")
+        rows.append(None if of_row is None or not len(of_row) else of_row)
+    return rows
+
+
+def _counts(
+    info: dict[str, Any] | None, key: str, grids: Tensor | None, batch_size: int, listed: list[Tensor | None] | None
+) -> list[int]:
     grid_count = 0 if grids is None else len(grids)
+    by_list = None if listed is None else [0 if rows is None else len(rows) for rows in listed]
     if info is not None and key in info:
-        stated = torch.as_tensor(info[key]).reshape(-1).tolist()
-        if len(stated) != batch_size:
-            raise ShapeError(f"info[{key!r}] has {len(stated)} counts, the batch has {batch_size} rows")
-        for row, count in enumerate(stated):
-            if count < 0 or count != count // 1:
-                raise FieldError(f"row {row}: info[{key!r}] is {count}, not a number of grids")
-        counts = [int(count) for count in stated]
-        if sum(counts) != grid_count:
-            raise FieldError(f"info[{key!r}] counts {sum(counts)} grids, the batch has {grid_count}")
-        return counts
+        stated = _stated_counts(key, info[key], batch_size)
+        if sum(stated) != grid_count:
+            raise FieldError(f"info[{key!r}] counts {sum(stated)} grids, the batch has {grid_count}")
+        if by_list is not None and by_list != stated:
+            row = next(row for row in range(batch_size) if by_list[row] != stated[row])
+            raise FieldError(f"row {row}: info[{key!r}] is {stated[row]}, the row has {by_list[row]} grids")
+        return stated
+    if by_list is not None:
+        return by_list
     if grid_count not in (0, batch_size):
         raise FieldError(f"info[{key!r}] is missing: {grid_count} grids cannot be told apart for {batch_size} rows")
     return [1 if grid_count else 0] * batch_size
+
+
+def _stated_counts(key: str, value: Any, batch_size: int) -> list[int]:
+    try:
+        stated = torch.as_tensor(value).reshape(-1).tolist()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FieldError(f"info[{key!r}] is {value!r:.80}, not a number of grids for each row") from error
+    if len(stated) != batch_size:
+        raise ShapeError(f"info[{key!r}] has {len(stated)} counts, the batch has {batch_size} rows")
+    for row, count in enumerate(stated):
+        if count < 0 or count != count // 1:
+            raise FieldError(f"row {row}: info[{key!r}] is {count}, not a number of grids")
+    return [int(count) for count in stated]
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FieldError(f"{what} is {value!r:.80}, not a number of grids") from error
 
 
 def _starts(counts: list[int]) -> list[int]:
@@ -112,6 +178,9 @@ def _patches(
     pixels: Tensor | None, grids: Tensor | None, pixels_name: str, grids_name: str, *, where: str = ""
 ) -> list[int]:
     """Number of pixel rows of each grid, once pixels and grids are known to agree."""
+    for name, value in ((pixels_name, pixels), (grids_name, grids)):
+        if value is not None and not isinstance(value, Tensor):
+            raise FieldError(f"{where}{name} is a {type(value).__name__}, not a tensor")
     if (pixels is None) != (grids is None):
         missing, there = (pixels_name, grids_name) if pixels is None else (grids_name, pixels_name)
         raise FieldError(f"{where}{missing} is None, {there} is not: neither is of use without the other")

@@ -112,7 +112,7 @@ def strip(row: Row) -> Row:
 
 
 def pad(rows: list[Row]) -> list[Row]:
-    """The rows of one width, zeros on the left; in `info` too, where plain numbers become tensors."""
+    """The rows of one width, zeros on the left, and `info` as `gather_info` leaves it."""
     padded = []
     for row in rows:
         wide = dict(row)
@@ -120,16 +120,24 @@ def pad(rows: list[Row]) -> list[Row]:
             if name in row:
                 wide[name] = _left(row[name], [other[name] for other in rows])
         padded.append(wide)
-    return pad_info(padded)
+    return gather_info(padded)
 
 
-def pad_info(rows: list[Row]) -> list[Row]:
-    """The rows with `info` of one width: the rest is not padded when rows are packed."""
+def gather_info(rows: list[Row]) -> list[Row]:
+    """The rows as they come out of a batch: numbers of `info` are tensors where those of all rows make up one."""
     if "info" not in rows[0]:
         return rows
-    infos = [{key: _as_tensor(value) for key, value in row["info"].items()} for row in rows]
-    wide = [{key: _left(value, [other[key] for other in infos]) for key, value in info.items()} for info in infos]
-    return [{**row, "info": info} for row, info in zip(rows, wide, strict=True)]
+    columns = {key: [row["info"][key] for row in rows] for key in rows[0]["info"]}
+    gathered = {key: [_as_tensor(value) for value in column] for key, column in columns.items()}
+    columns |= {key: column for key, column in gathered.items() if is_one_tensor(column)}
+    return [{**row, "info": {key: column[place] for key, column in columns.items()}} for place, row in enumerate(rows)]
+
+
+def is_one_tensor(column: list[Any]) -> bool:
+    """Whether the values of all rows are tensors of one shape and dtype."""
+    return all(isinstance(value, tuple) for value in column) and (
+        len({(value[0], torch.tensor(value[1]).shape) for value in column}) == 1
+    )
 
 
 def action_columns(row: Row) -> int:
@@ -159,8 +167,8 @@ def _left(value: tuple[torch.dtype, Any], column: list[tuple[torch.dtype, Any]])
 
 
 def _as_tensor(value: Any) -> Any:
-    """A plain number of `info` comes back as a tensor: float32, int64 or bool."""
-    if isinstance(value, tuple):
+    """A plain number of `info` as a tensor: float32, int64 or bool."""
+    if not isinstance(value, bool | int | float):
         return value
     return {bool: torch.bool, int: torch.int64, float: torch.float32}[type(value)], value
 
@@ -176,6 +184,10 @@ def _info(name: str, rng: random.Random) -> Any:
         "vector": (torch.bfloat16, [_number(rng) for _ in range(3)]),
         "ragged": (torch.int64, [rng.randint(0, 9) for _ in range(length)]),
         "matrix": (torch.float32, [[_number(rng) for _ in range(3)] for _ in range(2)]),
+        "text": f"answer {rng.randint(0, 9)}",
+        "tokens": [rng.randint(0, 9) for _ in range(length)],
+        "table": {"turns": rng.randint(0, 9), "tool": "search"},
+        "either": rng.choice([_number(rng), "none", None]),
     }[name]
 
 

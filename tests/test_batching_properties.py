@@ -16,7 +16,9 @@ from tests.items import assert_same
 from tests.slow_rows import ACTIONS, SCORES, TOKENS, Kind, Row, expect
 
 OPTIONAL = ("attention_mask", *ACTIONS, *SCORES, "labels", "references")
-INFO = ("scalar", "mixed", "number", "count", "single", "vector", "ragged", "matrix")
+INFO = (
+    "scalar", "mixed", "number", "count", "single", "vector", "ragged", "matrix", "text", "tokens", "table", "either",
+)  # fmt: skip
 TEXT = (*TOKENS, *ACTIONS, *SCORES, "labels", "references")
 VISION = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images")
 
@@ -81,7 +83,13 @@ def expect_batch(batch: Experience, rows: list[Row], *, packed: bool) -> None:
     expected_info = None if "info" not in rows[0] else rows[0]["info"].keys()
     assert (None if batch.info is None else batch.info.keys()) == expected_info
     for key, value in (batch.info or {}).items():
-        expect(key, value, (rows[0]["info"][key][0], [row["info"][key][1] for row in rows]))
+        column = [row["info"][key] for row in rows]
+        if slow_rows.is_one_tensor(column):
+            expect(key, value, (column[0][0], [numbers for _, numbers in column]))
+        else:
+            assert isinstance(value, list), key
+            for element, expected_element in zip(value, column, strict=True):
+                expect(key, element, expected_element)
 
 
 @settings(many, max_examples=1600)
@@ -117,9 +125,9 @@ def test_rows_are_stripped_and_packed_as_the_reference_does(
     expect_rows(clean, stripped)
     expect_rows(items, rows)
     expect_rows(remove_padding_in_sequences(clean), stripped)
-    expect_batch(packed, slow_rows.pad_info(stripped), packed=True)
+    expect_batch(packed, slow_rows.gather_info(stripped), packed=True)
     expect_packing(packed, [len(row["sequences"][1]) for row in stripped])
-    expect_rows(split_experience_batch(packed), slow_rows.pad_info(stripped))
+    expect_rows(split_experience_batch(packed), slow_rows.gather_info(stripped))
     assert_same(make_experience_batch(split_experience_batch(packed), packing_samples=True), packed)
 
 
@@ -154,7 +162,7 @@ def test_pixels_stay_with_their_rows_as_in_the_reference(
     if flat and batch.raw_images is not None:
         # As a processor gives them: the images of all rows in one list. A list for each row says the same.
         batch.raw_images = [image for images in batch.raw_images for image in images or []]
-    expected = slow_rows.pad_info([slow_rows.strip(row) for row in rows]) if packing else slow_rows.pad(rows)
+    expected = slow_rows.gather_info([slow_rows.strip(row) for row in rows]) if packing else slow_rows.pad(rows)
     items = split_experience_batch(batch)
     expect_rows(items, expected)
     again = make_experience_batch(items, packing_samples=packing)

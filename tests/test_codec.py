@@ -214,9 +214,35 @@ def test_a_field_present_in_some_extents_only_is_refused_by_name():
         through(with_kl, without)
 
 
-def test_info_that_is_no_tensor_is_refused():
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("note", "hello", "str"),
+        ("note", ["a", "b", "c", "d"], "list"),
+        ("score", 1.5, "float"),
+        ("note", None, "NoneType"),
+    ],
+)
+def test_info_that_is_no_tensor_is_refused(name, value, kind):
     experience = made_up()
-    experience.info["note"] = "hello"
+    experience.info[name] = value
 
-    with pytest.raises(FieldError, match=r"info\['note'\]"):
+    with pytest.raises(FieldError, match=rf"info\['{name}'\] is a {kind}; through shared memory tensors travel"):
+        codec.encode(experience, memoryview(bytearray(1 << 16)))
+
+
+def test_a_name_of_info_that_is_no_text_is_refused():
+    experience = made_up()
+    experience.info[7] = torch.ones(4)
+
+    with pytest.raises(FieldError, match="info has the name 7, a int; through shared memory names are str"):
+        codec.encode(experience, memoryview(bytearray(1 << 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_token_ids_that_are_no_integers_are_refused(dtype):
+    experience = made_up()
+    experience.sequences = experience.sequences.to(dtype)
+
+    with pytest.raises(FieldError, match=f"sequences is {dtype}; .* as a tensor of integers"):
         codec.encode(experience, memoryview(bytearray(1 << 16)))

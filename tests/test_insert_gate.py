@@ -60,7 +60,7 @@ def replace(name: str, value: Any) -> Callable[[Experience], None]:
     return lambda experience: setattr(experience, name, value)
 
 
-def info(key: str, value: torch.Tensor) -> Callable[[Experience], None]:
+def info(key: str, value: Any) -> Callable[[Experience], None]:
     return lambda experience: experience.info.update({key: value})  # type: ignore[union-attr]
 
 
@@ -87,6 +87,20 @@ FAULTS = [
     (replace("reward", torch.zeros(2)), "lengths", "reward has shape (2,)"),
     (replace("advantages", torch.zeros(3, 2)), "lengths", "advantages has shape (3, 2)"),
     (info("score", torch.zeros(2)), "lengths", "info['score'] has shape (2,) for 3 rows"),
+    # Good in the library, but shared memory carries tensors of integers and tensors of a row each.
+    (info("note", ["a", "b", "c"]), "malformed", "info['note'] is a list; through shared memory tensors travel"),
+    (info("note", "math"), "malformed", "info['note'] is a str; through shared memory tensors travel"),
+    (info("score", 0.5), "malformed", "info['score'] is a float; through shared memory tensors travel"),
+    (
+        replace("sequences", torch.ones(3, 5)),
+        "malformed",
+        "sequences is torch.float32; through shared memory token ids",
+    ),
+    (
+        replace("sequences", torch.ones(3, 5).bfloat16()),
+        "malformed",
+        "sequences is torch.bfloat16; through shared memory token ids",
+    ),
 ]
 
 
@@ -141,7 +155,7 @@ def test_a_pixel_that_is_no_number_is_refused() -> None:
 
 
 def test_every_reason_of_the_gate_is_in_the_table() -> None:
-    assert {reason for _, reason, _ in FAULTS} | {"malformed"} == set(get_args(FaultReason))
+    assert {reason for _, reason, _ in FAULTS} == set(get_args(FaultReason))
 
 
 def test_nothing_is_changed_by_the_look() -> None:

@@ -1,5 +1,6 @@
 """The replay buffer between real processes: each row once, whoever is killed; nothing is left behind."""
 
+import dataclasses
 import os
 import pickle
 import signal
@@ -24,6 +25,7 @@ from pipeline.errors import (
 from pipeline.experience import BufferItem, Experience, ExperienceVL
 from pipeline.ledger import Ledger
 from pipeline.ledger_records import LedgerLayout
+from pipeline.replay_buffer import ROWS_PER_EXTENT
 from tests.daemon import is_alive
 from tests.experiences import made_up
 from tests.replay_crew import Crew, numbered, numbers_of
@@ -291,6 +293,86 @@ def test_bad_input_is_refused_by_name_and_takes_no_room():
         DetachedReplayBuffer(8, timeout_s=-1)
     with pytest.raises(ConfigError, match="does not fit"):
         DetachedReplayBuffer(8, arena_bytes=1 << 60)
+
+
+def packed(experience):
+    return make_experience_batch(split_experience_batch(experience), packing_samples=True)
+
+
+@pytest.mark.parametrize("rows", [2, ROWS_PER_EXTENT + 1], ids=["one append", "several appends"])
+@pytest.mark.parametrize("form", [lambda experience: experience, packed], ids=["padded", "packed"])
+def test_what_the_library_takes_and_shared_memory_does_not_is_refused_and_takes_no_room(form, rows):
+    """Whatever way a batch goes: a large one, and a packed one, are split and batched anew on theirs."""
+    made = form(numbered(range(rows)))
+    wrong = [
+        ({"info": {"note": ["math"] * rows}}, r"info\['note'\] is a list; through shared memory tensors travel"),
+        ({"info": {"note": [1.5] * rows}}, r"info\['note'\] is a list"),
+        ({"info": {"note": "math"}}, r"info\['note'\] is a str"),
+        ({"info": {"score": 0.5}}, r"info\['score'\] is a float"),
+        ({"info": {7: torch.ones(rows)}}, "info has the name 7, a int"),
+        ({"sequences": floats(made.sequences)}, "sequences is torch.float32; through shared memory token ids travel"),
+        ({"sequences": None}, "sequences is a NoneType"),
+    ]
+    with buffer_of(2) as buffer:
+        free_bytes = buffer.stats().free_bytes
+
+        for change, message in wrong:
+            with pytest.raises(FieldError, match=message):
+                buffer.append(dataclasses.replace(made, **change))
+
+        assert (buffer.stats().sealed, buffer.stats().free_bytes) == (0, free_bytes)
+        buffer.append(made)
+        assert buffer.stats().sealed == rows
+
+
+def floats(sequences):
+    return [row.float() for row in sequences] if isinstance(sequences, list) else sequences.float()
+
+
+def test_rows_that_shared_memory_does_not_take_are_refused_and_take_no_room():
+    items = split_experience_batch(numbered(range(2)))
+
+    def with_info(*values):
+        return [dataclasses.replace(item, info={"it": value}) for item, value in zip(items, values, strict=True)]
+
+    wrong = [
+        (with_info("math", "code"), r"info\['it'\] is a list; through shared memory tensors travel, one element a row"),
+        (with_info(1.5, "none"), r"info\['it'\] is a list"),
+        (with_info(torch.ones(1), torch.ones(2)), r"info\['it'\] is a list"),
+        ([BufferItem(torch.ones(3)), BufferItem(torch.ones(2))], "sequences is torch.float32; through shared memory"),
+    ]
+    with buffer_of(2) as buffer:
+        free_bytes = buffer.stats().free_bytes
+
+        for rows, message in wrong:
+            with pytest.raises(FieldError, match=message):
+                buffer.extend(rows)
+
+        assert (buffer.stats().sealed, buffer.stats().free_bytes) == (0, free_bytes)
+        buffer.extend(with_info(1.5, 2.5))
+        assert buffer.sample().info["it"].tolist() == [1.5, 2.5]
+
+
+def test_rows_with_a_grid_of_one_dimension_go_in_and_a_list_of_grids_does_not():
+    grid = torch.tensor([1, 2, 2])
+    batch = ExperienceVL(
+        sequences=torch.ones(2, 3, dtype=torch.long),
+        attention_mask=torch.ones(2, 3, dtype=torch.long),
+        pixel_values=torch.arange(24.0).reshape(8, 3),
+        image_grid_thws=torch.stack([grid, grid]),
+    )
+    items = split_experience_batch(batch)
+    assert items[0].image_grid_thws.shape == (3,)
+
+    with buffer_of(2) as buffer:
+        with pytest.raises(FieldError, match="image_grid_thws: only tensors travel, got list"):
+            buffer.append(dataclasses.replace(batch, image_grid_thws=[grid, grid]))
+        buffer.extend(items)
+        got = buffer.sample()
+
+    assert torch.equal(got.image_grid_thws, batch.image_grid_thws)
+    assert torch.equal(got.pixel_values, batch.pixel_values)
+    assert got.info["image_num"].tolist() == [1.0, 1.0]
 
 
 def test_damaged_rows_are_an_error_once_and_dropped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,44 @@ def test_without_counts_there_must_be_one_image_a_row() -> None:
     batch.image_grid_thws = torch.tensor([[1, 2, 2], [1, 1, 2], [1, 1, 2]])
     with pytest.raises(FieldError, match=r"image_num.*3 grids.*2 rows"):
         split_experience_batch(batch)
+
+
+def test_grids_without_counts_are_three_numbers_a_row() -> None:
+    batch = make_experience_batch([vl_item(1, 1), vl_item(1, 1, base=2)])
+    assert isinstance(batch, ExperienceVL) and batch.info is not None
+    counts = {name: batch.info.pop(name) for name in ("image_num", "video_num")}
+    batch.info["video_num"] = counts["video_num"]
+
+    rows = split_experience_batch(batch)
+
+    # Videos have their counts, images have not.
+    assert [row.image_grid_thws.tolist() for row in rows] == [[1, 2, 2], [1, 2, 2]]  # type: ignore[attr-defined]
+    assert [row.video_grid_thws.tolist() for row in rows] == [[[3, 1, 2]], [[3, 1, 2]]]  # type: ignore[attr-defined]
+    batch.info |= counts
+    assert_same(make_experience_batch(rows), batch)
+
+
+def test_grids_as_a_list_of_one_tensor_a_row() -> None:
+    """LightRFT's maker has split them already: of a row without images None, or no row of a tensor."""
+    whole = make_experience_batch([vl_item(2, base=1), vl_item(0, base=2), vl_item(1, base=3), vl_item(0, base=4)])
+    assert isinstance(whole, ExperienceVL) and whole.info is not None
+    grid = torch.tensor([1, 2, 2])
+    no_grids = torch.zeros(0, 3, dtype=torch.int64)
+    listed: Any = [grid.repeat(2, 1), None, grid, no_grids]
+
+    for info in (whole.info, {"score": whole.info["score"]}):
+        rows: Any = split_experience_batch(dataclasses.replace(whole, image_grid_thws=listed, info=info))
+
+        assert rows[0].image_grid_thws is listed[0]
+        assert rows[2].image_grid_thws is grid
+        assert [row.image_grid_thws for row in rows[1::2]] == [None, None]
+        assert [0 if row.pixel_values is None else len(row.pixel_values) for row in rows] == [8, 0, 4, 0]
+        assert [row.raw_images for row in rows] == whole.raw_images
+        assert_same(make_experience_batch(rows), whole)
+
+    # The grids of no row at all.
+    empty: Any = ExperienceVL(sequences=torch.ones(2, 3).long(), image_grid_thws=[None, no_grids])  # type: ignore[arg-type]
+    assert [row.image_grid_thws for row in split_experience_batch(empty)] == [None, None]  # type: ignore[attr-defined]
 
 
 def test_pixels_beyond_or_without_grids_are_refused() -> None:

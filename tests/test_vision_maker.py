@@ -21,6 +21,7 @@ from pipeline.models import Critic, action_values
 from pipeline.rewards import FunctionReward
 from pipeline.training_state import digest_after
 from tests import tiny, tiny_vision
+from tests.items import assert_same
 from tests.test_vision_inputs import MIXED, reference_log_probs
 from tests.tiny_vision import EOS, PAD
 
@@ -86,6 +87,18 @@ def test_every_response_of_a_group_has_its_prompts_images() -> None:
     assert torch.equal(experience.pixel_values, torch.cat([first, first, second, third, second, third]))
     assert torch.equal(experience.pixel_values_videos, prompts["pixel_values_videos"].repeat(2, 1))
     assert experience.raw_images == [path for path in paths for _ in range(2)]
+
+
+def test_grids_as_a_list_of_one_tensor_a_prompt_are_taken() -> None:
+    name = "image_grid_thws"
+    grids = list(tiny_vision.prompts(*MIXED)[name])
+    listed = [grids[0], torch.stack(grids[1:3]), None, None]
+    expected = made_by(new_maker(), *MIXED)
+
+    for counts in ({}, {"image_num": None}):
+        experience = made_by(new_maker(), *MIXED, **{name: listed, **counts})
+
+        assert_same(experience, expected)
 
 
 def test_log_probs_of_actor_and_reference_are_those_of_each_row_by_itself() -> None:

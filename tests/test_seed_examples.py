@@ -1,0 +1,292 @@
+"""The calls that coati's and LightRFT's pages and docstrings show, as callers of theirs have them, by our names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline import (
+    BufferItem,
+    BufferItemVL,
+    Experience,
+    ExperienceMaker,
+    ExperienceVL,
+    NaiveExperienceMaker,
+    is_vl_experience,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
+from pipeline.errors import FieldError
+from tests import tiny
+
+ROWS, PROMPT, ACTIONS = 16, 3, 4
+
+
+def experience_of(rows: int = ROWS) -> Experience:
+    """A batch in coati's eight fields."""
+    rng = torch.Generator().manual_seed(0)
+    return Experience(
+        sequences=torch.randint(3, 99, (rows, PROMPT + ACTIONS), generator=rng),
+        action_log_probs=torch.randn(rows, ACTIONS, generator=rng),
+        values=torch.randn(rows, ACTIONS, generator=rng),
+        reward=torch.randn(rows, generator=rng),
+        kl=torch.randn(rows, ACTIONS, generator=rng),
+        advantages=torch.randn(rows, ACTIONS, generator=rng),
+        attention_mask=torch.ones(rows, PROMPT + ACTIONS, dtype=torch.int64),
+        action_mask=torch.ones(rows, ACTIONS, dtype=torch.bool),
+    )
+
+
+def tensors_of(experience: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(experience).items() if isinstance(value, Tensor)}
+
+
+# --- coati: Experience, split and make
+
+
+def test_a_subset_of_the_items_of_a_batch_is_the_same_rows() -> None:
+    experience_batch = experience_of()
+
+    items = split_experience_batch(experience_batch)
+    sampled_items = items[:8]
+    new_batch = make_experience_batch(sampled_items)
+
+    assert len(items) == ROWS
+    for name, value in tensors_of(experience_batch).items():
+        assert torch.equal(getattr(new_batch, name), value[:8]), name
+
+
+def test_an_experience_is_moved_and_pinned_in_place() -> None:
+    experience = experience_of(2)
+
+    assert experience.to_device(torch.device("cpu")) is None
+    experience.pin_memory()
+
+    assert tensors_of(experience).keys() == tensors_of(experience_of(2)).keys()
+
+
+def test_a_maker_of_ones_own_is_a_subclass() -> None:
+    class Maker(ExperienceMaker):
+        def make_experience(self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any) -> Experience:
+            return Experience(sequences=input_ids, attention_mask=attention_mask)
+
+    maker = Maker(actor="actor", critic="critic", reward_model="reward", initial_model="reference")
+
+    assert (maker.actor, maker.critic, maker.reward_model, maker.initial_model) == (
+        "actor", "critic", "reward", "reference",
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="abstract"):
+        ExperienceMaker(None, None, None, None)  # type: ignore[abstract]
+
+
+# --- coati: the maker
+
+
+class Tokenizer:
+    pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
+
+
+def score(input_ids: Tensor, response_start: Tensor, response_end: Tensor, **_: Any) -> Tensor:
+    return (response_end - response_start).float()
+
+
+def zeros(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    return torch.zeros(input_ids.shape)
+
+
+def test_a_maker_in_ppo_mode() -> None:
+    tokenizer = Tokenizer()
+    input_ids = torch.tensor([[tiny.PAD, 5, 6], [4, 5, 7]])
+
+    experience_maker = NaiveExperienceMaker(
+        actor=tiny.llama(),
+        critic=zeros,
+        reward_model=score,
+        initial_model=tiny.llama(seed=1),
+        tokenizer=tokenizer,
+        kl_coef=0.01,
+        gamma=1.0,
+        lam=0.95,
+        use_grpo=False,
+    )
+    experience = experience_maker.make_experience(
+        input_ids=input_ids,
+        attention_mask=(input_ids != tiny.PAD).long(),
+        max_length=12,
+        stop_token_ids=[[tokenizer.eos_token_id]],
+    )
+
+    assert experience.sequences.shape == (2, 12)
+    assert experience.reward is not None and experience.action_mask is not None
+    assert experience.reward.tolist() == experience.action_mask.sum(1).tolist()
+    assert {value.device.type for value in tensors_of(experience).values()} == {"cpu"}
+
+
+def test_a_maker_in_grpo_mode_has_no_critic() -> None:
+    arguments: dict[str, Any] = {
+        "actor": tiny.llama(), "reward_model": score, "initial_model": tiny.llama(seed=1), "tokenizer": Tokenizer(),
+        "use_grpo": True, "num_generation": 8,
+    }  # fmt: skip
+
+    experience_maker_grpo = NaiveExperienceMaker(critic=None, **arguments)
+    experience = experience_maker_grpo.make_experience(
+        torch.tensor([[4, 5, 7]]), torch.ones(1, 3, dtype=torch.int64), max_length=12
+    )
+
+    assert experience.sequences.shape == (8, 12)
+    assert experience.advantages is not None and experience.advantages.shape == (8,)
+    with pytest.raises(FieldError, match="critic is a function with use_grpo=True"):
+        NaiveExperienceMaker(critic=zeros, **arguments)
+
+
+# --- LightRFT: rows of text
+
+
+def test_a_batch_of_two_fields_is_split_as_it_is() -> None:
+    batch_exp = Experience(
+        sequences=torch.tensor([[1, 2, 3], [4, 5, 6]]), action_log_probs=torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    )
+
+    items = split_experience_batch(batch_exp)
+
+    assert [item.sequences.tolist() for item in items] == [[1, 2, 3], [4, 5, 6]]
+    assert torch.equal(items[1].action_log_probs, torch.tensor([0.3, 0.4]))  # type: ignore[arg-type]
+
+
+def test_rows_of_different_lengths_are_padded_or_packed() -> None:
+    items = [BufferItem(sequences=torch.tensor([1, 2, 3])), BufferItem(sequences=torch.tensor([4, 5, 6, 7]))]
+
+    batch_exp = make_experience_batch(items, packing_samples=False)
+    packed_batch = make_experience_batch(items, packing_samples=True)
+
+    assert batch_exp.sequences.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [row.tolist() for row in packed_batch.sequences] == [[1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="no items"):
+        make_experience_batch([])
+
+
+@pytest.mark.parametrize("kind", [BufferItem, BufferItemVL])
+def test_padding_goes_from_both_ends(kind: type[BufferItem]) -> None:
+    tokens, mask = ([0, 0, 1, 2, 3, 0, 0], [0, 0, 1, 1, 1, 0, 0])
+    if kind is BufferItemVL:
+        tokens, mask = [0, 0, 4, 5, 6, 0], [0, 0, 1, 1, 1, 0]
+    pixels = {"pixel_values": torch.randn(1, 3, 224, 224)} if kind is BufferItemVL else {}
+    padded_items = [
+        kind(
+            sequences=torch.tensor(tokens),
+            action_log_probs=-0.5 * torch.tensor(mask),
+            base_action_log_probs=-0.25 * torch.tensor(mask),
+            values=torch.tensor(mask) * 1.0,
+            returns=torch.tensor(mask) * 2.0,
+            advantages=torch.tensor(mask) * 3.0,
+            attention_mask=torch.tensor(mask),
+            action_mask=torch.tensor(mask),
+            info={"reward": 1.0},
+            **pixels,
+        )
+    ]
+
+    (clean,) = remove_padding_in_sequences(padded_items)
+
+    real = tokens[mask.index(1) : mask.index(1) + 3]
+    assert clean.sequences.tolist() == real
+    assert clean.attention_mask is not None and clean.attention_mask.tolist() == [1, 1, 1]
+    assert clean.action_mask is not None and clean.action_mask.tolist() == [1, 1, 1]
+    assert clean.info == {"reward": 1.0}
+    assert getattr(clean, "pixel_values", None) is pixels.get("pixel_values")
+
+
+# --- LightRFT: rows with images
+
+
+def test_an_experience_with_pixels_is_told_from_one_without() -> None:
+    assert is_vl_experience(ExperienceVL(sequences=torch.zeros(2, 10), pixel_values=torch.zeros(4, 3)))
+    assert not is_vl_experience(Experience(sequences=torch.zeros(2, 10)))
+
+
+def test_counts_in_float32_beside_float_sequences_give_each_row_its_images() -> None:
+    batch_exp = ExperienceVL(
+        sequences=torch.zeros(2, 10),
+        image_grid_thws=torch.tensor([[1, 10, 10], [1, 20, 20], [1, 15, 15]]),
+        pixel_values=torch.randn(100 + 400 + 225, 1152),
+        info={"image_num": torch.tensor([2, 1], dtype=torch.float32)},
+    )
+
+    first, second = split_experience_batch(batch_exp)
+
+    assert isinstance(first, BufferItemVL) and isinstance(second, BufferItemVL)
+    assert batch_exp.image_grid_thws is not None and batch_exp.pixel_values is not None
+    assert torch.equal(first.image_grid_thws, batch_exp.image_grid_thws[:2])  # type: ignore[arg-type]
+    assert torch.equal(second.image_grid_thws, batch_exp.image_grid_thws[2:])  # type: ignore[arg-type]
+    assert torch.equal(first.pixel_values, batch_exp.pixel_values[:500])  # type: ignore[arg-type]
+    assert torch.equal(second.pixel_values, batch_exp.pixel_values[500:])  # type: ignore[arg-type]
+    assert first.sequences.dtype == torch.float32
+    assert (
+        remove_padding_in_sequences(
+            [dataclasses.replace(item, attention_mask=torch.ones(10).long()) for item in (first, second)]
+        )[0].sequences.tolist()
+        == [0.0] * 10
+    )
+
+
+def test_items_with_float_sequences_are_batched_with_their_counts() -> None:
+    item1 = BufferItemVL(
+        sequences=torch.zeros(5),
+        image_grid_thws=torch.tensor([[1, 5, 5], [1, 8, 8]]),
+        pixel_values=torch.randn(25 + 64, 1152),
+    )
+    item2 = BufferItemVL(
+        sequences=torch.zeros(8), image_grid_thws=torch.tensor([[1, 10, 10]]), pixel_values=torch.randn(100, 1152)
+    )
+
+    for packing_samples in (False, True):
+        batch: Any = make_experience_batch([item1, item2], packing_samples=packing_samples)
+
+        assert batch.image_grid_thws.tolist() == [[1, 5, 5], [1, 8, 8], [1, 10, 10]]
+        assert torch.equal(batch.pixel_values, torch.cat([item1.pixel_values, item2.pixel_values]))  # type: ignore[list-item]
+        assert torch.equal(batch.info["image_num"], torch.tensor([2.0, 1.0]))
+        if not packing_samples:
+            assert torch.equal(batch.sequences, torch.zeros(2, 8))
+
+
+def test_a_batch_without_info_and_with_one_image_a_row_is_split_one_to_one() -> None:
+    batch_exp = ExperienceVL(
+        sequences=torch.tensor([[1, 2, 3], [4, 5, 6]]),
+        pixel_values=torch.randn(2, 3, 224, 224),
+        image_grid_thws=torch.tensor([[1, 1, 1], [1, 1, 1]]),
+    )
+
+    items = split_experience_batch(batch_exp)
+
+    for row, item in enumerate(items):
+        assert isinstance(item, BufferItemVL)
+        assert item.image_grid_thws is not None and item.image_grid_thws.shape == (3,)
+        assert torch.equal(item.pixel_values, batch_exp.pixel_values[row : row + 1])  # type: ignore[arg-type, index]
+    again: Any = make_experience_batch(items)
+    assert torch.equal(again.image_grid_thws, batch_exp.image_grid_thws)
+    assert again.info["image_num"].tolist() == [1.0, 1.0]
+
+
+def test_items_with_a_grid_of_one_dimension_have_one_image_each() -> None:
+    vl_items = [
+        BufferItemVL(
+            sequences=torch.tensor(tokens),
+            pixel_values=torch.randn(1, 3, 224, 224),
+            image_grid_thws=torch.tensor([1, 1, 1]),
+            raw_images=[f"{tokens[0]}.png"],
+        )
+        for tokens in ([1, 2, 3], [4, 5, 6, 7])
+    ]
+
+    batch_vl_exp: Any = make_experience_batch(vl_items, packing_samples=False)
+    back = split_experience_batch(batch_vl_exp)
+
+    assert batch_vl_exp.image_grid_thws.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert batch_vl_exp.info["image_num"].tolist() == [1.0, 1.0]
+    assert [item.raw_images for item in back] == [["1.png"], ["4.png"]]  # type: ignore[attr-defined]
+    assert torch.equal(back[1].pixel_values, vl_items[1].pixel_values)  # type: ignore[attr-defined, arg-type]
