@@ -237,8 +237,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO).
             `info` has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An
-            `ExperienceVL` where pixels are given or the actor is a vision-language model, whether or not a row has an image
-            An `ExperienceVL` 
+            `ExperienceVL` where pixels are given or the actor is a vision-language model, whether or not a row has an
+            image.
+
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
             FieldError: If prompts are no tensor or not padded on the left, a model returns what is no finite number,
