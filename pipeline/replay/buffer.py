@@ -1,15 +1,16 @@
-"""A replay buffer between processes of one machine: any number append rows, any number take batches.
+"""A replay buffer shared by the processes of one machine, with any number of producers and consumers.
 
     buffer = DetachedReplayBuffer(sample_batch_size=8, limit=16)
     # in producers                           # in consumers
     buffer.append(experience)                batch = buffer.sample(to_device="cuda:0")
 
-It stands on the daemon's arena, ledger and sockets. Rows lie in shared memory, without their padding, and are copied
-twice: by the process that appends them and by the one that takes them. A small server process without torch keeps the
-books; the process that made the buffer starts it, restarts it, and takes it along when it ends.
+The buffer uses the daemon's arena, ledger and sockets. Rows are in shared memory, without their padding, and are copied
+twice: by the process that appends them and by the process that takes them. A small server process without torch keeps
+the ledger. The process that made the buffer, its owner, starts and restarts the server and stops it when it exits.
 
-Once `append` has returned, the death of its process loses nothing; one that dies within leaves no row. A batch whose
-consumer dies within `sample` goes to another one. So each row is delivered once, whoever is killed but the owner.
+A process that dies after `append` has returned loses no row; a process that dies during `append` adds no row. A batch
+whose consumer dies during `sample` is delivered to another consumer. Each row is therefore delivered once, even if any
+process other than the owner is killed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from pipeline.storage.arena import Arena
 
 ROWS_PER_EXTENT = 1024
 _LEAST_EXTENTS = 2048
-# The journal holds one transaction that ends a batch of that many appends of one row.
+# The journal has room for the one transaction that ends a batch of this many appends of one row each.
 _MOST_BATCH_ROWS = 8192
 
 log = logging.getLogger(__name__)
@@ -50,16 +51,16 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ReplayStats:
-    """What became of all rows: ``sealed = delivered + dropped + ready + leased``.
+    """Row counts by state: ``sealed = delivered + dropped + ready + leased``.
 
     Attributes:
-        sealed: Rows appended, ever.
-        delivered: Rows that `sample` has returned, ever.
-        dropped: Rows taken out otherwise, ever: cleared, or found damaged.
-        ready: Rows that wait.
+        sealed: Rows appended since the start.
+        delivered: Rows that `sample` has returned since the start.
+        dropped: Rows cleared or found damaged since the start.
+        ready: Rows in the queue.
         leased: Rows that a consumer is copying.
-        batches: Batches that wait, full ones and flushed ones.
-        free_bytes: Bytes of the arena that hold nothing.
+        batches: Batches in the queue, full ones and flushed ones.
+        free_bytes: Free bytes of the arena.
     """
 
     sealed: int
@@ -72,17 +73,17 @@ class ReplayStats:
 
 
 class DetachedReplayBuffer:
-    """A queue of experience in shared memory that yields batches of `sample_batch_size` rows, the oldest first.
+    """A queue of experience in shared memory, read in batches of `sample_batch_size` rows, oldest first.
 
-    The object can be handed to other processes - pickled by multiprocessing or torch.multiprocessing, inherited by a
-    fork, or found again with `attach(path)` - and used there by any number of threads. The one that made it owns it:
-    with it, or with its process, the buffer ends everywhere.
+    The object can be passed to other processes (pickled by multiprocessing or torch.multiprocessing, inherited by a
+    fork, or opened with `attach(path)`) and used there by any number of threads. The object that made the buffer owns
+    it: when that object is closed or collected, or its process ends, the buffer is closed in every process.
 
     Attributes:
         sample_batch_size: Rows of a batch.
-        limit: Batches at which producers wait, 0 for as many as the arena holds.
-        timeout_s: Longest wait of a call that names none, None for no end.
-        path: Folder in shared memory by which another process finds the buffer.
+        limit: Batches in the queue at which producers wait; 0 for no limit but the arena.
+        timeout_s: Longest wait, seconds, of a call that passes no timeout; None for no limit.
+        path: Folder in shared memory, with which another process opens the buffer.
 
     Examples:
         A buffer that batches rows into groups of 8; producer and consumer are in one process here:
@@ -111,14 +112,14 @@ class DetachedReplayBuffer:
 
         Args:
             sample_batch_size: Rows of a batch.
-            limit: Full batches in the queue at which `append` waits until one is taken; 0 leaves it to the arena. An
-                append is never split, so that the last one may go beyond.
-            arena_bytes: Shared memory for the rows, allocated at once together with some 17 MB of books. While it is
-                full, `append` waits.
-            timeout_s: Longest wait of `append` and `sample`, None for no end.
+            limit: Full batches in the queue at which `append` waits until one is taken; 0 for no limit but the arena.
+                An append is never split; the last one may therefore exceed the limit.
+            arena_bytes: Shared memory for the rows, allocated at once, together with about 17 MB for the ledger. While
+                it is full, `append` waits.
+            timeout_s: Longest wait of `append` and `sample`, seconds; None for no limit.
 
         Raises:
-            FieldError: If a number makes no sense.
+            FieldError: If a number is out of range.
             ConfigError: If shared memory has no room for the arena.
         """
         _check_int("sample_batch_size", sample_batch_size, 1, _MOST_BATCH_ROWS)
@@ -138,14 +139,14 @@ class DetachedReplayBuffer:
         """Return the buffer at `path`, made by another process of this user.
 
         Args:
-            path: As the other's `path`.
-            timeout_s: Longest wait of `append` and `sample`, None for no end.
+            path: The attribute `path` of the other process's object.
+            timeout_s: Longest wait of `append` and `sample`, seconds; None for no limit.
 
         Returns:
-            The same buffer.
+            An object for the same buffer, which does not own it.
 
         Raises:
-            BufferClosedError: If there is none.
+            BufferClosedError: If there is no buffer at `path`.
         """
         _check_wait(timeout_s)
         buffer = cls.__new__(cls)
@@ -159,7 +160,8 @@ class DetachedReplayBuffer:
         self.timeout_s = timeout_s
         self.path = folder
         self._links = Links(folder, settings.owner_pid)
-        # With the object, or at the end of the interpreter; in a forked child it ends nothing of its parent's.
+        # Runs when the object is collected or the interpreter exits; in a forked child it closes nothing of the
+        # parent's.
         self._end = weakref.finalize(self, _disconnect, self._links, self._server)
         try:
             self._arena = Arena(folder / "arena")
@@ -178,29 +180,29 @@ class DetachedReplayBuffer:
     # Producers.
 
     def append(self, experience: Experience, *, timeout_s: float | None = None) -> None:
-        """Add the rows of a batch; once this returns they survive the death of this process.
+        """Add the rows of a batch; once this returns, they survive the death of this process.
 
-        All rows come in together, or none. More than `ROWS_PER_EXTENT` rows come in as several appends of that many.
+        Either all rows are added or none. More than `ROWS_PER_EXTENT` rows are added as several appends of that many.
 
         Args:
-            experience: A batch on any device, padded or packed, left as it is. All rows that a buffer ever gets have
-                the same fields. Without an `attention_mask` every column is taken for a token. Token ids travel as
-                integers; labels, references, grids and all that `info` holds as tensors, not as lists or other
-                objects, which `split_experience_batch` takes. Scores ``(B, 1)`` are one number a row, but beside a
-                single action column one an action; use ``(B,)`` where rows of one action come in by themselves.
-            timeout_s: Longest wait for room, None for the buffer's `timeout_s`, `math.inf` for no end.
+            experience: A batch on any device, padded or packed; it is not modified. All rows of a buffer have the same
+                fields. Without an `attention_mask` every column counts as a token. Token ids must be integers;
+                labels, references, grids and all values of `info` must be tensors, not lists or other objects, which
+                `split_experience_batch` takes. Scores ``(B, 1)`` are one number a row, but with a single action
+                column one an action; use ``(B,)`` if rows of one action are appended by themselves.
+            timeout_s: Longest wait for room, seconds; None for the buffer's `timeout_s`, `math.inf` for no limit.
 
         Raises:
-            ArenaFullError: If there never will be room: the message names the sizes.
+            ArenaFullError: If the arena can never hold the append: the message names the sizes.
             BufferClosedError: If the buffer was closed.
             DeadlineError: If there was no room in time; nothing was added.
-            FieldError: If a field or a value of `info` is no tensor, a field is not what it is in the rows before, a
-                number under the action mask is NaN or infinite, or `experience` is none.
-            ShapeError: If there is no row, or fields disagree on their shape.
+            FieldError: If a field or a value of `info` is not a tensor, a field's kind differs from that of earlier
+                rows, a number under the action mask is NaN or infinite, or `experience` is not an `Experience`.
+            ShapeError: If there is no row, or shapes of fields do not agree.
         """
         if not isinstance(experience, Experience):
             raise FieldError(f"append takes an Experience, not a {type(experience).__name__}; rows go into extend")
-        # Here, and not by the codec alone: a large or packed batch is batched anew on the way, by laxer rules.
+        # Checked here and not by the codec alone: a large or packed batch is batched again first, by laxer rules.
         check_travels(experience)
         if isinstance(experience.sequences, list):
             self.extend(split_experience_batch(experience), timeout_s=timeout_s)
@@ -215,15 +217,16 @@ class DetachedReplayBuffer:
             self._writer.write(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
 
     def extend(self, items: Sequence[BufferItem], *, timeout_s: float | None = None) -> None:
-        """Add rows, padded or not, of different lengths or not; otherwise as `append`.
+        """Add rows, padded or not, of equal or different lengths; otherwise as `append`.
 
         Args:
-            items: At least one row. Under a name of `info` all have numbers, or all tensors of one shape and dtype.
+            items: At least one row. Under each name of `info` all rows have numbers, or all have tensors of one shape
+                and dtype.
             timeout_s: As in `append`.
 
         Raises:
-            ShapeError: If there are no items, or the fields of one disagree on its length.
-            FieldError: If rows disagree on which fields they have, or hold what does not travel.
+            ShapeError: If there are no items, or the fields of an item disagree on its length.
+            FieldError: If rows have different fields, or hold values that shared memory does not carry.
         """
         if not items:
             raise ShapeError("extend: no items")
@@ -240,23 +243,23 @@ class DetachedReplayBuffer:
     def sample(
         self, worker_rank: int = 0, to_device: str | torch.device = "cpu", *, timeout_s: float | None = None
     ) -> Experience:
-        """Take the oldest `sample_batch_size` rows, or a batch that was flushed; wait until there are so many.
+        """Return the oldest `sample_batch_size` rows, or a flushed batch; wait until the queue has one.
 
-        They count as delivered once they are copied, on `to_device`; if this process dies before, another one gets
-        them. Who has waited longest is served first.
+        The rows count as delivered once they are copied to `to_device`. If this process dies before, they are delivered
+        to another consumer. The consumer that has waited longest is served first.
 
         Args:
-            worker_rank: Names the consumer in errors; any rank gets the next batch.
-            to_device: Where the tensors go; a CUDA device is fed from page-locked memory.
-            timeout_s: Longest wait, None for the buffer's `timeout_s`.
+            worker_rank: Number of the consumer, for errors only; every rank takes the next batch.
+            to_device: Device of the tensors; copies to a CUDA device are made from page-locked memory.
+            timeout_s: Longest wait, seconds; None for the buffer's `timeout_s`.
 
         Returns:
-            Rows padded on the left to the longest of them; `ExperienceVL` if such were appended.
+            Rows padded on the left to the longest of them; an `ExperienceVL` if such rows were appended.
 
         Raises:
-            BufferClosedError: If the buffer was closed, also while this waits.
+            BufferClosedError: If the buffer was closed, also during the wait.
             DeadlineError: If there was no batch in time; nothing was taken.
-            DecodeError: If the memory of these rows was damaged: they are dropped, and counted.
+            DecodeError: If the memory of these rows was damaged; they are dropped and counted.
         """
         deadline_s = self._deadline(timeout_s)
         device = torch.device(to_device)
@@ -276,7 +279,7 @@ class DetachedReplayBuffer:
             return experience
 
     def __iter__(self) -> Iterator[Experience]:
-        """Yield batches until the buffer is closed; `close(drain_s=...)` lets the rest be delivered first."""
+        """Yield batches until the buffer is closed; `close(drain_s=...)` first waits until the rest is delivered."""
         while True:
             try:
                 experience = self.sample()
@@ -294,7 +297,7 @@ class DetachedReplayBuffer:
             except DecodeError as error:
                 damaged.append(part.ticket)
                 reason = str(error)
-        # The rows that are left of the last extent come in the next batch.
+        # The remaining rows of the last extent are part of the next batch.
         self._readers = readers
         try:
             if damaged:
@@ -313,46 +316,53 @@ class DetachedReplayBuffer:
     # The queue.
 
     def get_length(self) -> int:
-        """Return how many batches wait: full ones, and those that `flush` made."""
+        """Return the number of batches in the queue: full ones, and those that `flush` made."""
         return self.stats().batches
 
     def stats(self) -> ReplayStats:
-        """Return what became of all rows so far."""
-        books = self._ask("stats")
+        """Return the row counts by state."""
+        totals = self._ask("stats")
         return ReplayStats(
-            books.sealed, books.trained, books.dropped, books.ready, books.leased, books.batches, books.free_bytes
+            totals.sealed,
+            totals.trained,
+            totals.dropped,
+            totals.ready,
+            totals.leased,
+            totals.batches,
+            totals.free_bytes,
         )
 
     def flush(self) -> int:
-        """Make what waits available, the rest that fills no batch as a last, smaller one; return how many rows wait."""
+        """Make a last, smaller batch of the rows that fill no batch; return the number of rows in the queue."""
         return self._ask("flush").rows
 
     def clear(self) -> int:
-        """Drop every row that waits and return how many; one that is being appended or sampled is left alone."""
+        """Drop every row in the queue and return their number; rows being appended or sampled are kept."""
         return self._ask("clear").rows
 
-    def _ask(self, what: Literal["stats", "flush", "clear", "drain"], *, deadline_s: float | None = None) -> Books:
+    def _ask(self, action: Literal["stats", "flush", "clear", "drain"], *, deadline_s: float | None = None) -> Books:
         until_s = time.monotonic() + CALL_S if deadline_s is None else deadline_s
         with self._links.take() as link:
-            books = link.ask(
-                lambda: Ask(link.name, link.incarnation, link.request, what, until_s),
+            totals = link.ask(
+                lambda: Ask(link.name, link.incarnation, link.request, action, until_s),
                 lambda message: isinstance(message, Books),
                 until_s,
             )
-            assert isinstance(books, Books)
+            assert isinstance(totals, Books)
             link.done()
-            return books
+            return totals
 
-    # The end.
+    # Shutdown.
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """End the buffer if this object owns it, otherwise disconnect this object from it.
+        """Close the buffer if this object owns it, otherwise disconnect this object from it.
 
-        The end reaches every process: whoever waits in `append` or `sample`, or calls one, gets a BufferClosedError.
+        The owner closes the buffer for every process: calls of `append` and `sample` that wait, and later ones, raise
+        BufferClosedError.
 
         Args:
-            drain_s: The owner only: refuse appends, flush, and wait so long until every row was taken. What is left
-                then is dropped with the buffer.
+            drain_s: For the owner only: refuse appends, flush, and wait at most this long, seconds, until every row was
+                taken. Rows left after it are dropped.
         """
         if self._links.closed:
             return

@@ -1,4 +1,4 @@
-"""The producer's side of a `DetachedReplayBuffer`: a batch goes into an extent, whose seal makes its rows count."""
+"""The producer's side of a `DetachedReplayBuffer`: writes a batch into an extent and seals it, which adds its rows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pipeline.storage.arena import Arena
 
 
 class RowWriter:
-    """Writes batches into the arena of a buffer; for any number of threads."""
+    """Writes batches into the arena of a buffer; safe for any number of threads."""
 
     def __init__(self, arena: Arena, links: Links, folder: Path) -> None:
-        """Write nothing yet.
+        """Keep the arguments; nothing is written yet.
 
         Args:
-            arena: The buffer's.
-            links: To its server.
-            folder: Where the first append of all processes says what the rows have in common.
+            arena: The buffer's arena.
+            links: Connections to the buffer's server.
+            folder: The buffer's folder; the first append of all processes writes the schema of the rows there.
         """
         self._arena = arena
         self._links = links
@@ -38,15 +38,15 @@ class RowWriter:
         """Add the rows of a batch, all or none; wait for room.
 
         Args:
-            experience: On the CPU, padded, with an attention mask, of at most the rows that an extent holds.
-            deadline_s: On the monotonic clock.
+            experience: A batch on the CPU, padded, with an attention mask, of at most the rows that an extent holds.
+            deadline_s: Deadline of the wait for room, on the monotonic clock.
 
         Raises:
-            ArenaFullError: If there never will be room.
+            ArenaFullError: If the arena can never hold the batch.
             BufferClosedError: If the buffer was closed.
             DeadlineError: If there was no room in time; nothing was added.
-            FieldError: If a field cannot be stored, or is not what it is in the rows before.
-            ShapeError: If fields disagree on their shape.
+            FieldError: If a field cannot be stored, or its kind differs from that of earlier rows.
+            ShapeError: If shapes of fields do not agree.
         """
         nbytes = self._room_for(experience)
         while True:
@@ -61,10 +61,10 @@ class RowWriter:
         if nbytes <= self._arena.payload_bytes:
             return nbytes
         try:
-            # Much of it may be padding, which takes no room.
+            # Much of the bound may be padding, which is not stored.
             return codec.encode(experience, memoryview(bytearray(nbytes)), checksum=False).nbytes
         except ArenaFullError:
-            # Raw images make it larger still.
+            # Raw images exceed the bound.
             return nbytes
 
     def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
@@ -101,7 +101,7 @@ class RowWriter:
                 raise FieldError(kind.difference(self._kinds[part]))
 
     def _first_kind(self, part: str, kind: RowKind) -> RowKind:
-        """Return what the first append of all processes has said of the rows of this buffer."""
+        """Return the kind that the first append of all processes has written for the rows of this buffer."""
         try:
             write_private(self._folder / f"{part}.kind", msgspec.json.encode(kind))
             return msgspec.json.decode((self._folder / f"{part}.kind").read_bytes(), type=RowKind)
@@ -110,7 +110,7 @@ class RowWriter:
 
 
 class _TooSmallError(Exception):
-    """The room that was reserved does not hold the append: nobody knows the size of raw images beforehand."""
+    """The reserved room does not hold the append: the size of raw images is not known beforehand."""
 
 
 def _settle(link: Link, message: Sealed | Failed, ticket: int) -> None:

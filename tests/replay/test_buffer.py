@@ -305,12 +305,12 @@ def test_what_the_library_takes_and_shared_memory_does_not_is_refused_and_takes_
     """Whatever way a batch goes: a large one, and a packed one, are split and batched anew on theirs."""
     made = form(numbered(range(rows)))
     wrong = [
-        ({"info": {"note": ["math"] * rows}}, r"info\['note'\] is a list; through shared memory tensors travel"),
+        ({"info": {"note": ["math"] * rows}}, r"info\['note'\] is a list; shared memory carries only tensors"),
         ({"info": {"note": [1.5] * rows}}, r"info\['note'\] is a list"),
         ({"info": {"note": "math"}}, r"info\['note'\] is a str"),
         ({"info": {"score": 0.5}}, r"info\['score'\] is a float"),
         ({"info": {7: torch.ones(rows)}}, "info has the name 7, a int"),
-        ({"sequences": floats(made.sequences)}, "sequences is torch.float32; through shared memory token ids travel"),
+        ({"sequences": floats(made.sequences)}, "sequences is torch.float32; shared memory carries token ids"),
         ({"sequences": None}, "sequences is a NoneType"),
     ]
     with buffer_of(2) as buffer:
@@ -336,7 +336,7 @@ def test_rows_that_shared_memory_does_not_take_are_refused_and_take_no_room():
         return [dataclasses.replace(item, info={"it": value}) for item, value in zip(items, values, strict=True)]
 
     wrong = [
-        (with_info("math", "code"), r"info\['it'\] is a list; through shared memory tensors travel, one element a row"),
+        (with_info("math", "code"), r"info\['it'\] is a list; shared memory carries only tensors, one element a row"),
         (with_info(1.5, "none"), r"info\['it'\] is a list"),
         (with_info(torch.ones(1), torch.ones(2)), r"info\['it'\] is a list"),
         ([BufferItem(torch.ones(3)), BufferItem(torch.ones(2))], "sequences is torch.float32; through shared memory"),
@@ -365,7 +365,7 @@ def test_rows_with_a_grid_of_one_dimension_go_in_and_a_list_of_grids_does_not():
     assert items[0].image_grid_thws.shape == (3,)
 
     with buffer_of(2) as buffer:
-        with pytest.raises(FieldError, match="image_grid_thws: only tensors travel, got list"):
+        with pytest.raises(FieldError, match="image_grid_thws: shared memory carries only tensors, got list"):
             buffer.append(dataclasses.replace(batch, image_grid_thws=[grid, grid]))
         buffer.extend(items)
         got = buffer.sample()
