@@ -1,9 +1,10 @@
-"""Batches of experience taken apart into rows, and rows put together into batches.
+"""Split batches of experience into rows, and make batches of rows.
 
-`split_experience_batch` -> `remove_padding_in_sequences` -> `make_experience_batch` is what happens to a row between a
-rollout and a trainer. Rows of different lengths are padded with zeros on the LEFT, so that the action columns of all
-rows end together and column j of A stays with sequence column S - A + j. Nothing is guessed: rows that disagree on
-which fields they have, or whose fields disagree on their length, are refused by name. `info` may hold anything.
+Between a rollout and a trainer a row passes `split_experience_batch`, `remove_padding_in_sequences` and
+`make_experience_batch`, in this order. Rows of different lengths are padded with zeros on the LEFT, so that the action
+columns of all rows end together and column j of A stays with sequence column S - A + j. No value is guessed: rows with
+different fields, and rows whose fields disagree on their length, are refused; the error names the field. `info` may
+hold anything.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ def zero_pad_sequences(sequences: list[Tensor], side: str = "left") -> Tensor:
 
     Args:
         sequences: At least one tensor; each ``(length,)``, all of one dtype.
-        side: Where the zeros go, "left" or "right".
+        side: Side of the zeros, "left" or "right".
 
     Returns:
         ``(len(sequences), longest)`` of the same dtype.
 
     Raises:
         AssertionError: If `side` is neither "left" nor "right".
-        ShapeError: If there is no sequence, or one is not 1-D.
-        FieldError: If one is no tensor, or of another dtype than the first.
+        ShapeError: If there is no sequence, or a sequence is not 1-D.
+        FieldError: If a sequence is not a tensor, or its dtype is not that of the first.
 
     Examples:
         >>> sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])]
@@ -85,24 +86,24 @@ def zero_pad_sequences(sequences: list[Tensor], side: str = "left") -> Tensor:
 
 
 def split_experience_batch(experience: Experience) -> list[BufferItem]:
-    """Take a batch apart into one item a row.
+    """Split a batch into one item a row.
 
-    The tensors of the items are views of the batch; pickling an item copies its own bytes only.
+    The tensors of the items are views of the batch; pickling an item copies only the item's own bytes.
 
     Args:
-        experience: A batch of B rows, padded or packed; `ExperienceVL` gives `BufferItemVL`.
+        experience: A batch of B rows, padded or packed; an `ExperienceVL` is split into `BufferItemVL`.
 
     Returns:
-        The rows in batch order; padding stays where it is (see `remove_padding_in_sequences`). Of `info` each row has
-        its element of a list of B and of a tensor of B rows; any other value (a str, a number, a tensor without
-        dimensions) goes to every row as it is. Grids are ``(images, 3)``; where `info` has no count of them, and each
-        row one, ``(3,)``; where they are a list, its elements.
+        The rows in batch order; padding is kept (see `remove_padding_in_sequences`). Of a list of B elements and of a
+        tensor of B rows in `info` each row has its element; any other value (a str, a number, a tensor without
+        dimensions) goes to every row unchanged. Grids are ``(images, 3)``; ``(3,)`` if `info` has no count of them and
+        each row has one; the elements of the list if they are a list.
 
     Raises:
         ShapeError: If the first dimension of a field, or of a tensor in `info`, is not the number of rows, or fields
             disagree on their columns.
-        FieldError: If a field's dtype says that it holds something else, a number under the action mask is NaN or
-            infinite, or pixels and grids of a vision-language batch do not belong together.
+        FieldError: If a dtype is not allowed for its field, a number under the action mask is NaN or infinite, or
+            pixels and grids of a vision-language batch do not match.
 
     Examples:
         >>> first = BufferItem(sequences=torch.tensor([5, 6, 7]), reward=torch.tensor(1.0))
@@ -137,7 +138,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         columns.update(split_vision(experience, batch_size))
         columns.update(grids_as_given(experience))
     items = [item_type(**{name: rows[row] for name, rows in columns.items()}) for row in range(batch_size)]
-    # The rows of tensors have one shape, those of lists have one each.
+    # The rows of a tensor share one shape; the tensors of a list may differ.
     packed = any(isinstance(value, list) for name, value in fields.items() if name not in OBJECT_FIELDS)
     for row, item in enumerate(items if packed else items[:1]):
         check_item(item, row)
@@ -146,23 +147,23 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
 
 
 def make_experience_batch(items: Sequence[BufferItem], packing_samples: bool = False) -> Experience:
-    """Put rows together into a batch.
+    """Make a batch of rows.
 
     Args:
         items: At least one item, all `BufferItem` or all `BufferItemVL`.
         packing_samples: False pads 1-D fields with zeros on the left and stacks 0-dim ones. True strips the outer
             padding of each row and keeps 1-D fields as lists of one tensor a row, with `cu_seqlens`, `max_seqlen` and
-            `position_ids` for a forward pass over the rows laid end to end.
+            `position_ids` for a forward pass over the concatenated rows.
 
     Returns:
         `Experience`, or `ExperienceVL` with the counts of images and videos in `info`. Labels and references become a
-        tensor where all rows have tensors of one shape and dtype, else they are a list; so does what `info` holds under
-        a name, where numbers become a tensor too.
+        tensor if all rows have tensors of one shape and dtype, else a list. The values of `info` under a name follow
+        the same rule; numbers become a tensor too.
 
     Raises:
         ShapeError: If there are no items, or a row's fields disagree on its length.
-        FieldError: If rows disagree on which fields or `info` keys they have, or on a field's dtype; if a dtype says
-            that a field holds something else; if a number under the action mask is NaN or infinite.
+        FieldError: If rows have different fields or `info` keys, or different dtypes of a field; if a dtype is not
+            allowed for its field; if a number under the action mask is NaN or infinite.
 
     Examples:
         >>> def row(*tokens, reward):
@@ -179,7 +180,7 @@ def make_experience_batch(items: Sequence[BufferItem], packing_samples: bool = F
         >>> batch_exp.reward
         tensor([0.5000, 1.0000])
 
-        Rows laid end to end, and rows with pixels:
+        Packed rows, and rows with pixels:
 
         >>> packed = make_experience_batch(split_experience_batch(batch_exp), packing_samples=True)
         >>> packed.sequences, packed.cu_seqlens, packed.position_ids
@@ -228,24 +229,25 @@ def make_experience_batch(items: Sequence[BufferItem], packing_samples: bool = F
 def remove_padding_in_sequences(items: Sequence[Item]) -> list[Item]:
     """Strip the padding at both ends of each row.
 
-    A token is padding where neither mask has it; only the outer runs go, so that masks with holes (tool output that
-    the actor did not write) survive. Action columns go with their tokens, and so do those left of the first action.
+    A token is padding if it is in neither mask. Only the outer runs of padding are removed, so that masks with holes
+    (tool output that the actor did not write) are kept. Action columns are removed with their tokens, and so are those
+    left of the first action.
 
     Args:
-        items: Rows of a padded batch, or rows already stripped, which come back as they are.
+        items: Rows of a padded batch, or rows already stripped, which are returned unchanged.
 
     Returns:
         New items in the same order; their tensors are views of the given ones. 0-dim fields, and fields with one
-        number a row, are kept.
+        number a row, are unchanged.
 
     Raises:
         ShapeError: If a row has no tokens, or its fields disagree on its length.
-        FieldError: If a row has no attention mask: nothing else tells padding from a token. If a field is no tensor,
-            or its dtype says that it holds something else.
+        FieldError: If a row has no attention mask: no other field distinguishes padding from a token. If a field is not
+            a tensor, or its dtype is not allowed for the field.
 
     Examples:
-        LightRFT's own example, whose code gives ``tensor([1])``: it counts every zero of the action mask, wherever it
-        stands.
+        LightRFT's own example, whose code gives ``tensor([1])``: it counts every zero of the action mask, at
+        any position.
 
         >>> real = torch.tensor([0, 0, 1, 1, 1, 0, 0])
         >>> padded_items = [
@@ -274,12 +276,14 @@ def remove_padding_in_sequences(items: Sequence[Item]) -> list[Item]:
     for row, item in enumerate(items):
         check_item(item, row)
         if item.attention_mask is None:
-            raise FieldError(f"row {row}: attention_mask is None; without it padding cannot be told from tokens")
+            raise FieldError(
+                f"row {row}: attention_mask is None; without it padding cannot be distinguished from tokens"
+            )
     return [_cut_item(item, *columns) for item, columns in zip(items, _kept_columns(items), strict=True)]
 
 
 def _kept_columns(items: Sequence[BufferItem]) -> list[tuple[int, int, int, int]]:
-    """For each row the first token that stays and the one after the last, and the same of its actions."""
+    """Return for each row the first kept token and the one after the last, and the same of its actions."""
     if not items:
         return []
     no_actions = items[0].sequences.new_empty(0, dtype=torch.bool)
@@ -291,9 +295,9 @@ def _kept_columns(items: Sequence[BufferItem]) -> list[tuple[int, int, int, int]
     width, action_width = attended.shape[1], acted.shape[1]
     real = attended.clone()
     real[:, width - action_width :] |= acted
-    # argmax gives the first of equal elements.
+    # argmax returns the first of equal elements.
     starts, ends = real.byte().argmax(dim=1).tolist(), (width - real.flip(1).byte().argmax(dim=1)).tolist()
-    # An action that nothing attends to is no token either.
+    # An action outside the attention mask is not a token either.
     any_real = attended.any(dim=1).tolist()
     firsts, any_action = [-1] * len(items), [False] * len(items)
     if action_width:
@@ -341,7 +345,7 @@ def _split_info(info: dict[str, Any] | None, batch_size: int) -> list[dict[str, 
 
 
 def _info_rows(name: str, value: Any, batch_size: int) -> Sequence[Any]:
-    """One element a row of a tensor or of a list as long as the batch; anything else for each row as it is."""
+    """Return one element a row: of a tensor or of a list as long as the batch; any other value for each row."""
     if isinstance(value, Tensor) and value.dim():
         return _rows_of(name, value, batch_size)
     if isinstance(value, list) and len(value) == batch_size:
@@ -374,13 +378,13 @@ def _batch_info(rows: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     for row, info in enumerate(infos):
         # Keys may be of types that have no order.
         for key in sorted(info.keys() ^ infos[0].keys(), key=repr):
-            there, missing = (row, 0) if key in info else (0, row)
-            raise FieldError(f"info[{key!r}] is in row {there}, not in row {missing}")
+            present, missing = (row, 0) if key in info else (0, row)
+            raise FieldError(f"info[{key!r}] is in row {present}, not in row {missing}")
     return {key: _gather_info([info[key] for info in infos]) for key in infos[0]}
 
 
 def _gather_info(values: list[Any]) -> Tensor | list[Any]:
-    """A tensor of numbers, or of tensors of one shape and dtype; a list of anything else."""
+    """Return a tensor of numbers or of tensors of one shape and dtype; a list of any other values."""
     if not all(
         isinstance(value, Tensor | bool | int | float | np.integer | np.floating | np.bool_) for value in values
     ):
@@ -390,7 +394,7 @@ def _gather_info(values: list[Any]) -> Tensor | list[Any]:
             return torch.tensor(values)
         tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
     except (OverflowError, RuntimeError, TypeError, ValueError):
-        # An integer of more than 63 bits is no number of torch's.
+        # torch has no integer of more than 63 bits.
         return values
     first = tensors[0]
     if any((each.shape, each.dtype, each.device) != (first.shape, first.dtype, first.device) for each in tensors):

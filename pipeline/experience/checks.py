@@ -1,4 +1,4 @@
-"""What the rows of a batch must be; what is not is refused by the name of its field, its row and both sizes."""
+"""Checks of rows and batches; errors name the field, the row and both sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 _MASKS = _INTEGERS | {torch.bool}
 
 _DTYPES = {
-    # LightRFT's own examples have floats. What goes through shared memory may not: `check_travels`.
+    # Floats because LightRFT's own examples have them; shared memory carries integers only (`check_travels`).
     "sequences": (_INTEGERS | _FLOATS, "numbers"),
     "attention_mask": (_MASKS, "bool or integers"),
     "action_mask": (_MASKS, "bool or integers"),
@@ -37,16 +37,16 @@ _DTYPES = {
 
 
 def check_kinds(items: Sequence[Any]) -> bool:
-    """Refuse what is no row, and rows of two kinds.
+    """Refuse objects that are not rows, and rows of two kinds.
 
     Args:
         items: The rows.
 
     Returns:
-        Whether they are rows of vision-language experience.
+        True if they are rows of vision-language experience.
 
     Raises:
-        FieldError: If one is no `BufferItem`, or some are `BufferItemVL` and others are not.
+        FieldError: If an item is not a `BufferItem`, or some are `BufferItemVL` and others are not.
     """
     for row, item in enumerate(items):
         if not isinstance(item, BufferItem):
@@ -61,20 +61,20 @@ def check_kinds(items: Sequence[Any]) -> bool:
 
 
 def num_actions(item: BufferItem) -> int:
-    """Count the action columns of a row, A."""
+    """Return the number of action columns of a row, A."""
     return _action_columns(item)[1]
 
 
 def check_item(item: BufferItem, row: int) -> None:
-    """Refuse a row whose fields are no tensors, have an impossible dtype, or disagree on its length.
+    """Refuse a row whose fields are not tensors, have a wrong dtype, or disagree on its length.
 
     Args:
         item: The row.
-        row: Its number, for the error.
+        row: The row's number, for the error.
 
     Raises:
         ShapeError: If the row has no tokens, or a field's shape is not that of the row.
-        FieldError: If `sequences` is None, a field is no tensor, or its dtype says that it holds something else.
+        FieldError: If `sequences` is None, a field is not a tensor, or its dtype is not allowed for the field.
     """
     if item.sequences is None:
         raise FieldError(f"row {row}: sequences is None")
@@ -93,41 +93,41 @@ def check_item(item: BufferItem, row: int) -> None:
         raise ShapeError(f"row {row}: sequences has 0 tokens, a row has at least 1")
     if item.attention_mask is not None and len(item.attention_mask) != length:
         raise ShapeError(f"row {row}: attention_mask has {len(item.attention_mask)} columns, sequences has {length}")
-    counted, actions = _action_columns(item)
+    counted_field, actions = _action_columns(item)
     if actions > length:
-        raise ShapeError(f"row {row}: {counted} has {actions} columns, more than the {length} of sequences")
+        raise ShapeError(f"row {row}: {counted_field} has {actions} columns, more than the {length} of sequences")
     for name in (*ACTION_FIELDS, *SCORE_FIELDS):
         value = getattr(item, name)
         if value is None or value.shape == (actions,):
             continue
         if name not in SCORE_FIELDS or (value.dim() != 0 and value.shape != (1,)):
             raise ShapeError(
-                f"row {row}: {name} has shape {tuple(value.shape)}, the row has {actions} actions ({counted})"
+                f"row {row}: {name} has shape {tuple(value.shape)}, the row has {actions} actions ({counted_field})"
             )
 
 
 def check_travels(experience: Experience) -> None:
-    """Refuse what shared memory does not carry, though a batch of the library may hold it.
+    """Refuse values that a batch may hold but shared memory does not carry.
 
     Args:
         experience: A batch, padded or packed.
 
     Raises:
-        FieldError: If token ids are no integers, `info` has a name that is no str or a value that is no tensor, or
-            pixels or grids are no tensor.
+        FieldError: If token ids are not integers, `info` has a name that is not a str or a value that is not a tensor,
+            or pixels or grids are not a tensor.
     """
     for sequences in experience.sequences if isinstance(experience.sequences, list) else [experience.sequences]:
         kind = sequences.dtype if isinstance(sequences, Tensor) else f"a {type(sequences).__name__}"
         if kind not in _INTEGERS:
-            raise FieldError(f"sequences is {kind}; through shared memory token ids travel, as a tensor of integers")
+            raise FieldError(f"sequences is {kind}; shared memory carries token ids as a tensor of integers")
     for name, value in (experience.info or {}).items():
         if not isinstance(name, str):
             raise FieldError(
-                f"info has the name {name!r}, a {type(name).__name__}; through shared memory names are str"
+                f"info has the name {name!r}, a {type(name).__name__}; shared memory carries names that are str"
             )
         if not isinstance(value, Tensor):
             held = type(value).__name__
-            raise FieldError(f"info[{name!r}] is a {held}; through shared memory tensors travel, one element a row")
+            raise FieldError(f"info[{name!r}] is a {held}; shared memory carries only tensors, one element a row")
     for name in (name for names in VISION_FIELDS for name in names[:2]):
         value = getattr(experience, name, None)
         if value is not None and not isinstance(value, Tensor):
@@ -135,7 +135,7 @@ def check_travels(experience: Experience) -> None:
 
 
 def check_one_kind(name: str, values: Sequence[Tensor | None], actions: Sequence[int]) -> None:
-    """Refuse a field that is one number in some rows and one an action in others; padding would hide the mistake.
+    """Refuse a field with one number a row in some rows and one an action in others; padding would hide the error.
 
     Args:
         name: The field.
@@ -163,10 +163,10 @@ def check_present(name: str, values: Sequence[Any]) -> bool:
         values: Its value in each row.
 
     Returns:
-        Whether the rows have it.
+        True if the rows have the field.
 
     Raises:
-        FieldError: If it is None in some rows and not in others.
+        FieldError: If the field is None in some rows and not in others.
     """
     missing = [row for row, value in enumerate(values) if value is None]
     if missing and len(missing) != len(values):
@@ -200,14 +200,14 @@ def check_finite(columns: dict[str, Any]) -> None:
         columns: The fields of the batch by name, tensors or lists of one tensor a row.
 
     Raises:
-        FieldError: If a number is not finite, which names field, row and column.
+        FieldError: If a number is not finite; the message names field, row and column.
     """
     mask = columns["action_mask"]
     for name in (*ACTION_FIELDS, *SCORE_FIELDS):
         column = columns[name]
         if name == "action_mask" or column is None or not len(column):
             continue
-        # A tensor is not indexed: that costs as much as the sum.
+        # A tensor is not indexed here: indexing takes as long as the sum.
         if not (column if isinstance(column, Tensor) else column[0]).is_floating_point():
             continue
         whole = column if isinstance(column, Tensor) else torch.cat([row.reshape(-1) for row in column])
@@ -217,14 +217,16 @@ def check_finite(columns: dict[str, Any]) -> None:
 
 
 def sum_of(tensor: Tensor) -> float:
-    """Read a field once: a sum is finite only if all its terms are. It may overflow, and then all must be looked at.
+    """Return the sum of a field: a finite sum has only finite terms.
+
+    The sum is one read of the field. It may overflow; if it is not finite, the caller has to check each term.
 
     Args:
         tensor: Floating point, on any device.
     """
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
-        # In this thread: among busy processes torch waits for its other threads far longer than the sum takes.
+        # Summed in this thread: beside busy processes torch waits far longer for its other threads than the sum takes.
         with np.errstate(over="ignore", invalid="ignore"):
             return float(tensor.numpy().sum())
     return tensor.sum().item()
@@ -241,12 +243,12 @@ def _check_row_finite(name: str, row: int, value: Tensor, mask: Tensor | None) -
 
 
 def _action_columns(item: BufferItem) -> tuple[str, int]:
-    """Return the field that says how many action columns the row has, and the number."""
+    """Return the field that defines the number of action columns of the row, and that number."""
     for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
         value = getattr(item, name)
         if value is not None:
             return name, len(value)
-    # Without any per-action field the longest score says how many columns there are.
+    # Without any per-action field the longest score defines the number of columns.
     scores = [(name, getattr(item, name)) for name in SCORE_FIELDS]
     counts = [(name, len(value)) for name, value in scores if value is not None and value.dim() == 1]
     return max(counts, key=lambda count: count[1], default=("action_mask", 0))

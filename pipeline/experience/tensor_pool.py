@@ -1,21 +1,21 @@
-"""Memory for the tensors of batches, used again once no tensor lies in it.
+"""Memory of the tensors of batches, reused once no tensor uses it.
 
-The allocator gives a large tensor's pages back as it is freed, and the next one pays for each page again: three
-quarters of the time of a batch of 8,192 tokens a row went there.
+The allocator returns the pages of a large tensor to the system when the tensor is freed, and the next tensor faults in
+each page again: three quarters of the time of a batch of 8,192 tokens a row were page faults.
 
     free chunks of one size --pop--> chunk <-- lease <-- array over it <-- part <-- storage <-- tensor, its views
                ^                                 |
-               +-------- append, at its end -----+
+               +------ append, when it ends -----+
 
-A lease is a new object for each hand-out. numpy takes it for the memory's owner and refers to it from the array and
-from each view of the array; a storage of torch refers to its array until the last tensor, view, tensor saved by
-autograd or DLPack capsule is gone. The lease therefore ends when nothing can reach the memory any more. No reference
+A lease is a new object for each allocation. numpy treats it as the memory's owner and refers to it from the array and
+from each view of the array. A storage of torch refers to its array until the last tensor, view, tensor saved by
+autograd or DLPack capsule is freed. The lease is therefore freed when no object refers to the memory. No reference
 count is read: since CPython 3.14 the interpreter borrows references to local variables, and a chunk in use may have the
 count of a free one.
 
-A lease may end in any thread and at any allocation, also while its thread is within this module. For that reason there
-is no lock: `list.append`, `list.pop` and `dict.setdefault` are one step each, with or without the interpreter's lock,
-and no Python code runs within them. A fork finds the lists whole, and the child has lists of its own.
+A lease may be freed in any thread and at any allocation, also while its thread executes this module. For that reason
+there is no lock: `list.append`, `list.pop` and `dict.setdefault` are atomic, with or without the GIL, and no Python
+code runs within them. The lists are consistent at every fork, and the child has its own copies.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 
 from pipeline.experience.extent_format import Array, array_dtype, as_array, as_tensor
 
-# Below, the allocator keeps its pages.
+# Below this size the allocator keeps its pages.
 _LEAST_BYTES = 128 << 10
 
 
 class _Chunk:
-    """Memory, and the list of free chunks to which it belongs."""
+    """Memory, and the list of free chunks that it returns to."""
 
     __slots__ = ("address", "free", "memory")
 
@@ -45,9 +45,9 @@ class _Chunk:
 
 
 class _Lease:
-    """One hand-out of a chunk: the chunk is free again when this object ends.
+    """One allocation of a chunk: the chunk is free again when this object is freed.
 
-    `__del__` takes a tenth of the time of `weakref.finalize`, and no registry grows with it.
+    `__del__` takes a tenth of the time of `weakref.finalize`, and has no registry that grows with the leases.
     """
 
     __slots__ = ()
@@ -58,7 +58,7 @@ class _Lease:
 
 
 class _Size:
-    """The free chunks of one size, and the class of their leases: an array of ctypes, which numpy takes as a buffer."""
+    """The free chunks of one size, and the class of their leases: a ctypes array, which numpy takes as a buffer."""
 
     __slots__ = ("free", "lease_type")
 
@@ -68,14 +68,14 @@ class _Size:
 
 
 class BatchMemory:
-    """Chunks of memory, each under the tensors of one hand-out at a time; for any number of threads."""
+    """Chunks of memory, each used by the tensors of one allocation at a time; safe for any number of threads."""
 
     def __init__(self, *, most_free_bytes: int = 512 << 20) -> None:
-        """Begin with none.
+        """Start without chunks.
 
         Args:
-            most_free_bytes: Free bytes that are kept for later. Beyond, chunks go back, a size after another, in the
-                order in which they became free.
+            most_free_bytes: Free bytes that are kept for reuse. Above it chunks are released, one size after another,
+                in the order in which they became free.
         """
         self._most_free_bytes = most_free_bytes
         self._sizes: dict[int, _Size] = {}
@@ -83,13 +83,13 @@ class BatchMemory:
     def empty(
         self, count: int, shape: tuple[int, ...], dtype: str, *, pin_memory: bool = False
     ) -> tuple[list[torch.Tensor], Array]:
-        """Return tensors of any values; the memory is theirs as long as one of them, or a view of one, is held.
+        """Return uninitialized tensors; their memory is not reused as long as a reference to one, or to a view, exists.
 
         Args:
             count: Number of tensors.
-            shape: Shape of each.
-            dtype: Their torch dtype, as headers name it.
-            pin_memory: Whether they are page-locked; torch itself uses such memory again.
+            shape: Shape of each tensor.
+            dtype: Their torch dtype, as named in extent headers.
+            pin_memory: Whether they are page-locked; torch itself reuses such memory.
 
         Returns:
             The tensors, and the array (count, *shape) over all of them.
@@ -101,11 +101,11 @@ class BatchMemory:
         nbytes = count * math.prod(shape) * kind.itemsize
         lease = None if nbytes < _LEAST_BYTES else self._lease(nbytes)
         array = np.ndarray((count, *shape), kind, lease)
-        # Each from its own part: a tensor's storage, which is what is pickled, ends where the tensor does.
+        # Each tensor from its own part: pickling writes the whole storage, which then ends where the tensor does.
         return [as_tensor(part, dtype) for part in array], array
 
     def _lease(self, nbytes: int) -> Any:
-        # An eighth of a power of two: batches of nearly one size share chunks.
+        # Sizes are rounded up to eighths of a power of two: batches of nearly one size share chunks.
         step = 1 << (nbytes.bit_length() - 4)
         size = -(-nbytes // step) * step
         known = self._sizes.get(size) or self._sizes.setdefault(size, _Size(size))
@@ -127,9 +127,9 @@ class BatchMemory:
                 excess_bytes -= size
 
     def free_bytes(self) -> int:
-        """Return the bytes of the chunks that no tensor lies in."""
+        """Return the bytes of the free chunks."""
         return sum(size * len(known.free) for size, known in self._sizes.copy().items())
 
 
-# Of this process: batches of all kinds and sources share it.
+# One pool a process: batches of all kinds and sources share it.
 MEMORY = BatchMemory()

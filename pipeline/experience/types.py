@@ -1,6 +1,6 @@
-"""Experience: what a rollout leaves behind and a trainer learns from, as one batch or as single rows.
+"""Experience: the data that a rollout writes and a trainer learns from, as one batch or as single rows.
 
-One family of classes serves both origins: coati's eight fields first and in its order, then LightRFT's optional ones.
+The classes have coati's eight fields first and in its order, then LightRFT's optional ones.
 Shapes (P prompt width, A number of action columns, S = P + A):
 
     field                                     PPO            GRPO
@@ -10,8 +10,8 @@ Shapes (P prompt width, A number of action columns, S = P + A):
     values, kl, advantages                    (B, A) float32 (B,) float32
     reward                                    (B,) float32   same
 
-Action column j of A belongs to sequence column S - A + j, in the rows that a maker writes (prompt padded on the left,
-response on the right) as in rows that were stripped and batched again (padded on the left only).
+Action column j of A belongs to sequence column S - A + j, both in the rows that a maker writes (prompt padded on
+the left, response on the right) and in rows that were stripped and batched again (padded on the left only).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCORE_FIELDS = ("values", "reward", "kl", "advantages", "returns")
 """Fields with one column an action, (B, A), or one number a row, (B,) or (B, 1)."""
 
 OBJECT_FIELDS = ("labels", "references")
-"""Fields that may be tensors or lists of anything, one element a row."""
+"""Fields that may be tensors or lists of any objects, one element a row."""
 
 VISION_FIELDS = (
     ("pixel_values", "image_grid_thws", "image_num"),
@@ -44,10 +44,10 @@ VISION_FIELDS = (
 
 @dataclasses.dataclass(eq=False)
 class Experience:
-    """A batch of experience; see the module for the shapes.
+    """A batch of experience; the module's docstring has the shapes.
 
     A packed batch (`make_experience_batch(..., packing_samples=True)`) holds lists of one tensor a row in place of
-    padded tensors, and `cu_seqlens`, `max_seqlen` and `position_ids` for a forward pass over the rows laid end to end.
+    padded tensors, and `cu_seqlens`, `max_seqlen` and `position_ids` for a forward pass over the concatenated rows.
 
     Attributes:
         sequences: ``(B, S)`` int64, prompt and response.
@@ -57,16 +57,16 @@ class Experience:
         kl: PPO ``(B, A)``, the k3 estimator; GRPO ``(B,)``, the KL term added to the reward.
         advantages: PPO ``(B, A)``, zero outside the mask; GRPO ``(B,)``.
         attention_mask: ``(B, S)`` int64, 1 where the token is real.
-        action_mask: ``(B, A)`` bool, True where the action was taken by the actor.
+        action_mask: ``(B, A)`` bool, True where the actor took the action.
         base_action_log_probs: ``(B, A)`` float32, the reference model's log-probs.
-        returns: Targets of the critic where an algorithm does not take advantages + values.
-        info: Anything, by name. A tensor of B rows and a list of B elements have one element a row; any other value, as
-            a str or a number, is of every row. "score" is the raw reward of each row. What goes through shared memory
-            (`DetachedReplayBuffer`, the daemon) is tensors of B rows alone.
+        returns: Targets of the critic if an algorithm does not use advantages + values.
+        info: Any values, by name. A tensor of B rows and a list of B elements have one element a row; any other value,
+            such as a str or a number, applies to every row. "score" is the raw reward of each row. Shared memory
+            (`DetachedReplayBuffer`, the daemon) carries tensors of B rows only.
         action_entropy: ``(B, A)`` float32.
         labels: One element a row.
         references: One element a row.
-        cu_seqlens: Packed only, ``(B + 1,)`` int32, where each row starts, and the end.
+        cu_seqlens: Packed only, ``(B + 1,)`` int32, the start of each row, and the end.
         max_seqlen: Packed only, tokens of the longest row.
         position_ids: Packed only, ``(1, T)`` int64, 0 at the start of each row.
 
@@ -110,16 +110,18 @@ class Experience:
         """Move every tensor, those in `info` and in lists too, to `device`, in place.
 
         Args:
-            device: As "cuda:0" or ``torch.device("cuda:0")``.
-            non_blocking: Whether copies from page-locked memory are only begun, on the current stream.
+            device: The device, such as "cuda:0" or ``torch.device("cuda:0")``.
+            non_blocking: Whether copies from page-locked memory are asynchronous, on the current stream.
         """
         self._replace_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of every tensor on a card until what reads it is done, though another stream made it.
+        """Keep the memory of every CUDA tensor until the work of `stream` that reads it is done.
+
+        Needed if the tensors were made on another stream.
 
         Args:
-            stream: On which it is read.
+            stream: The stream on which the tensors are read.
         """
 
         def record(tensor: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class Experience:
     def pin_memory(self) -> Self:
         """Move every tensor, those in `info` and in lists too, into page-locked memory, in place.
 
-        Without an accelerator there is nothing to lock pages for: the tensors stay as they are.
+        Without an accelerator the tensors are unchanged: there is no copy to lock pages for.
 
         Returns:
             This experience.
@@ -152,13 +154,13 @@ class ExperienceVL(Experience):
     Attributes:
         pixel_values: ``(patches of all images, D)``, the images of row 0 first.
         image_grid_thws: ``(images, 3)`` int64; time x height x width of an image is its number of patches. Or a list
-            with the grids of each row, None where it has none; a list does not go through shared memory.
+            with the grids of each row, None for a row without images; shared memory does not carry such a list.
         pixel_values_videos: As `pixel_values`, for videos.
         video_grid_thws: As `image_grid_thws`, for videos.
         raw_images: For each row the list of its images, or None.
 
-    `info["image_num"]` and `info["video_num"]`, ``(B,)`` float32, tell how many grids each row has. Without them, and
-    without a list of grids, each row has one or none has any.
+    `info["image_num"]` and `info["video_num"]`, ``(B,)`` float32, are the numbers of grids of each row. Without them,
+    and without a list of grids, each row has one or none has any.
     """
 
     pixel_values: Tensor | None = None
@@ -172,13 +174,13 @@ class ExperienceVL(Experience):
 class BufferItem:
     """One row of an `Experience`: the same fields without the batch dimension.
 
-    The tensors of an item that was split off a batch are views of the batch. Pickling an item copies what it shows
-    out of a larger storage first, so that one row never carries its whole batch along.
+    The tensors of an item that was split off a batch are views of the batch. Pickling an item first copies its
+    part out of a larger storage, so that the pickle of one row never contains its whole batch.
 
     Attributes:
         sequences: ``(S,)`` int64.
         action_log_probs: ``(A,)`` float32.
-        values: ``(A,)`` float32, 0-dim, or ``(1,)``, and so are all that hold one number an action or one a row.
+        values: ``(A,)`` float32, 0-dim, or ``(1,)``: one number an action, or one a row.
         reward: As `values`.
         kl: As `values`.
         advantages: As `values`.
@@ -186,11 +188,11 @@ class BufferItem:
         action_mask: ``(A,)`` bool.
         base_action_log_probs: ``(A,)`` float32.
         returns: As `values`.
-        info: Anything, by name. Batching makes a tensor of numbers, and of tensors of one shape and dtype; of anything
-            else, and of a mixture, it makes a list.
+        info: Any values, by name. Batching makes a tensor of numbers, and of tensors of one shape and dtype; of other
+            values, and of a mixture, it makes a list.
         action_entropy: ``(A,)`` float32.
-        labels: Anything.
-        references: Anything.
+        labels: Any object.
+        references: Any object.
     """
 
     sequences: Tensor
@@ -214,7 +216,7 @@ class BufferItem:
 
 @dataclasses.dataclass(eq=False)
 class BufferItemVL(BufferItem):
-    """One row of an `ExperienceVL`; its vision fields are None where the row has no image or no video.
+    """One row of an `ExperienceVL`; its vision fields are None if the row has no image or no video.
 
     Attributes:
         pixel_values: ``(patches of its images, D)``.
@@ -232,13 +234,13 @@ class BufferItemVL(BufferItem):
 
 
 def is_vl_experience(experience: Experience | BufferItem) -> bool:
-    """Tell whether an experience, or one row of it, has the fields of a vision-language experience.
+    """Return whether an experience, or one row of it, has the fields of a vision-language experience.
 
     Args:
         experience: A batch, or one row.
 
     Returns:
-        True if it is an `ExperienceVL` or a `BufferItemVL`, with or without an image in it.
+        True if it is an `ExperienceVL` or a `BufferItemVL`, with or without images.
 
     Examples:
         >>> exp = ExperienceVL(sequences=torch.tensor([[1, 2]]))

@@ -1,10 +1,10 @@
-"""The pixels of a vision-language batch: which images and videos belong to which row.
+"""The pixels of a vision-language batch: the assignment of images and videos to rows.
 
-Pixels of all images lie end to end in one tensor; a grid (time, height, width) tells how many of its rows an image
-takes, and a count in `info` how many grids a row of the batch has. Each of the three must account for the others.
+Pixels of all images are concatenated in one tensor. A grid (time, height, width) gives the number of its rows that an
+image has; a count in `info` gives the number of grids of a row of the batch. The three must match each other.
 
-The grids of a batch are one tensor (images, 3), or a list of one tensor a row, None for a row without. The grids of a
-row are (images, 3); (3,) is one image.
+The grids of a batch are one tensor (images, 3), or a list of one tensor a row, None for a row without images. The
+grids of a row are (images, 3); (3,) is one image.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pipeline.experience.types import VISION_FIELDS, BufferItemVL, ExperienceVL
 
 
 def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[Any]]:
-    """Give each row of a batch its pixels, grids and raw images.
+    """Return the pixels, grids and raw images of each row of a batch.
 
     Args:
-        experience: A batch. Unless grids are a list or `info` has their count, there must be one a row.
+        experience: A batch. Unless grids are a list or `info` has their count, there must be one grid a row.
         batch_size: Rows of the batch (B).
 
     Returns:
-        For each vision field one element a row, None where the row has no image or video; grids are (images, 3).
+        For each vision field one element a row, None if the row has no image or video; grids are (images, 3).
 
     Raises:
-        FieldError: If counts, grids, pixels and raw images do not account for each other.
+        FieldError: If counts, grids, pixels and raw images do not match.
         ShapeError: If `raw_images` has neither an element a row nor one an image.
     """
     columns: dict[str, list[Any]] = {}
@@ -57,14 +57,14 @@ def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[An
 
 
 def grids_as_given(experience: ExperienceVL) -> dict[str, list[Any]]:
-    """Return the grids of rows whose form a batch states by itself, as LightRFT splits them.
+    """Return the grids of each row in the form that LightRFT's split has.
 
     Args:
         experience: A batch that `split_vision` has accepted.
 
     Returns:
-        By field one element a row: the tensors of a list as they are, None for a row without images; where `info` has
-        no count, and each row one image or video, (3,). No key for a field that is neither.
+        By field one element a row: of a list its tensors unchanged, None for a row without images; of a tensor without
+        a count in `info`, with one image or video a row, (3,). Other fields have no key.
     """
     columns: dict[str, list[Any]] = {}
     for _, grids_name, count_key in VISION_FIELDS:
@@ -77,16 +77,17 @@ def grids_as_given(experience: ExperienceVL) -> dict[str, list[Any]]:
 
 
 def batch_vision(items: list[BufferItemVL]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Lay the pixels, grids and raw images of the rows end to end.
+    """Concatenate the pixels, grids and raw images of the rows.
 
     Args:
-        items: The rows; one without images, or without videos, has None there. A grid of shape (3,) is one image.
+        items: The rows; the fields of a row without images, or without videos, are None. A grid of shape (3,) is one
+            image.
 
     Returns:
         The vision fields of the batch, and the counts for `info`, ``(B,)`` float32 by key.
 
     Raises:
-        FieldError: If the pixels, the grids, the count and the raw images of a row do not account for each other.
+        FieldError: If the pixels, the grids, the count and the raw images of a row do not match.
     """
     fields: dict[str, Any] = {}
     counts: dict[str, Tensor] = {}
@@ -111,12 +112,12 @@ def batch_vision(items: list[BufferItemVL]) -> tuple[dict[str, Any], dict[str, T
 
 
 def _of_images(grids: Tensor | None) -> Tensor | None:
-    """The grids of a row as (images, 3)."""
+    """Return the grids of a row as (images, 3)."""
     return grids.unsqueeze(0) if isinstance(grids, Tensor) and grids.shape == (3,) else grids
 
 
 def _listed_grids(name: str, grids: list[Any], batch_size: int) -> list[Tensor | None]:
-    """The grids of each row, (images, 3), of a list of them; None where there are none."""
+    """Return the listed grids of each row as (images, 3); None for a row without grids."""
     if len(grids) != batch_size:
         raise ShapeError(f"{name} has {len(grids)} elements, sequences has {batch_size} rows")
     rows: list[Tensor | None] = []
@@ -146,7 +147,7 @@ def _counts(
     if by_list is not None:
         return by_list
     if grid_count not in (0, batch_size):
-        raise FieldError(f"info[{key!r}] is missing: {grid_count} grids cannot be told apart for {batch_size} rows")
+        raise FieldError(f"info[{key!r}] is missing: {grid_count} grids cannot be assigned to {batch_size} rows")
     return [1 if grid_count else 0] * batch_size
 
 
@@ -163,11 +164,11 @@ def _stated_counts(key: str, value: Any, batch_size: int) -> list[int]:
     return [int(count) for count in stated]
 
 
-def _number(what: str, value: Any) -> float:
+def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FieldError(f"{what} is {value!r:.80}, not a number of grids") from error
+        raise FieldError(f"{name} is {value!r:.80}, not a number of grids") from error
 
 
 def _starts(counts: list[int]) -> list[int]:
@@ -177,13 +178,13 @@ def _starts(counts: list[int]) -> list[int]:
 def _patches(
     pixels: Tensor | None, grids: Tensor | None, pixels_name: str, grids_name: str, *, where: str = ""
 ) -> list[int]:
-    """Number of pixel rows of each grid, once pixels and grids are known to agree."""
+    """Return the number of pixel rows of each grid; refuse pixels and grids that do not match."""
     for name, value in ((pixels_name, pixels), (grids_name, grids)):
         if value is not None and not isinstance(value, Tensor):
             raise FieldError(f"{where}{name} is a {type(value).__name__}, not a tensor")
     if (pixels is None) != (grids is None):
-        missing, there = (pixels_name, grids_name) if pixels is None else (grids_name, pixels_name)
-        raise FieldError(f"{where}{missing} is None, {there} is not: neither is of use without the other")
+        missing, present = (pixels_name, grids_name) if pixels is None else (grids_name, pixels_name)
+        raise FieldError(f"{where}{missing} is None, {present} is not: neither is of use without the other")
     if pixels is None or grids is None:
         return []
     if grids.dim() != 2 or grids.shape[1] != 3:
@@ -207,7 +208,7 @@ def _split_raw_images(images: list[Any] | None, image_counts: list[int]) -> list
 
 
 def _check_raw_images(images: list[Any], grids: list[Tensor | None]) -> None:
-    """Refuse raw images that are not as many as the grids of their row; a row may have kept none."""
+    """Refuse rows with another number of raw images than grids; a row may have no raw images."""
     for row, (raw, row_grids) in enumerate(zip(images, grids, strict=True)):
         if raw is not None and row_grids is not None and len(raw) != len(row_grids):
             raise FieldError(f"row {row}: raw_images has {len(raw)} images, image_grid_thws has {len(row_grids)}")

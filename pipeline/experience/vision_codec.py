@@ -75,7 +75,7 @@ def vision_part(experience: ExperienceVL) -> VisionPart:
     """Return the vision part of a batch, after the consistency check of `split_vision`.
 
     Args:
-        experience: A batch that may travel (`pipeline.row_checks.check_travels`).
+        experience: A batch that may travel (`pipeline.experience.checks.check_travels`).
 
     Raises:
         FieldError: If counts, grids and pixels are inconsistent, or a raw image is of a type that cannot be stored.

@@ -1,7 +1,7 @@
-"""From prompts to experience: sample responses, score them, and compute what PPO or GRPO learns from.
+"""From prompts to experience: sample responses, score them, and compute the training fields of PPO or GRPO.
 
-`NaiveExperienceMaker` keeps coati's signature and its seams: any object will do as actor, critic, reward model or
-initial model that answers the calls named in its docstring.
+`NaiveExperienceMaker` keeps coati's signature. Actor, critic, reward model and initial model may be any objects that
+implement the calls named in its docstring.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 class ExperienceMaker(ABC):
-    """Holds the four models that make experience.
+    """Base class of makers: holds the four models that make experience.
 
     Args:
-        actor: Samples responses and is being trained.
-        critic: Estimates values; None where the algorithm has none.
+        actor: The trained model; samples responses.
+        critic: Estimates values; None if the algorithm has no critic.
         reward_model: Scores responses.
-        initial_model: The reference that the actor is kept close to.
+        initial_model: The reference model of the KL term.
     """
 
     def __init__(self, actor: Any, critic: Any, reward_model: Any, initial_model: Any) -> None:
@@ -59,7 +59,7 @@ class ExperienceMaker(ABC):
 
     @abstractmethod
     def make_experience(self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any) -> Experience:
-        """Make experience of prompts; see `NaiveExperienceMaker.make_experience`."""
+        """Return the experience of prompts; see `NaiveExperienceMaker.make_experience`."""
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -68,40 +68,41 @@ class NaiveExperienceMaker(ExperienceMaker):
     Args:
         actor: ``actor.generate(input_ids=, attention_mask=, max_length=, ...)`` -> ``(B, T)`` ids that continue the
             prompts, and ``actor(input_ids=, attention_mask=, ...)`` with ``.logits``. A transformers model that keeps
-            the library's ``generate`` is sampled by `TransformersGenerator` instead, a faster way to the same tokens.
-        critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO needs one; GRPO
-            has none, and its `critic` must be None.
+            the library's ``generate`` is sampled by `TransformersGenerator` instead: the same tokens, faster.
+        critic: ``critic(input_ids=, attention_mask=)`` -> ``(B, S)`` values of right-padded rows. PPO requires a
+            critic; with GRPO it must be None.
         reward_model: ``reward_model(input_ids=, attention_mask=, response_start=, response_end=, gt_answer=)`` ->
-            ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included. Pixels only go
-            to one whose signature names them (`pipeline.rollout.rewards.vision_keywords`).
-        initial_model: The reference, called as the actor for ``.logits``; None only where `kl_coef` is 0.
-        tokenizer: Its pad and eos token ids are used; eos stands in for a missing pad.
+            ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included. Pixels are
+            passed only if its signature names them (`pipeline.rollout.rewards.vision_keywords`).
+        initial_model: The reference model, called as the actor for ``.logits``; None only if `kl_coef` is 0.
+        tokenizer: Its pad and eos token ids are used; eos replaces a missing pad.
         kl_coef: Weight of the KL term in the reward.
         gamma: Discount of GAE.
         lam: Lambda of GAE.
         use_grpo: GRPO instead of PPO.
         num_generation: Responses of each prompt (G), at least 2, contiguous; GRPO only.
-        inference_batch_size: At most this many rows at a time in generation, reward model and critic; None for all.
-        logits_forward_batch_size: At most this many rows at a time where log-probs or values are taken; None for
+        inference_batch_size: Most rows of a mini-batch in generation, reward model and critic; None for all rows.
+        logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
             `inference_batch_size`.
-        compat: "coati" for the value position, the reward placement and the per-action kl of the original, for runs
-            that must be reproduced: values are the last A columns of the right-padded rows, the score is added to
-            every action, and kl is exp(k) - 1 - k. None for what is right.
-        temperature: Of sampling and of all log-probs, unless `make_experience` is given one.
-        generator: An engine that samples in place of the actor.
-        reuse_sampling_log_probs: Take `action_log_probs` from the engine where it knows them, which saves a forward
+        compat: "coati" for the value position, the reward placement and the per-action kl of the original, to
+            reproduce its runs: values are the last A columns of the right-padded rows, the score is added to every
+            action, and kl is exp(k) - 1 - k. None for the correct formulas.
+        temperature: Of sampling and of all log-probs, unless a call of `make_experience` passes one.
+        generator: An engine that samples in place of the actor; None to sample with the actor.
+        reuse_sampling_log_probs: Take `action_log_probs` from the engine if it returns them, which saves a forward
             pass of the actor. In float32 they differ from the trainer's by rounding alone (mostly 1e-6); in bfloat16
-            by more, which is why the default takes them anew, with the function that the trainer uses.
-        drop_errored: Leave rows out whose score is no finite number, with GRPO their whole group, in place of refusing
-            all: an errored reward is not reward 0. Refused all the same where no row is left.
-        refuse_not_finite: Refuse log-probs and values that are no finite numbers. With False whoever takes the
-            experience has to look, as the insert gate does (`pipeline.rollout.insert_gate`).
-        seed: Seed of the calls of `make_experience` that are given none; None for one from the operating system.
-        stage: Entered around each stage of the work: "generate", "reward", "logprob", "ref_logprob", "value".
-        on_progress: Called once a token or once a mini-batch: calls that cease tell of a hang.
+            by more. For this reason the default computes them again, with the function that the trainer uses.
+        drop_errored: Leave out rows whose score is not a finite number, with GRPO their whole group, in place of
+            refusing the whole batch: an errored reward is not reward 0. The batch is still refused if no row is left.
+        refuse_not_finite: Refuse log-probs and values that are not finite numbers. With False the caller has to check
+            the experience, as the insert gate does (`pipeline.rollout.insert_gate`).
+        seed: Seed of the calls of `make_experience` that pass none; None for a seed from the operating system.
+        stage: Called with the name of each stage, "generate", "reward", "logprob", "ref_logprob" or "value"; the
+            returned context manager is entered around the stage.
+        on_progress: Called once a token or once a mini-batch, for hang detection.
 
     Raises:
-        FieldError: If an argument is impossible, or one that the algorithm needs is missing.
+        FieldError: If an argument is invalid, or one that the algorithm requires is missing.
 
     Examples:
         PPO, and GRPO with 8 responses of each prompt, over small untrained models:
@@ -160,7 +161,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         if use_grpo and critic is not None:
             raise FieldError(
                 f"critic is a {type(critic).__name__} with use_grpo=True; GRPO compares a prompt's responses with each "
-                "other and never asks a critic: it must be None"
+                "other and uses no critic: it must be None"
             )
         if not use_grpo and critic is None:
             raise FieldError("critic is None; PPO needs one")
@@ -195,18 +196,19 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     @torch.no_grad()
     def calculate_advantage(self, value: Tensor, reward: Tensor, num_actions: int) -> Tensor:
-        """Generalized advantages of PPO.
+        """Return the generalized advantages of PPO.
 
         Args:
             value: ``(B, A)`` float32, the value of the state before each action, zero after the last one.
             reward: ``(B, A)`` float32, zero after the last action.
-            num_actions: A; columns beyond it are left out.
+            num_actions: A; later columns are ignored.
 
         Returns:
             ``(B, A)`` float32.
 
         Raises:
-            ShapeError: If `value` and `reward` are not as wide, or not of as many rows as each other.
+            ShapeError: If `value` and `reward` differ in rows or columns, or `num_actions` is not within `value`'s
+                columns.
         """
         if value.dim() != 2 or not 1 <= num_actions <= value.shape[1]:
             raise ShapeError(f"value has shape {tuple(value.shape)}, num_actions is {num_actions}")
@@ -219,33 +221,33 @@ class NaiveExperienceMaker(ExperienceMaker):
     def make_experience(
         self, input_ids: Tensor, attention_mask: Tensor, gt_answer: Any = None, **generate_kwargs: Any
     ) -> Experience:
-        """Sample responses to prompts and make experience of them.
+        """Sample responses to prompts and return their experience.
 
         Args:
             input_ids: ``(prompts, P)`` int64, padded on the left.
             attention_mask: ``(prompts, P)``, 1 where the token is real.
-            gt_answer: What the reward model gets for each prompt; None for a list of None.
+            gt_answer: Ground truth passed to the reward model, one element a prompt; None for a list of None.
             **generate_kwargs: `max_length` (required; columns of prompt and response together), `stop_token_ids` (an
                 int is one stop token, a list of ints ONE stop sequence, a list of lists are alternatives; None or []
-                ends at eos), `temperature`, `top_p`, `top_k`, `do_sample`, `seed` (sampling depends on it alone),
-                `use_cache`, `eos_token_id`, `pad_token_id`; and of a vision-language prompt, whose image tokens stand
+                ends at eos), `temperature`, `top_p`, `top_k`, `do_sample`, `seed` (sampling depends on no other state),
+                `use_cache`, `eos_token_id`, `pad_token_id`; and for a vision-language prompt, whose image tokens are
                 in `input_ids` already, `pixel_values`, `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`,
-                `image_num`, `video_num` ((prompts,); left out, each prompt has one or none has any, unless grids are a
-                list) and `raw_images`, as in `ExperienceVL`; grids may be named as in transformers. Others go to
-                ``actor.generate``.
+                `image_num`, `video_num` ((prompts,); if omitted, each prompt has one or none has any, unless grids are
+                a list) and `raw_images`, as in `ExperienceVL`; grids may be named as in transformers. Other keywords
+                are passed to ``actor.generate``.
 
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO).
             `info` has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An
-            `ExperienceVL` where pixels are given or the actor is a vision-language model, whether or not a row has an
+            `ExperienceVL` if pixels are given or the actor is a vision-language model, whether or not a row has an
             image.
 
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
-            FieldError: If prompts are no tensor or not padded on the left, a model returns what is no finite number,
-                pixels, grids, counts and image tokens do not account for each other, or (`TokenError`) a token is none
-                of the actor's.
-            RewardError: If a score is no finite number; with `drop_errored`, if no row has one.
+            FieldError: If prompts are not a tensor or not padded on the left, a model returns a number that is not
+                finite, pixels, grids, counts and image tokens do not match, or (`TokenError`) a token is not in the
+                actor's vocabulary.
+            RewardError: If a score is not a finite number; with `drop_errored`, if no row is left.
         """
         check_prompts(input_ids, attention_mask)
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
@@ -298,7 +300,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         )
 
     def _read(self, generate_kwargs: dict[str, Any], prompt_width: int) -> tuple[Sampling, dict[str, Any]]:
-        """Sampling, and the keywords that are only the actor's own."""
+        """Return the sampling parameters, and the keywords that only the actor takes."""
         keywords = dict(generate_kwargs)
         max_length = keywords.pop("max_length", None)
         if max_length is None:
@@ -330,7 +332,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         others = sorted(extra.keys() - {"use_cache"})
         if self.generator is not None:
             if others:
-                raise FieldError(f"unknown generation keyword {others[0]}: the generator has no use for it")
+                raise FieldError(f"unknown generation keyword {others[0]}: the generator does not take it")
             return self.generator
         if not others and can_replace_generate(self.actor):
             return TransformersGenerator(self.actor, self._on_progress)
@@ -345,10 +347,10 @@ class NaiveExperienceMaker(ExperienceMaker):
         extra: dict[str, Any],
         vision: VisionRows | None,
     ) -> tuple[Rows, Tensor | None]:
-        # An engine for text alone need not know of images: it is told of them only if there are some.
-        seen = {"vision": vision} if vision is not None and vision.tensors_exist else {}
+        # Passed only if there are images: an engine for text alone need not take the argument.
+        images = {"vision": vision} if vision is not None and vision.tensors_exist else {}
         responses = self._engine(extra).generate(
-            input_ids, attention_mask, sampling, group_size=group_size, batch_rows=self.inference_batch_size, **seen
+            input_ids, attention_mask, sampling, group_size=group_size, batch_rows=self.inference_batch_size, **images
         )
         if is_transformers_model(self.actor):
             _check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)
@@ -361,7 +363,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         return rows, responses.log_probs
 
     def _without_errored(self, scores: Tensor) -> Tensor | None:
-        """The rows that are left, ``(rows,)`` int64; None for all of them."""
+        """Return the rows to keep, ``(rows,)`` int64; None for all of them."""
         good = torch.isfinite(scores)
         if bool(good.all()):
             return None
@@ -407,7 +409,7 @@ def _repeat_answers(gt_answer: Any, prompts: int, group_size: int) -> list[Any]:
 
 
 def _check_tokens(sequences: Tensor, vocabulary: int) -> None:
-    """Refuse tokens that the models do not have: one would die of them, on a card with the whole process."""
+    """Refuse tokens outside the vocabulary: a forward pass over them fails, and on a GPU ends the whole process."""
     wrong = (sequences < 0) | (sequences >= vocabulary)
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
@@ -417,7 +419,7 @@ def _check_tokens(sequences: Tensor, vocabulary: int) -> None:
 
 @contextlib.contextmanager
 def _eval_mode(*models: Any) -> Iterator[None]:
-    """Switch dropout off, and back on in the models that had it on."""
+    """Switch dropout off; on exit, restore it in the modules that were in training mode."""
     modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
     training = [module for module in modules if module.training]
     for module in training:

@@ -1,7 +1,7 @@
 """Forward passes of actor, reference, reward model and critic over sampled rows, in mini-batches.
 
-A model that is the project's own or of transformers gets rows without the columns that are padding in all of them; any
-other object gets whole rows.
+A model of this project or of transformers receives rows without the columns that are padding in all of them. Any other
+object receives whole rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ModelPasses:
     """Log-probs, scores and values of sampled rows.
 
     Attributes:
-        inference_batch_size: At most this many rows at a time; None for all.
-        logits_forward_batch_size: At most this many rows at a time where log-probs or values are taken; None for
+        inference_batch_size: Most rows of a mini-batch; None for all rows.
+        logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
             `inference_batch_size`.
         refuse_not_finite: Whether a log-prob or value that is NaN or infinite is an error.
         on_progress: Called once a mini-batch.
@@ -44,20 +44,20 @@ class ModelPasses:
         """Return the log-probs of the actions under a model.
 
         Args:
-            name: The model's, for errors.
+            name: Name of the model, for errors.
             model: Called for ``.logits``.
             rows: The sampled rows.
-            temperature: Of sampling.
+            temperature: The sampling temperature.
 
         Returns:
             ``(B, A)`` float32, zero outside the mask.
 
         Raises:
-            FieldError: If one is NaN or infinite.
+            FieldError: If a log-prob is NaN or infinite.
         """
         result = torch.zeros(rows.action_mask.shape)
         device, trim = _device_of(model), is_transformers_model(model)
-        # Rows of similar length together: what is padding in all rows of a mini-batch is not run at all.
+        # Rows of similar length together: columns that are padding in all rows of a mini-batch are not computed.
         order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
         for part in self._slices(len(result)):
             sequences, mask, columns = rows.padded(order[part], trim=trim)
@@ -81,8 +81,8 @@ class ModelPasses:
         Args:
             reward_model: Called with right-padded rows.
             rows: The sampled rows.
-            answers: What the reward model gets of each row.
-            keep_errored: Whether a score that is NaN or infinite is returned as it is.
+            answers: Ground truth passed to the reward model, one element a row.
+            keep_errored: Whether a NaN or infinite score is returned unchanged.
 
         Returns:
             ``(B,)`` float32.
@@ -121,7 +121,7 @@ class ModelPasses:
             ``(B, A)`` float32, zero outside the mask.
 
         Raises:
-            FieldError: If one is NaN or infinite.
+            FieldError: If a value is NaN or infinite.
         """
         device = _device_of(critic)
         trim = isinstance(critic, Critic) and not coati
@@ -143,12 +143,12 @@ class ModelPasses:
         """Refuse numbers of a model that are NaN or infinite, unless `refuse_not_finite` is False.
 
         Args:
-            name: The model's.
-            quantity: What the numbers are, as "value".
+            name: Name of the model, for errors.
+            quantity: Name of the numbers, for errors, such as "value".
             values: ``(B, A)``.
 
         Raises:
-            FieldError: If one is not finite.
+            FieldError: If a number is not finite.
         """
         if not self.refuse_not_finite:
             return
@@ -169,7 +169,7 @@ def _slices(batch_size: int, size: int | None) -> Iterator[slice]:
 
 
 def _device_of(model: Any) -> torch.device:
-    """Where a model wants its inputs: at its own device, or on the CPU if it does not say."""
+    """Return the device for a model's inputs: the model's own, or the CPU if it has none."""
     if isinstance(device := getattr(model, "device", None), torch.device):
         return device
     if isinstance(model, nn.Module):

@@ -358,7 +358,7 @@ def test_a_grid_needs_its_count_where_the_rows_have_not_one_each() -> None:
     ids = torch.ones(2, 3).long()
     grids: Tensor = torch.tensor([[1, 2, 2]] * 3)
 
-    with pytest.raises(FieldError, match=r"info\['image_num'\] is missing: 3 grids cannot be told apart for 2 rows"):
+    with pytest.raises(FieldError, match=r"info\['image_num'\] is missing: 3 grids cannot be assigned to 2 rows"):
         split_experience_batch(ExperienceVL(sequences=ids, pixel_values=torch.zeros(12, 3), image_grid_thws=grids))
 
 

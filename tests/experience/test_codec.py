@@ -227,7 +227,7 @@ def test_info_that_is_no_tensor_is_refused(name, value, kind):
     experience = made_up()
     experience.info[name] = value
 
-    with pytest.raises(FieldError, match=rf"info\['{name}'\] is a {kind}; through shared memory tensors travel"):
+    with pytest.raises(FieldError, match=rf"info\['{name}'\] is a {kind}; shared memory carries only tensors"):
         codec.encode(experience, memoryview(bytearray(1 << 16)))
 
 
@@ -235,7 +235,7 @@ def test_a_name_of_info_that_is_no_text_is_refused():
     experience = made_up()
     experience.info[7] = torch.ones(4)
 
-    with pytest.raises(FieldError, match="info has the name 7, a int; through shared memory names are str"):
+    with pytest.raises(FieldError, match="info has the name 7, a int; shared memory carries names that are str"):
         codec.encode(experience, memoryview(bytearray(1 << 16)))
 
 

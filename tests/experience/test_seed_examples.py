@@ -1,4 +1,4 @@
-"""The calls that coati's and LightRFT's pages and docstrings show, as callers of theirs have them, by our names."""
+"""The example calls of coati's and LightRFT's pages and docstrings, unchanged but for our names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of batches: used again, and never while anybody holds it."""
+"""Memory of batches: reused, and never while a reference to it exists."""
 
 import collections
 import gc
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.experience import tensor_pool as batch_memory
+from pipeline.experience import tensor_pool
 from pipeline.experience.tensor_pool import BatchMemory
 
 LARGE = (16, 8192)
@@ -25,7 +25,7 @@ LENGTHS = (4 << 12, 5 << 12, 8 << 12)
 
 
 def empty(memory, shape, dtype):
-    """The tensor alone: its array would hold the memory too."""
+    """Return the tensor without its array, which would hold the memory too."""
     (tensor,), _ = memory.empty(1, shape, dtype)
     return tensor
 
@@ -111,12 +111,14 @@ def test_no_more_is_kept_than_the_bound():
     memory = BatchMemory(most_free_bytes=4 << 20)
     for megabytes in range(1, 20):
         empty(memory, (megabytes << 20,), "uint8")
-        assert memory.free_bytes() <= (4 << 20) + (megabytes << 20), "what was freed last is looked at with the next"
+        assert memory.free_bytes() <= (4 << 20) + (megabytes << 20), (
+            "the last freed chunk counts at the next allocation"
+        )
     empty(memory, (1 << 18,), "uint8")
     assert memory.free_bytes() <= (4 << 20) + (1 << 18)
 
 
-# Whatever a trainer may keep of a tensor, each as long as the tensor.
+# Objects that a trainer may keep of a tensor; each holds the tensor's memory.
 KEPT = [
     lambda tensor: tensor,
     lambda tensor: tensor.view(2, -1),
@@ -129,13 +131,13 @@ KEPT = [
 
 
 def values_of(kept):
-    """Every value that can be reached through what is kept."""
+    """Return every value that can be read through a kept object."""
     parts = kept if isinstance(kept, tuple) else (kept,)
     return np.unique(np.concatenate([np.asarray(part).reshape(-1) for part in parts]))
 
 
 class Holder:
-    """Takes memory, keeps some, lets some go; each tensor holds a number that no other one has."""
+    """Allocates memory, keeps some and releases some; each tensor is filled with a number of its own."""
 
     def __init__(self, memory, numbers):
         self.memory, self.numbers, self.held, self.places = memory, numbers, {}, {}
@@ -145,7 +147,7 @@ class Holder:
         self.places[array.ctypes.data] = array.nbytes
         for tensor in tensors:
             number = next(self.numbers)
-            # Not by torch: each thread that calls it starts a team of its own.
+            # Not by torch, which starts a thread pool for each calling thread.
             tensor.numpy()[...] = number
             self.held[number] = keep(tensor)
         del array
@@ -193,7 +195,7 @@ def test_what_threads_hold_is_never_overwritten_whichever_thread_lets_it_go():
             elif holder.held:
                 passed_on.append(holder.let_go(rng.randrange(12)))
             if len(passed_on) > 20:
-                # Four threads at most pass by here at once.
+                # At most four threads are here at once: the queue is never empty.
                 number, kept = passed_on.popleft()
                 wrong.extend([number] if values_of(kept).tolist() != [number] else [])
         wrong.extend(holder.overwritten())
@@ -219,14 +221,14 @@ def test_what_threads_hold_is_never_overwritten_whichever_thread_lets_it_go():
 
 
 def test_memory_may_be_let_go_and_taken_at_any_step_of_the_module_itself():
-    """As a finalizer does, which runs at any allocation and in the thread that is within the module."""
+    """A finalizer does so: it runs at any allocation, in the thread that executes the module."""
     memory = BatchMemory(most_free_bytes=1 << 20)
     holder = Holder(memory, itertools.count())
     again = Holder(memory, holder.numbers)
     events = collections.Counter()
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename != batch_memory.__file__:
+        if frame.f_code.co_filename != tensor_pool.__file__:
             return None
         frame.f_trace_opcodes = True
         events[frame.f_code.co_name] += 1
@@ -287,7 +289,7 @@ def test_a_pickled_tensor_has_memory_of_its_own():
 
 
 def in_a_child(work):
-    """Return the exit code of a child that does this work; one that does not end within 10 s is killed by a signal."""
+    """Return the exit code of a child that runs `work`; a signal kills it after 10 s."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -306,13 +308,13 @@ def test_a_child_forked_at_any_step_of_a_thread_within_the_module_can_use_its_me
     memory = BatchMemory(most_free_bytes=0)
     (held,), _ = memory.empty(1, LARGE, "int64")
     held.fill_(7)
-    # Free, and beyond the bound: the first hand-out sends it back.
+    # Free, and above the bound: the first allocation releases it.
     empty(memory, (1 << 20,), "uint8")
     stops, going_on, ended = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
     steps = set()
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename != batch_memory.__file__:
+        if frame.f_code.co_filename != tensor_pool.__file__:
             return None
         step = frame.f_code.co_name, frame.f_lineno
         if step not in steps:

@@ -305,7 +305,7 @@ def test_what_the_library_takes_and_shared_memory_does_not_is_refused_and_takes_
     """Whatever way a batch goes: a large one, and a packed one, are split and batched anew on theirs."""
     made = form(numbered(range(rows)))
     wrong = [
-        ({"info": {"note": ["math"] * rows}}, r"info\['note'\] is a list; through shared memory tensors travel"),
+        ({"info": {"note": ["math"] * rows}}, r"info\['note'\] is a list; shared memory carries only tensors"),
         ({"info": {"note": [1.5] * rows}}, r"info\['note'\] is a list"),
         ({"info": {"note": "math"}}, r"info\['note'\] is a str"),
         ({"info": {"score": 0.5}}, r"info\['score'\] is a float"),
@@ -336,7 +336,7 @@ def test_rows_that_shared_memory_does_not_take_are_refused_and_take_no_room():
         return [dataclasses.replace(item, info={"it": value}) for item, value in zip(items, values, strict=True)]
 
     wrong = [
-        (with_info("math", "code"), r"info\['it'\] is a list; through shared memory tensors travel, one element a row"),
+        (with_info("math", "code"), r"info\['it'\] is a list; shared memory carries only tensors, one element a row"),
         (with_info(1.5, "none"), r"info\['it'\] is a list"),
         (with_info(torch.ones(1), torch.ones(2)), r"info\['it'\] is a list"),
         ([BufferItem(torch.ones(3)), BufferItem(torch.ones(2))], "sequences is torch.float32; through shared memory"),

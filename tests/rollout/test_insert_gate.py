@@ -88,9 +88,9 @@ FAULTS = [
     (replace("advantages", torch.zeros(3, 2)), "lengths", "advantages has shape (3, 2)"),
     (info("score", torch.zeros(2)), "lengths", "info['score'] has shape (2,) for 3 rows"),
     # Good in the library, but shared memory carries tensors of integers and tensors of a row each.
-    (info("note", ["a", "b", "c"]), "malformed", "info['note'] is a list; through shared memory tensors travel"),
-    (info("note", "math"), "malformed", "info['note'] is a str; through shared memory tensors travel"),
-    (info("score", 0.5), "malformed", "info['score'] is a float; through shared memory tensors travel"),
+    (info("note", ["a", "b", "c"]), "malformed", "info['note'] is a list; shared memory carries only tensors"),
+    (info("note", "math"), "malformed", "info['note'] is a str; shared memory carries only tensors"),
+    (info("score", 0.5), "malformed", "info['score'] is a float; shared memory carries only tensors"),
     (
         replace("sequences", torch.ones(3, 5)),
         "malformed",

@@ -167,7 +167,7 @@ def test_grids_may_have_the_name_that_transformers_has_for_them() -> None:
 
 
 def test_images_that_cannot_be_told_apart_are_refused() -> None:
-    with pytest.raises(FieldError, match="3 grids cannot be told apart for 2 rows"):
+    with pytest.raises(FieldError, match="3 grids cannot be assigned to 2 rows"):
         made_by(new_maker(), *MIXED[:2], image_num=None)
     with pytest.raises(FieldError, match="image_num has 1 elements, input_ids has 2 rows"):
         made_by(new_maker(), *MIXED[:2], image_num=torch.tensor([3.0]))
