@@ -10,7 +10,16 @@ import pytest
 from pipeline.checkpoint_notes import read_latest
 from pipeline.metrics_reader import MetricsReader
 from pipeline.metrics_slab import MetricsSlab
-from tests.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+from tests.daemon import (
+    SMALL,
+    Daemon,
+    is_alive,
+    is_stopped,
+    stopping_at_a_checkpoint,
+    task,  # noqa: F401 - a fixture
+    total,
+    wait_until,
+)
 from tests.test_daemon_kills import balanced, finish, spooled_rows
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -395,17 +404,15 @@ def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_
 
 def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(folder, task):  # noqa: F811
     limits = ("daemon.hang_timeout_s=300", "daemon.drain_timeout_s=1", "trainer.save_every=0")
-    with Daemon(folder, *SETTINGS, *limits, task=task) as daemon:
+    with Daemon(folder, *SETTINGS, *limits, task=task, environment=stopping_at_a_checkpoint(folder)) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
         checkpoints = daemon.state_dir / "checkpoints"
         daemon.signal(signal.SIGTERM)
         since_s = time.monotonic()
-        while not list(checkpoints.glob(".step-*")):
-            assert daemon.returncode is None, daemon.errors
-        os.kill(pid, signal.SIGSTOP)
-        assert list(checkpoints.glob(".step-*")) and read_latest(checkpoints) is None, "it was too late to hold it up"
+        daemon.wait_until(lambda: is_stopped(pid), "it is about to put its checkpoint in place")
+        assert list(checkpoints.glob(".step-*")) and read_latest(checkpoints) is None
 
         wait_until(lambda: time.monotonic() - since_s > 5.0, 10.0, "the time of rollouts is over")
         assert is_alive(pid) and daemon.returncode is None, daemon.errors
