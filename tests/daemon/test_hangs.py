@@ -1,5 +1,6 @@
 """A real daemon whose processes hang without dying: the hung process is named and replaced, and the run continues."""
 
+import contextlib
 import os
 import signal
 import time
@@ -7,18 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.runtime import control, lock
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon.test_kills import balanced, finish, spooled_rows
-from tests.support.daemon import SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import (
+    SMALL,
+    Daemon,
+    is_alive,
+    is_stopped,
+    stopping_at_a_checkpoint,
+    task,  # noqa: F401 - a fixture
+    total,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 HANG_S = 4.0
 SETTINGS = (
     *SMALL,
     "trainer.max_steps=0",
-    f"daemon.hang_timeout_s={HANG_S}",
     "rollout.reward_functions=['hanging:score']",
     # Called in the worker itself, where nothing else ends one that hangs.
     "rollout.reward_timeout_s=0",
@@ -65,11 +75,30 @@ def folder(tmp_path):
     return tmp_path
 
 
+@contextlib.contextmanager
+def short_silence(daemon):
+    """Take `HANG_S` without progress for a hang meanwhile; a process that is only slow beside others must not be."""
+    (daemon.folder / "run.toml").write_text(f"[daemon]\nhang_timeout_s = {HANG_S}\n")
+    answer = control.request(lock.find(daemon.runtime_dir), "reload", 60.0)
+    assert answer["ok"], answer
+    yield
+    (daemon.folder / "run.toml").write_text("")
+    # A daemon that was told to end may have ended by now.
+    daemon.process.send_signal(signal.SIGHUP)
+
+
+def configured(folder, *sets, **options):
+    """A daemon whose configuration file a test may write anew."""
+    (folder / "run.toml").touch()
+    return Daemon(folder, *SETTINGS, *sets, arguments=("--config", "run.toml"), **options)
+
+
 def hang_and_go_on(daemon, name, hang, *, steps=3):
     """Let a process hang; wait until it is named and replaced and training goes on; return the metrics then."""
     before, pid = daemon.status(), daemon.pids()[name]
-    hang()
-    daemon.wait_logged(f"hung: role={name.removesuffix('-0') if name == 'buffer-0' else name} pid={pid} stage=")
+    with short_silence(daemon):
+        hang()
+        daemon.wait_logged(f"hung: role={name.removesuffix('-0') if name == 'buffer-0' else name} pid={pid} stage=")
     daemon.wait_until(lambda: daemon.pids().get(name) not in (None, pid), f"{name} is started again")
     daemon.wait_ready()
     daemon.wait_step(before["step"] + steps)
@@ -83,7 +112,7 @@ def hang_and_go_on(daemon, name, hang, *, steps=3):
 @pytest.mark.parametrize(("name", "file"), [("rollout-0", "rollout/process.py"), ("buffer-0", "buffer/process.py"),
                                             ("trainer-0", "trainer/process.py")])  # fmt: skip
 def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):  # noqa: F811
-    with Daemon(folder, *SETTINGS, task=task) as daemon:
+    with configured(folder, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         pids = daemon.pids()
@@ -103,7 +132,7 @@ def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):  # n
 
 
 def test_a_reward_that_never_returns_is_shown_by_its_name_and_rolled_again(folder, task):  # noqa: F811
-    with Daemon(folder, *SETTINGS, task=task) as daemon:
+    with configured(folder, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
 
@@ -119,14 +148,15 @@ def test_a_reward_that_never_returns_is_shown_by_its_name_and_rolled_again(folde
 
 def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on(tmp_path, task):  # noqa: F811
     (tmp_path / "hanging.py").write_text(REWARD.format(when=ALWAYS_FOR_ONE_ANSWER))
-    with Daemon(tmp_path, *SETTINGS, "rollout.max_attempts=2", task=task) as daemon:
+    with configured(tmp_path, "rollout.max_attempts=2", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
-        (tmp_path / "hang").touch()
 
-        daemon.wait_until(
-            lambda: total(daemon.metrics(), "rlhfd_tickets_total", result="failed"), "the ticket is given up"
-        )
+        with short_silence(daemon):
+            (tmp_path / "hang").touch()
+            daemon.wait_until(
+                lambda: total(daemon.metrics(), "rlhfd_tickets_total", result="failed"), "the ticket is given up"
+            )
         daemon.wait_step(daemon.status()["step"] + 3)
 
         metrics = daemon.metrics()
@@ -139,9 +169,8 @@ def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on
 
 @pytest.fixture
 def starter(tmp_path):
-    """A folder in which a worker's start hangs at its first reward while there is a file `hang`; settings by file."""
+    """A folder in which a worker's start hangs at its first reward while there is a file `hang`."""
     (tmp_path / "hanging.py").write_text(REWARD.format(when=AT_THE_START))
-    (tmp_path / "run.toml").touch()
     return tmp_path
 
 
@@ -154,7 +183,7 @@ def shorten_starts(daemon):
 
 def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_works(starter, task):  # noqa: F811
     """Generating for a first prompt, it looks like one at work; the campaign of kills came to stop such a one."""
-    with Daemon(starter, *SETTINGS, "rollout.workers=2", task=task) as daemon:
+    with configured(starter, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
         (starter / "hang").touch()
         killed = daemon.pids()["rollout-0"]
@@ -168,9 +197,10 @@ def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_w
         slab.close()
         (starter / "hang").unlink()
 
-        daemon.signal(signal.SIGSTOP, "rollout-0")
+        with short_silence(daemon):
+            daemon.signal(signal.SIGSTOP, "rollout-0")
+            daemon.wait_logged(f"hung: role=rollout-0 pid={pid} stage=start ticket=-1")
 
-        daemon.wait_logged(f"hung: role=rollout-0 pid={pid} stage=start ticket=-1")
         daemon.wait_until(lambda: daemon.pids().get("rollout-0") not in (None, killed, pid), "it is started again")
         daemon.wait_ready()
         assert not is_alive(pid)
@@ -182,7 +212,7 @@ def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_w
 
 def test_starts_that_take_too_long_leave_their_stacks_and_are_tried_once_more(starter, task):  # noqa: F811
     names = ("rollout-0", "rollout-1")
-    with Daemon(starter, *SETTINGS, "rollout.workers=2", task=task, arguments=("--config", "run.toml")) as daemon:
+    with configured(starter, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
         shorten_starts(daemon)
         for name in names:
@@ -205,7 +235,7 @@ def test_starts_that_take_too_long_leave_their_stacks_and_are_tried_once_more(st
 
 
 def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter, task):  # noqa: F811
-    with Daemon(starter, *SETTINGS, task=task, arguments=("--config", "run.toml")) as daemon:
+    with configured(starter, task=task) as daemon:
         daemon.wait_ready()
         family = daemon.family()
         shorten_starts(daemon)
@@ -243,7 +273,7 @@ def is_setup(pid):
 
 
 def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):  # noqa: F811
-    with Daemon(folder, *SETTINGS, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
+    with configured(folder, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         pids = daemon.pids()
@@ -260,24 +290,27 @@ def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_wait
 
 
 def test_a_supervisor_that_was_stopped_takes_its_own_pause_for_nobodys_hang(folder, task):  # noqa: F811
-    with Daemon(folder, *SETTINGS, task=task) as daemon:
+    with configured(folder, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         pids, step = daemon.pids(), daemon.status()["step"]
         slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
         reader = MetricsReader(slab)
 
-        daemon.signal(signal.SIGSTOP)
-        since_s = time.monotonic()
-        wait_until(
-            lambda: (
-                (reader.read().value("rlhfd_train_steps_total") or 0) >= step + 3
-                and time.monotonic() - since_s > 2 * HANG_S
-            ),
-            60.0,
-            "training goes on without it",
-        )
-        daemon.signal(signal.SIGCONT)
+        with short_silence(daemon):
+            daemon.signal(signal.SIGSTOP)
+            since_s = time.monotonic()
+            wait_until(
+                lambda: (
+                    (reader.read().value("rlhfd_train_steps_total") or 0) >= step + 3
+                    and time.monotonic() - since_s > 2 * HANG_S
+                ),
+                60.0,
+                "training goes on without it",
+            )
+            daemon.signal(signal.SIGCONT)
+            # It has looked at all of them since.
+            daemon.wait_step(step + 3)
         slab.close()
         daemon.wait_step(step + 10)
 
@@ -310,7 +343,7 @@ def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task): 
 
 
 def test_why_says_what_each_is_waiting_for_within_a_second(folder, task):  # noqa: F811
-    with Daemon(folder, *SETTINGS, "daemon.hang_timeout_s=300", task=task) as daemon:
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         daemon.signal(signal.SIGSTOP, "rollout-0")
@@ -331,7 +364,7 @@ def test_why_says_what_each_is_waiting_for_within_a_second(folder, task):  # noq
 
 
 def test_health_says_that_the_buffer_hangs(folder, task):  # noqa: F811
-    with Daemon(folder, *SETTINGS, "daemon.hang_timeout_s=300", task=task) as daemon:
+    with Daemon(folder, *SETTINGS, task=task) as daemon:
         daemon.wait_ready()
         assert daemon.get("/healthz")[0] == 200
         daemon.signal(signal.SIGSTOP, "buffer-0")
@@ -349,14 +382,16 @@ def test_health_says_that_the_buffer_hangs(folder, task):  # noqa: F811
 
 
 def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_rows(folder, task):  # noqa: F811
-    settings = (*SETTINGS, "buffer.max_staleness=2")
-    with Daemon(folder, *settings, task=task) as daemon:
+    settings = ("buffer.max_staleness=2",)
+    with configured(folder, *settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         pid = daemon.pids()["buffer-0"]
-        daemon.signal(signal.SIGTERM)
-        daemon.wait_logged("draining")
-        os.kill(pid, signal.SIGSTOP)
+        with short_silence(daemon):
+            daemon.signal(signal.SIGTERM)
+            daemon.wait_logged("draining")
+            os.kill(pid, signal.SIGSTOP)
+            daemon.wait_logged(f"hung: role=buffer pid={pid} ")
 
         assert daemon.wait() == 0, daemon.errors
 
@@ -368,7 +403,7 @@ def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_r
         assert rows > 0
         assert list(daemon.runtime_dir.iterdir()) == []
 
-    with Daemon(folder, *settings, task=task, name="second") as daemon:
+    with configured(folder, *settings, task=task, name="second") as daemon:
         daemon.wait_step(6)
         assert f"spool taken in: rows={rows} " in daemon.errors
         assert balanced(daemon.metrics())
@@ -376,13 +411,14 @@ def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_r
 
 
 def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_checkpoint(folder, task):  # noqa: F811
-    settings = (*SETTINGS, "trainer.save_every=0", "daemon.drain_timeout_s=1")
-    with Daemon(folder, *settings, task=task) as daemon:
+    with configured(folder, "trainer.save_every=0", "daemon.drain_timeout_s=1", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
-        os.kill(pid, signal.SIGSTOP)
-        daemon.signal(signal.SIGTERM)
+        with short_silence(daemon):
+            os.kill(pid, signal.SIGSTOP)
+            daemon.signal(signal.SIGTERM)
+            daemon.wait_logged(f"hung: role=trainer-0 pid={pid} ")
 
         assert daemon.wait() == 0, daemon.errors
 
@@ -394,18 +430,16 @@ def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_
 
 
 def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(folder, task):  # noqa: F811
-    limits = ("daemon.hang_timeout_s=300", "daemon.drain_timeout_s=1", "trainer.save_every=0")
-    with Daemon(folder, *SETTINGS, *limits, task=task) as daemon:
+    limits = ("daemon.drain_timeout_s=1", "trainer.save_every=0")
+    with Daemon(folder, *SETTINGS, *limits, task=task, environment=stopping_at_a_checkpoint(folder)) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
         checkpoints = daemon.state_dir / "checkpoints"
         daemon.signal(signal.SIGTERM)
         since_s = time.monotonic()
-        while not list(checkpoints.glob(".step-*")):
-            assert daemon.returncode is None, daemon.errors
-        os.kill(pid, signal.SIGSTOP)
-        assert list(checkpoints.glob(".step-*")) and read_latest(checkpoints) is None, "it was too late to hold it up"
+        daemon.wait_until(lambda: is_stopped(pid), "it is about to put its checkpoint in place")
+        assert list(checkpoints.glob(".step-*")) and read_latest(checkpoints) is None
 
         wait_until(lambda: time.monotonic() - since_s > 5.0, 10.0, "the time of rollouts is over")
         assert is_alive(pid) and daemon.returncode is None, daemon.errors

@@ -16,7 +16,17 @@ from pipeline.buffer.spool import SpoolTotals
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.storage import extent_file
 from pipeline.telemetry.slab import MetricsSlab
-from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import (
+    PROGRAM,
+    SMALL,
+    Daemon,
+    is_alive,
+    is_stopped,
+    stopping_at_a_checkpoint,
+    task,  # noqa: F401 - a fixture
+    total,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 # Steps slow enough to be hit, a run long enough to be hit twice.
@@ -184,18 +194,18 @@ def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):  
 
 def test_a_rank_killed_at_its_last_checkpoint_comes_back_with_the_one_that_has_ended(tmp_path, task):  # noqa: F811
     settings = ("trainer.world_size=2", "rollout.workers=2", "trainer.max_steps=2", "trainer.save_every=0")
-    with Daemon(tmp_path, *SETTINGS, *settings, task=task) as daemon:
-        daemon.wait_ready()
-        pids, unfinished = daemon.pids(), daemon.state_dir / "checkpoints"
-        while not list(unfinished.glob(".step-*")):
-            assert daemon.returncode is None, daemon.errors
-        os.kill(pids["trainer-0"], signal.SIGSTOP)
-        assert list(unfinished.glob(".step-*")) and read_latest(unfinished) is None, "it was too late to kill it"
-        wait_until(lambda: not is_alive(pids["trainer-1"]), 30, "the other rank has ended")
+    environment = stopping_at_a_checkpoint(tmp_path)
+    with Daemon(tmp_path, *SETTINGS, *settings, task=task, environment=environment) as daemon:
+        daemon.wait_answering()
+        unfinished = daemon.state_dir / "checkpoints"
+        daemon.wait_until(lambda: is_stopped(daemon.pids().get("trainer-0", 0)), "the first rank writes its checkpoint")
+        assert list(unfinished.glob(".step-*")) and read_latest(unfinished) is None
+        daemon.wait_until(lambda: "trainer-1" not in daemon.pids(), "the other rank has ended")
 
-        os.kill(pids["trainer-0"], signal.SIGKILL)
+        daemon.signal(signal.SIGKILL, "trainer-0")
 
         assert daemon.wait() == 0, daemon.errors
+    assert "trainer-0 ended (killed by signal 9)" in daemon.errors
     latest = read_latest(unfinished)
     assert latest is not None and (latest.step, latest.complete) == (2, True)
 

@@ -83,6 +83,37 @@ def telling_reward(folder: Path) -> tuple[str, str]:
     return 'rollout.reward_functions=["telling:score"]', "rollout.reward_timeout_s=0"
 
 
+# Loaded by Python in every process before all else.
+_STOPPING = """
+import os, signal
+rename = os.rename
+def stopping(source, target, **options):
+    if os.path.basename(target).startswith("step-"):
+        try:
+            os.close(os.open({once!r}, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    rename(source, target, **options)
+os.rename = stopping
+"""
+
+
+def stopping_at_a_checkpoint(folder: Path) -> dict[str, str]:
+    """Return the environment in which a trainer stops itself (SIGSTOP) once, before its first checkpoint is in place.
+
+    Whoever watches the folder from outside and stops it then may come too late.
+
+    Args:
+        folder: Gets the code; the same for each life of the trainer, of which the first one to come there stops.
+    """
+    code = folder / "stopping"
+    code.mkdir()
+    code.joinpath("sitecustomize.py").write_text(_STOPPING.format(once=str(code / "has-stopped")))
+    return {"PYTHONPATH": os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 class Daemon:
     """One `rlhfd start`; a context manager that leaves no process, and no shared memory if it had to kill.
 
@@ -373,6 +404,13 @@ def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 
