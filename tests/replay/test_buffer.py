@@ -310,7 +310,7 @@ def test_what_the_library_takes_and_shared_memory_does_not_is_refused_and_takes_
         ({"info": {"note": "math"}}, r"info\['note'\] is a str"),
         ({"info": {"score": 0.5}}, r"info\['score'\] is a float"),
         ({"info": {7: torch.ones(rows)}}, "info has the name 7, a int"),
-        ({"sequences": floats(made.sequences)}, "sequences is torch.float32; through shared memory token ids travel"),
+        ({"sequences": floats(made.sequences)}, "sequences is torch.float32; shared memory carries token ids"),
         ({"sequences": None}, "sequences is a NoneType"),
     ]
     with buffer_of(2) as buffer:
@@ -339,7 +339,7 @@ def test_rows_that_shared_memory_does_not_take_are_refused_and_take_no_room():
         (with_info("math", "code"), r"info\['it'\] is a list; shared memory carries only tensors, one element a row"),
         (with_info(1.5, "none"), r"info\['it'\] is a list"),
         (with_info(torch.ones(1), torch.ones(2)), r"info\['it'\] is a list"),
-        ([BufferItem(torch.ones(3)), BufferItem(torch.ones(2))], "sequences is torch.float32; through shared memory"),
+        ([BufferItem(torch.ones(3)), BufferItem(torch.ones(2))], "sequences is torch.float32; shared memory"),
     ]
     with buffer_of(2) as buffer:
         free_bytes = buffer.stats().free_bytes

@@ -94,12 +94,12 @@ FAULTS = [
     (
         replace("sequences", torch.ones(3, 5)),
         "malformed",
-        "sequences is torch.float32; through shared memory token ids",
+        "sequences is torch.float32; shared memory token ids",
     ),
     (
         replace("sequences", torch.ones(3, 5).bfloat16()),
         "malformed",
-        "sequences is torch.bfloat16; through shared memory token ids",
+        "sequences is torch.bfloat16; shared memory carries token ids",
     ),
 ]
 
