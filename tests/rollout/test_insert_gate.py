@@ -94,7 +94,7 @@ FAULTS = [
     (
         replace("sequences", torch.ones(3, 5)),
         "malformed",
-        "sequences is torch.float32; shared memory token ids",
+        "sequences is torch.float32; shared memory carries token ids",
     ),
     (
         replace("sequences", torch.ones(3, 5).bfloat16()),
