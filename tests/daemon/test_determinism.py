@@ -20,7 +20,7 @@ def run(folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] = ()) -
     steps = (f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1")
     settings = (*SMALL, *steps, "buffer.max_staleness=0", *telling_reward(folder), *sets)
     with Daemon(folder, *settings, task=task, arguments=arguments) as daemon:
-        assert daemon.wait(180.0) == 0, daemon.errors
+        assert daemon.wait() == 0, daemon.errors
     found = ENDED.search(daemon.errors)
     assert found is not None, daemon.errors
     assert found[0] in (folder / "state" / "log" / "rlhfd.log").read_text()

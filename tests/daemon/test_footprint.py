@@ -251,7 +251,7 @@ def test_end_of_the_last_step_leaves_nothing(tmp_path: Path, task: Path) -> None
         daemon.wait_answering()
         traces = Traces(daemon)
 
-        assert daemon.wait(120.0) == 0
+        assert daemon.wait() == 0
         assert traces.left() == []
 
 

@@ -24,7 +24,7 @@ from tests.support.daemon import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 HANG_S = 4.0
 SETTINGS = (
     *SMALL,
@@ -241,7 +241,7 @@ def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter
         shorten_starts(daemon)
         daemon.signal(signal.SIGKILL, "rollout-0")
 
-        assert daemon.wait(200.0) == 70
+        assert daemon.wait() == 70
 
         assert daemon.errors.count("reason=not ready in time") == 2
         reason = f"not ready within {START_S:g} s (daemon.startup_timeout_s)"
@@ -257,7 +257,7 @@ def test_a_setup_that_hangs_ends_the_run_with_the_reason(tmp_path):
         )
         os.kill(setup[0], signal.SIGSTOP)
 
-        assert daemon.wait(60.0) == 70
+        assert daemon.wait() == 70
 
         assert f"hung: role=setup pid={setup[0]} stage=start" in daemon.errors
         assert "the embedded model could not be made: hung in start: stopped" in daemon.errors
@@ -329,7 +329,7 @@ def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task): 
         family = daemon.family()
         daemon.wait_until(lambda: daemon.status()["state"] == "stuck", "the status says that it is stuck")
 
-        assert daemon.wait(200.0) == 70
+        assert daemon.wait() == 70
 
         (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
         assert "role=rollout-0" in verdict and verdict.endswith("reason=the run stands still")

@@ -28,7 +28,7 @@ from tests.support.daemon import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 # Steps slow enough to be hit, a run long enough to be hit twice.
 SETTINGS = (*SMALL, "trainer.max_steps=0")
 
@@ -339,7 +339,7 @@ def test_what_kills_left_half_written_goes_with_the_next_run(tmp_path, task):  #
         (tmp_path / name).write_bytes(b"half")
 
     with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task) as daemon:
-        assert daemon.wait(120.0) == 0, daemon.errors
+        assert daemon.wait() == 0, daemon.errors
 
     assert daemon.leftovers() == []
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.daemon import PROGRAM, Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 FILE = """
 [daemon]
 log_level = "{log_level}"
