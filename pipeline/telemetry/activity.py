@@ -59,6 +59,7 @@ class ActivityClock:
         """
         if activity not in self._counters:
             raise FieldError(f"activity {activity} is none of {', '.join(self._counters)}")
+        self._writer.leave()
         now_ns, ended = self._clock_ns(), self._activity
         self._spent_ns[ended] += now_ns - self._booked_ns
         # Stored first: a reader uses this word as soon as the activity has changed.

@@ -2,7 +2,7 @@
 
     offset 0     header: magic, layout, size, then the slots' names as JSON; padded to a page
     per slot     control      incarnation, folded, pid u64 | beat, working_on, deadline, in_collective f64 (`Progress`)
-                 activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; see below
+                 activity     turn u64, then two halves of u64: activity | since in ns | spent in ns; shown u64
                  live         float64 words: counters, histograms and gauges of the process that runs now
                  base 0, 1    the same words, for the processes of this slot that died
     at the end   conservation: sequence u64, then two halves; the last bit of `sequence` selects the valid half
@@ -15,17 +15,22 @@ A word is NaN until a process binds it: such a series is absent, which is not 0.
     write               the child                              one word; a histogram's bucket, then its sum
     fold                supervisor, after it reaped the child  base + live into the other base, then `folded`
     publish_group       the buffer                             the other half, then `sequence` + 1
+    leave               the child                              `turn` + 1, which is odd then
     enter               the child                              counter of the activity that ends, other half, `turn` + 1
+    read                supervisor                             `shown`
 
 `folded` is one aligned 8-byte store with two effects: it selects the new base and marks the live words as dead. A
 supervisor killed before this store has folded nothing; killed after it, everything. A repeated fold counts nothing
 twice. So no counter falls or counts twice after any kill. A child killed between the two stores of an observation has
 counted it without adding to the sum.
 
-Times are CLOCK_MONOTONIC's. The present activity counts up without any write: the half that the last bit of `turn`
-selects stands for ``spent + (now - since)`` seconds of its activity, and the counter's own word is ignored. So no
-reader sees a torn change. For a dead process `fold` counts up to the time of its call; the next supervisor counts up to
-the last heartbeat of its predecessor, which writes one after each reading that it shows.
+Times are CLOCK_MONOTONIC's. The present activity counts up without any write: the half that the last bit of
+``turn >> 1`` selects stands for ``spent + (now - since)`` seconds of its activity, and the counter's own word is
+ignored. So no reader sees a torn change. A process makes `turn` odd before it reads the clock for the end of an
+activity; until `turn` is even again readers count up to `shown`, the time of the last reading that found it even. So no
+reader counts an activity beyond its end, however long the process waits for a processor in between. For a dead process
+`fold` counts up to the time of its call; the next supervisor counts up to the last heartbeat of its predecessor, which
+writes one after each reading that it shows.
 
 Each process relies on the store order of x86-64: the stores of another process are seen in the order of their making.
 """
@@ -50,12 +55,13 @@ from pipeline.telemetry.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, S
 from pipeline.telemetry.writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
 
 PAGE_BYTES = 4096
-_MAGIC = b"rlhfd-metrics\x00\x00\x02"
+_MAGIC = b"rlhfd-metrics\x00\x00\x03"
 _HEADER = struct.Struct("<16s8sQQ")
 _CONTROL_WORDS = 2 * LINE_WORDS
 _INCARNATION, _FOLDED, _PID, _BEAT, _WORKING_ON, _DEADLINE, _IN_COLLECTIVE = range(7)
 _TURN = LINE_WORDS
 _HALF_WORDS = 3
+_SHOWN = _TURN + 1 + 2 * _HALF_WORDS
 _GROUP_HALF_WORDS = -(-CONSERVATION_WORDS // LINE_WORDS) * LINE_WORDS
 _READ_ATTEMPTS = 1000
 
@@ -153,6 +159,10 @@ class SlotWriter(MetricWriter):
         """Show whether the process waits in a collective for the other ranks."""
         self._slab.floats[self._control_at + _IN_COLLECTIVE] = float(waits)
         self.beat()
+
+    def leave(self) -> None:
+        """Stop the present activity for readers, before the clock is read for its end; `enter` follows."""
+        self._slab.words[self._control_at + _TURN] |= 1
 
     def enter(self, activity: str, since_ns: int, spent_ns: int) -> None:
         """Show the activity from `since_ns` on, and the total time spent on it before."""
@@ -308,6 +318,7 @@ class MetricsSlab:
             return
         other = 1 - (folded & 1)
         layout = self.layout.of_role[role]
+        until_ns = time.monotonic_ns() if until_ns is None else until_ns
         kept = layout.merge(layout.merge(self._base(index, folded), self._live(index, until_ns)), None)
         self.floats[self.layout.base(index, other)] = _doubles(kept)
         self.words[control + _FOLDED] = incarnation << 1 | other
@@ -361,8 +372,8 @@ class MetricsSlab:
 
     def _show_activity(self, control: int, activity: str, since_ns: int, spent_ns: int) -> None:
         """Store an activity so that no reader sees it torn."""
-        turn = self.words[control + _TURN] + 1
-        half = control + _TURN + 1 + _HALF_WORDS * (turn & 1)
+        turn = (self.words[control + _TURN] | 1) + 1
+        half = _half(control, turn)
         self.words[half] = 1 + ACTIVITIES.index(activity)
         self.words[half + 1], self.words[half + 2] = since_ns, spent_ns
         self.words[control + _TURN] = turn
@@ -374,9 +385,9 @@ class MetricsSlab:
         return index
 
     def _live(self, index: int, until_ns: int | None) -> list[float]:
-        """Return the live words, the present activity counted up to a time, or to now."""
+        """Return the live words, the present activity counted up to a time; None: as far as readers may show it now."""
         # The clock first: time that the process spends after this reading must not count twice.
-        until_ns = time.monotonic_ns() if until_ns is None else until_ns
+        now_ns = time.monotonic_ns()
         control = self.layout.control_at[index]
         for _ in range(_READ_ATTEMPTS):
             turn = self.words[control + _TURN]
@@ -386,6 +397,10 @@ class MetricsSlab:
                 break
         else:
             raise DeadlineError(f"metrics slot {index} changed its activity during {_READ_ATTEMPTS:,} reads")
+        if until_ns is None:
+            if not turn & 1:
+                self.words[control + _SHOWN] = now_ns
+            until_ns = self.words[control + _SHOWN]
         if activity:
             at = self.layout.of_role[self.layout.slots[index].role].activities[activity - 1]
             # The same formula as in the process, so that the total never falls by a bit.
@@ -395,7 +410,7 @@ class MetricsSlab:
     def _activity(self, control: int) -> tuple[int, int, int]:
         for _ in range(_READ_ATTEMPTS):
             turn = self.words[control + _TURN]
-            half = control + _TURN + 1 + _HALF_WORDS * (turn & 1)
+            half = _half(control, turn)
             activity, since_ns, spent_ns = self.words[half : half + _HALF_WORDS].tolist()
             # The half that was read is written again only after the next flip.
             if self.words[control + _TURN] == turn:
@@ -412,6 +427,11 @@ class MetricsSlab:
 
     def _base(self, index: int, folded: int) -> Sequence[float]:
         return self.floats[self.layout.base(index, folded & 1)].tolist()
+
+
+def _half(control: int, turn: int) -> int:
+    """Return the offset of the half that is valid at a value of `turn`."""
+    return control + _TURN + 1 + _HALF_WORDS * (turn >> 1 & 1)
 
 
 def _doubles(values: list[float]) -> memoryview[float]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import time
@@ -164,6 +165,31 @@ def test_activities_add_up_to_the_wall_time(steps: list[tuple[str, int]]) -> Non
 
     wall_ns = sum(duration_ns for _, duration_ns in steps)
     assert math.fsum(seen.values()) * SECOND_NS == pytest.approx(wall_ns, rel=1e-12, abs=1)
+
+
+def test_a_reading_between_a_look_at_the_clock_and_the_stores_after_it_shows_no_time_that_is_then_taken_back(
+    slot: FakeSlot,
+) -> None:
+    now = FakeClock()
+    seen: list[dict[str, float]] = []
+
+    def preempted() -> int:
+        """Return a time that is two seconds old when the caller gets it, after a scrape."""
+        time_ns = now()
+        now.advance(2)
+        seen.append(slot.shown_s(now))
+        return time_ns
+
+    clock = ActivityClock(slot.writer, ["generate"], clock_ns=preempted)
+    for activity in ["generate", "other", "generate", "other"]:
+        now.advance(1)
+        seen.append(slot.shown_s(now))
+        clock.enter(activity)
+        seen.append(slot.shown_s(now))
+
+    assert seen[-1] == {"start": 3, "generate": 6, "other": 5}
+    for before, after in itertools.pairwise(seen):
+        assert all(after[name] >= spent_s for name, spent_s in before.items())
 
 
 def test_a_writer_stopped_at_any_store_shows_each_second_once(slot: FakeSlot) -> None:
