@@ -24,7 +24,7 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 faulthandler.register(signal.SIGUSR1, chain=False)
 
 def look():
-    logging.warning("a warning of the child")
+    logging.getLogger().warning("a warning of the child")
     state = {
         "descriptors": sorted(
             int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")
