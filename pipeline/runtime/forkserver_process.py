@@ -86,7 +86,20 @@ def _unfit() -> str:
     opened = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     if any(path.startswith("/dev/nvidia") for path in opened):
         return "a module that roles import has opened a GPU, which a forked process cannot use"
+    if _forks_badly():
+        return (
+            "a module that roles import has asked CUDA for its devices, after which a forked process cannot use a GPU"
+        )
     return ""
+
+
+def _forks_badly() -> bool:
+    """Return whether CUDA refuses to work in a fork of this process: PyTorch notes it in the fork, not here."""
+    import torch
+
+    if (probe := os.fork()) == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
 
 
 def _next_fork(link: socket.socket) -> Fork | None:

@@ -14,7 +14,7 @@ import torch.distributed as distributed
 from pipeline.config.schema import Config, identity_of
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
-from pipeline.models.device import process_device
+from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import Saved, adapt
 from pipeline.models.weights.probe import answer
@@ -41,8 +41,12 @@ def run(config: Config, context: RoleContext) -> ExitCode:
 
     Returns:
         `ExitCode.OK`; `ExitCode.FAILED` if the last checkpoint could not be written.
+
+    Raises:
+        ConfigError: If this rank's GPU cannot be used, or a model or tokenizer cannot be loaded.
     """
     torch.set_num_threads(config.trainer.threads)
+    device = process_device()
     connection = open_connection(
         context.folder,
         rank=context.index,
@@ -51,10 +55,10 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         verify_checksum=config.buffer.checksum,
         traffic=Traffic(context.metrics),
     )
-    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(process_device()))
+    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(device))
     join_ranks(config, context)
     trainer = new_trainer(config, context, connection)
-    context.ready()
+    context.ready(device_name(device))
     try:
         while not trainer.finished:
             context.metrics.beat()

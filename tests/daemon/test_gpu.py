@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pipeline.supervisor.gpus import LIBRARY, Nvml
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
 from tests.support import tiny
-from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 from tests.support.experiences import made_up
 from tests.support.slabs import SLOTS, begun, value
 from tests.trainer.test_connection import House
@@ -114,13 +115,33 @@ def test_log_probs_of_a_rollout_on_the_gpu_are_those_of_the_cpu():
 
 def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # noqa: F811
     with Daemon(
-        tmp_path, *SMALL, "trainer.max_steps=5", task=task, environment={"CUDA_VISIBLE_DEVICES": "0"}
+        tmp_path, *SMALL, "trainer.max_steps=200", task=task, environment={"CUDA_VISIBLE_DEVICES": "0"}
     ) as daemon:
-        devices = {process["role"]: process["devices"] for process in daemon.wait_ready()["processes"]}
-        assert devices == {"buffer": "cpu", "trainer": "0", "rollout": "0"}
+        processes = daemon.wait_ready()["processes"]
+        name = torch.cuda.get_device_name(0)
+        assert {process["role"]: process["devices"] for process in processes} == {
+            "buffer": "cpu", "trainer": "0", "rollout": "0",
+        }  # fmt: skip
+        assert {process["role"]: process["device"] for process in processes} == {
+            "buffer": "", "trainer": name, "rollout": name,
+        }  # fmt: skip
+        daemon.wait_step(2)
+        for role in ("trainer", "rollout"):
+            assert total(daemon.metrics(), "rlhfd_device_info", role=role, device=name) == 1
+            assert total(daemon.metrics(), "rlhfd_torch_memory_bytes", role=role, state="allocated") > 0
         assert daemon.wait() == 0
     assert "roles are started without it" not in daemon.errors, "the forkserver opens no GPU"
     assert not daemon.shm_dir.exists()
+
+
+def test_a_process_that_has_asked_cuda_for_its_devices_serves_no_forks():
+    program = (
+        "import torch; torch.cuda.is_available()\n"
+        "from pipeline.runtime.forkserver_process import _forks_badly\n"
+        "print(_forks_badly())\n"
+    )
+
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_the_arena_is_page_locked_once_and_given_back(tmp_path):
