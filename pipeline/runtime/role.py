@@ -46,6 +46,8 @@ class RoleContext:
         generation: Number of the start of the role's group; ranks of one generation connect to each other.
         prompts: Prompts in one epoch, 0 if unknown.
         stopping: Set by SIGTERM; the loop ends at the next safe point.
+        in_process_group: Whether this rank is in a process group of torch. After an error it exits at once then: NCCL's
+            teardown waits for this GPU's collectives, which wait for the other ranks, which wait for this one.
     """
 
     role: str
@@ -56,6 +58,7 @@ class RoleContext:
     generation: int = 0
     prompts: int = 0
     stopping: bool = False
+    in_process_group: bool = False
     _config_seen: tuple[int, int] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property

@@ -72,9 +72,10 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         if trainer.complete:
             context.report(Report(state="finished"))
     finally:
-        connection.close()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        # In the process group only after an error. Then nothing is released: freed page-locked memory waits for the GPU
+        # as the group does, and the process exits at once. The supervisor ends the other ranks.
+        if not context.in_process_group:
+            connection.close()
     return ExitCode.OK if saved else ExitCode.FAILED
 
 
@@ -101,6 +102,14 @@ def join_ranks(config: Config, context: RoleContext) -> None:
         # A rank may wait for data without limit; hang detection is the supervisor's.
         timeout=datetime.timedelta(days=7),
     )
+    context.in_process_group = True
+
+
+def leave_ranks(context: RoleContext) -> None:
+    """Leave the process group; returns once every rank leaves, and must follow a collective of all ranks."""
+    if context.in_process_group:
+        distributed.destroy_process_group()
+        context.in_process_group = False
 
 
 def all_ranks_agree(ready: bool) -> bool:
@@ -131,6 +140,11 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         with metrics.in_collective():
             return all_ranks_agree(ready)
 
+    def leave() -> None:
+        # The first rank may still publish, or write a checkpoint that was due.
+        with metrics.in_collective():
+            leave_ranks(context)
+
     learner = Learner(
         config.trainer,
         config.rollout.algorithm,
@@ -155,6 +169,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         metrics,
         device=device,
         agree=agree,
+        leave=leave,
         save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
         start=start,
         probe=actor_probe(config, actor, device),
