@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.pinned import PinnedMemory, pin_arena
@@ -20,6 +21,8 @@ from pipeline.storage.arena import Arena
 from pipeline.supervisor.gpus import LIBRARY, Nvml
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.learner import Learner
+from tests.daemon.test_ranks import FAILING, TWO_RANKS, loaded_first
 from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 from tests.support.experiences import made_up
@@ -220,3 +223,28 @@ def test_a_graph_computes_with_weights_that_were_replaced_in_place():
 
     expected = TransformersGenerator(other).generate(prompts, torch.ones_like(prompts), greedy)
     assert torch.equal(after.sequences, expected.sequences)
+
+
+def test_the_seconds_of_a_step_count_for_the_phase_that_computes():
+    actor = tiny.llama().cuda()
+    # Half a second or more of the device's time, which the call does not wait for.
+    actor.model.layers[0].register_forward_hook(lambda *_: torch.cuda._sleep(1_500_000_000))
+    learner = Learner(TrainerConfig(), "grpo", actor)
+    batch = made_up(4, ppo=False)
+    batch.sequences %= actor.config.vocab_size
+    batch.to_device(torch.device("cuda"))
+    # The first step loads the kernels.
+    learner.update([batch])
+
+    stats = learner.update([batch])
+
+    assert stats.backward_s > 0.5 > stats.forward_s + stats.reduce_s
+
+
+def test_nccl_ranks_end_within_seconds_of_an_error_of_one(tmp_path, task):  # noqa: F811
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    environment = loaded_first(tmp_path, FAILING.format(once=str(tmp_path / "has-failed")), collective_end=False)
+    with Daemon(tmp_path, *TWO_RANKS, "daemon.hang_timeout_s=0", task=task, environment=environment) as daemon:
+        daemon.wait_logged("ValueError: the card fell off the bus")
+        assert daemon.wait() == 0, daemon.errors
