@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, WeightsMismatchError
-from pipeline.models.device import process_device
+from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.pinned import pin_arena
 from pipeline.rollout.loader import RowCallback, load_roller
@@ -40,6 +40,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         OK, after a shutdown or a drain.
 
     Raises:
+        ConfigError: If this worker's GPU cannot be used, or its models or reward cannot be loaded.
         WeightsMismatchError: If the model does not compute with its weights; the worker is reported as unusable.
     """
     torch.set_num_threads(config.rollout.threads)
@@ -47,15 +48,17 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config), transport=transport)
     # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.
     roller, samples = (load or load_local)(config, context, metrics)
+    device = process_device()
     arena = Arena(context.folder / "arena")
     arena.populate()
-    pinned = pin_arena(arena, process_device())
+    pinned = pin_arena(arena, device)
     context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)
     worker = worker_with(roller, config, context, arena, outbox, metrics, samples)
-    context.ready()
+    # The models of another loader's roller are in another process.
+    context.ready(device_name(device) if load is None else "")
     waiting_since_s = monotonic_s()
     try:
         while not worker.finished:

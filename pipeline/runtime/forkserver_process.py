@@ -44,7 +44,10 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     faulthandler.register(signal.SIGUSR1, chain=False)
     setproctitle.setproctitle(f"{name}: forkserver")
     _load(model)
-    if reason := unfit_to_fork():
+    reason = unfit_to_fork()
+    if not reason and _forks_badly():
+        reason = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
+    if reason:
         error = f"a module that roles import {reason}"
         os.write(reports, json.dumps({"state": "unusable", "error": error}).encode() + b"\n")
         return 1
@@ -78,6 +81,15 @@ def _load(model: str) -> None:
         kind = _EMBEDDED
     if importlib.util.find_spec(f"transformers.models.{kind}") is not None:
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+
+
+def _forks_badly() -> bool:
+    """Return whether CUDA refuses to work in a fork of this process: PyTorch notes it in the fork, not here."""
+    import torch
+
+    if (probe := os.fork()) == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
 
 
 def _next_fork(link: socket.socket) -> Fork | None:

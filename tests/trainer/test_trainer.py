@@ -54,7 +54,7 @@ class Bench:
         self.learner = CountingLearner(self.model)
         self.saved = []
 
-    def trainer(self, *, agree=lambda ready: ready, **settings):
+    def trainer(self, *, agree=lambda ready: ready, leave=lambda: None, **settings):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
@@ -66,6 +66,7 @@ class Bench:
             TrainerMetrics(self.slab.writer("trainer", 0), rank=0, reward_source="function"),
             device=torch.device("cpu"),
             agree=agree,
+            leave=leave,
             save=lambda progress, version, complete: self.saved.append(progress.step) or self.house.weights_path,
         )
 
@@ -152,6 +153,22 @@ def test_a_stopped_trainer_lets_the_others_go_exactly_once(bench):
     trainer.close()
 
     assert said == [False]
+
+
+def test_ranks_part_after_they_have_agreed_and_before_the_last_checkpoint(bench):
+    said = []
+    trainer = bench.trainer(
+        agree=lambda ready: said.append(ready) or ready, leave=lambda: said.append(f"saved {bench.saved}")
+    )
+    bench.turns(trainer, 4)
+    taken = trainer.step
+
+    trainer.stop()
+    trainer.close()
+
+    assert taken > 0
+    assert said == [*[True] * taken, False, "saved []"]
+    assert bench.saved == [taken]
 
 
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(bench):
