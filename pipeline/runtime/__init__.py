@@ -13,6 +13,7 @@ messages            every message between the processes
 pause               whether tickets are issued
 role                a role's folder, metrics, reports and SIGTERM
 signals             signal handling of a process
+stopped             processes that a signal has stopped
 transport           ZeroMQ between the processes of an instance
 workspace           an instance's folder in shared memory
 """

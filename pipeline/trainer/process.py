@@ -24,7 +24,8 @@ from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
-from pipeline.trainer.connection import Connection, open_connection
+from pipeline.trainer.connect import open_connection
+from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Resumption

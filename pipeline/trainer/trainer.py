@@ -100,9 +100,8 @@ class Trainer:
             self._version = found
         else:
             self._publish(start.version, rollback=start.rollback, position=start.position)
-        if start.version is not None and not start.rollback:
-            metrics.resumed(self.step)
-        metrics.began(self._version.version)
+        is_resumed = start.version is not None and not start.rollback
+        metrics.began(self._version.version, steps_before=self.step if is_resumed else 0)
 
     @property
     def fingerprint(self) -> int:

@@ -213,3 +213,15 @@ def test_the_position_is_that_of_the_newest_batch_even_if_prompts_were_taken_bac
     bench.run(trainer)
 
     assert trainer.progress == (2, trainer.progress.digest, 24)
+
+
+def test_no_reader_sees_a_count_of_steps_below_those_before_a_resume(bench):
+    bench.slab.begin("trainer", 0)
+    metrics = TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
+    reader = MetricsReader(bench.slab)
+    assert reader.read().value("rlhfd_train_steps_total") is None
+
+    metrics.began(7, steps_before=1000)
+
+    assert reader.read().value("rlhfd_train_steps_total") == 1000
+    assert reader.read().value("rlhfd_policy_version", role="trainer", worker="0") == 7
