@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.identity import identity_of
+from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, process_device
