@@ -42,9 +42,14 @@ class Latest(msgspec.Struct, frozen=True):
     fingerprint: str = ""
 
 
+def run_dir(config: Config) -> Path:
+    """Return the folder of a run's files."""
+    return Path(config.daemon.state_dir)
+
+
 def checkpoints_dir(config: Config) -> Path:
     """Return the folder of all checkpoints."""
-    return Path(config.daemon.state_dir) / "checkpoints"
+    return run_dir(config) / "checkpoints"
 
 
 def read_latest(root: Path) -> Latest | None:

@@ -17,6 +17,7 @@ from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
 from pipeline.supervisor.snapshot import RateWindow, Snapshot
 from pipeline.supervisor.watchdog import Watchdog
+from pipeline.telemetry.history import learning_of
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab
@@ -73,6 +74,7 @@ class InstanceStatus:
         self._tokens = RateWindow(60.0)
         self._steps = RateWindow(300.0)
         self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
+        self._learning: dict[str, float] = {}
         self._step_seen = 0.0
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
@@ -96,6 +98,8 @@ class InstanceStatus:
         self._tokens.add(now_s, self._value("rlhfd_tokens_total", kind="response") or 0.0)
         steps = self._value("rlhfd_train_steps_total") or 0.0
         self._steps.add(now_s, steps)
+        # A rank that has ended has no gauges any more; their last values are still the newest.
+        self._learning = learning_of(self._reading) or self._learning
         reward = self._value("rlhfd_reward_mean")
         if steps != self._step_seen and reward is not None:
             self._step_seen = steps
@@ -182,6 +186,7 @@ class InstanceStatus:
             workers_ready=sum(slot.state == "ready" for slot in rollout),
             workers_total=len(rollout),
             metrics_url=self._metrics_url(),
+            learning=self._learning,
         )
 
     def status(self) -> dict[str, Any]:
@@ -205,6 +210,7 @@ class InstanceStatus:
             "reward_mean": shot.reward_mean,
             "reward_trend": trend(shot.reward_history),
             "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
+            "learning": dict(shot.learning),
             "tokens_per_s": shot.tokens_per_s,
             "steps_per_s": self._steps.rate(),
             "staleness_mean_versions": shot.staleness_mean,

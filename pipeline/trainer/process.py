@@ -19,7 +19,7 @@ from pipeline.models.loading import Preprocessing, load_actor, load_critic, load
 from pipeline.models.lora import Saved, adapt
 from pipeline.models.weights.probe import answer
 from pipeline.prompts import first_tokens
-from pipeline.runtime.latest_checkpoint import checkpoints_dir
+from pipeline.runtime.latest_checkpoint import checkpoints_dir, run_dir
 from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
 from pipeline.storage.weights_header import Probe, WeightsVersion
@@ -27,8 +27,9 @@ from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.connection import Connection, open_connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.resume import Resumption
+from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.state import Progress, tensors_of
+from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import CheckpointWriter, Trainer
 
 _IDLE_S = 0.25
@@ -154,6 +155,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
         start=start,
         probe=actor_probe(config, actor, device),
+        step_log=open_step_log(config, start) if context.index == 0 else None,
     )
     if start.rollback:
         agree(True)
@@ -161,6 +163,18 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         if context.index and published is not None:
             connection.start_over(published)
     return trainer
+
+
+def open_step_log(config: Config, start: Start) -> StepLog | None:
+    """Return the log of the run's steps, without those that are taken again; None if it cannot be written."""
+    path = run_dir(config) / FILE_NAME
+    # Version 0 is published by a run without a step, or by one that is rolled back to its start.
+    is_new_run = start.version == 0 and not start.rollback
+    try:
+        return StepLog(path, after_step=start.progress.step, is_new_run=is_new_run)
+    except OSError as error:
+        log.warning("no line is written for a step: path=%s error=%s", path, error.strerror)
+        return None
 
 
 def actor_probe(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:

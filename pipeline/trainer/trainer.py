@@ -18,6 +18,7 @@ from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.state import LearnerProtocol, Progress, digest_after, tensors_of
+from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
 
 _IDLE_STEPS = 20
@@ -57,6 +58,7 @@ class Trainer:
         save: CheckpointWriter | None = None,
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -72,6 +74,7 @@ class Trainer:
             save: Writes a checkpoint; None on every rank but the first.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
+            step_log: Gets the statistics of each step; None on every rank but the first. Closed by `close`.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -85,6 +88,7 @@ class Trainer:
         self._agreed_to_stop = False
         self._save = save
         self._probe = probe
+        self._step_log = step_log
         self._batches: list[Batch] = []
         self._published_step, self._saved_step = start.progress.step, start.saved_step
         self._tried_step = start.saved_step
@@ -154,6 +158,8 @@ class Trainer:
         if self.step > self._saved_step:
             self._checkpoint()
         self._connection.close()
+        if self._step_log is not None:
+            self._step_log.close()
         log.info(
             "training ended: steps=%d weights=%016x experiences=%016x",
             self.step,
@@ -182,6 +188,9 @@ class Trainer:
             batch.position,
         )
         self._batches = []
+        if self._step_log is not None:
+            # Before the publish: a published step is never taken again, not even by the successor of a killed trainer.
+            self._step_log.append(self.step, stats)
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
         self._metrics.stepped(stats, experiences, batch.for_version)
@@ -234,6 +243,8 @@ class Trainer:
             self._saved_step = self.step
             return
         started_s = time.monotonic()
+        if self._step_log is not None:
+            self._step_log.flush()
         try:
             path = self._save(self.progress, self._version, complete=self.complete)
         except CheckpointError as error:
