@@ -55,6 +55,7 @@ class Trainer:
         *,
         device: torch.device,
         agree: Callable[[bool], bool] = lambda ready: ready,
+        leave: Callable[[], None] = lambda: None,
         save: CheckpointWriter | None = None,
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
@@ -71,6 +72,7 @@ class Trainer:
             device: Device of the batches.
             agree: A collective that all ranks call before each step; returns True if every rank passed True. A rank
                 that drains passes False, so that no rank waits in a collective for a rank that has ended.
+            leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
             save: Writes a checkpoint; None on every rank but the first.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
@@ -85,6 +87,7 @@ class Trainer:
         self._metrics = metrics
         self._device = device
         self._agree = agree
+        self._leave = leave
         self._agreed_to_stop = False
         self._save = save
         self._probe = probe
@@ -151,6 +154,8 @@ class Trainer:
         """
         if not (self.complete or self._agreed_to_stop):
             self._agree(False)
+        # From here on no rank waits for another one: the last checkpoint may take minutes.
+        self._leave()
         self._connection.hand_back(len(self._batches))
         if self.step > self._published_step:
             # The batches in the last checkpoint count as trained.

@@ -56,7 +56,7 @@ class Bench:
         self.learner = CountingLearner(self.model)
         self.saved = []
 
-    def trainer(self, *, agree=lambda ready: ready, step_log=None, **settings):
+    def trainer(self, *, agree=lambda ready: ready, leave=lambda: None, step_log=None, **settings):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
@@ -69,6 +69,7 @@ class Bench:
             device=torch.device("cpu"),
             agree=agree,
             step_log=step_log,
+            leave=leave,
             save=lambda progress, version, complete: self.saved.append(progress.step) or self.house.weights_path,
         )
 
@@ -155,6 +156,22 @@ def test_a_stopped_trainer_lets_the_others_go_exactly_once(bench):
     trainer.close()
 
     assert said == [False]
+
+
+def test_ranks_part_after_they_have_agreed_and_before_the_last_checkpoint(bench):
+    said = []
+    trainer = bench.trainer(
+        agree=lambda ready: said.append(ready) or ready, leave=lambda: said.append(f"saved {bench.saved}")
+    )
+    bench.turns(trainer, 4)
+    taken = trainer.step
+
+    trainer.stop()
+    trainer.close()
+
+    assert taken > 0
+    assert said == [*[True] * taken, False, "saved []"]
+    assert bench.saved == [taken]
 
 
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(bench):
