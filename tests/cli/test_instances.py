@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -77,11 +78,8 @@ def test_a_folder_that_is_no_instances_own_is_left_out(tmp_path: Path, memory: P
 def test_attach_shows_lines_in_a_pipe_until_the_instance_has_ended(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with process(tmp_path / "run", SERVE) as child:
-        lock_held = lock.find(tmp_path / "run")
-        assert lock_held.pid == child.pid
+        assert lock.find(tmp_path / "run").pid == child.pid
         # The answer of this instance has a state and no more; it is ended from a thread while the command waits.
-        import threading
-
         ending = threading.Timer(1.0, run, ("stop", "--runtime-dir", str(tmp_path / "run")))
         ending.start()
         shown = run("attach", "--runtime-dir", str(tmp_path / "run"))
