@@ -81,10 +81,10 @@ def check(path: str | os.PathLike[str]) -> int:
     """
     count = broken = 0
     shown: list[str] = []
-    for line_number, _, line in _prompt_lines(Path(path)):
+    for line_number, _, line in prompt_lines(Path(path)):
         count += 1
         try:
-            _parse(line, f"{path}:{line_number}")
+            parse_line(line, f"{path}:{line_number}")
         except ConfigError as error:
             broken += 1
             if broken <= _ERRORS_SHOWN:
@@ -116,7 +116,7 @@ class PromptSource:
         """
         self._path = Path(path)
         self._seed = seed
-        self._offsets = array.array("q", (offset for _, offset, _ in _prompt_lines(self._path)))
+        self._offsets = array.array("q", (offset for _, offset, _ in prompt_lines(self._path)))
         if not self._offsets:
             raise ConfigError(f"{path}:1:1: no prompt in the file, at least one is needed")
         self._file = self._path.open("rb")
@@ -145,10 +145,10 @@ class PromptSource:
         self._file.seek(self._offsets[index])
         line = self._file.readline()
         try:
-            prompt, answer, images = _parse(line, str(self._path))
+            prompt, answer, images = parse_line(line, str(self._path))
         except ConfigError:
             # Counting lines is slow, so only when a message needs the number.
-            prompt, answer, images = _parse(line, f"{self._path}:{self._line_number(index)}")
+            prompt, answer, images = parse_line(line, f"{self._path}:{self._line_number(index)}")
         paths = tuple(str(self._path.parent / image) for image in images)
         return Prompt(position, epoch, index, prompt, answer, paths)
 
@@ -246,8 +246,16 @@ def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def _prompt_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (line number from 1, byte offset, line) of each line that is not blank."""
+def prompt_lines(path: Path, *, field: str = "prompts.path") -> Iterator[tuple[int, int, bytes]]:
+    """Yield (line number from 1, byte offset, line) of each line that is not blank.
+
+    Args:
+        path: A JSON lines file.
+        field: The configuration field that names the file, for the error; empty if none does.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             offset = 0
@@ -256,11 +264,15 @@ def _prompt_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                     yield line_number, offset, line
                 offset += len(line)
     except OSError as error:
-        raise ConfigError(f"prompts.path: cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"{field + ': ' if field else ''}cannot read {path}: {error.strerror}") from error
 
 
-def _parse(line: bytes, where: str) -> tuple[str | list[Message], JsonValue, list[str]]:
-    """Return prompt, answer and images of one line; `where` is the file and line for errors."""
+def parse_line(line: bytes, where: str) -> tuple[str | list[Message], JsonValue, list[str]]:
+    """Return prompt, answer and images of one line; `where` is the file and line for errors.
+
+    Raises:
+        ConfigError: If the line holds no prompt.
+    """
     try:
         record = json.loads(
             line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode("utf-8"), parse_constant=_refuse_constant

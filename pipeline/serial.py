@@ -37,6 +37,7 @@ from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.telemetry import log as logs
+from pipeline.telemetry.history import learning_of
 from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.run_log import RunLog
@@ -231,6 +232,8 @@ class _Serial:
         self._trainer.poll()
 
     def _print_step(self, step: int) -> None:
-        reward = self._reader.read().value("rlhfd_reward_mean")
-        sys.stdout.write(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}" + "\n")
+        reading = self._reader.read()
+        reward = reading.value("rlhfd_reward_mean")
+        learning = "".join(f" {name}={value:.4g}" for name, value in learning_of(reading).items())
+        sys.stdout.write(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}{learning}" + "\n")
         sys.stdout.flush()

@@ -2,11 +2,16 @@
 
 collect_env    `rlhfd collect-env`, a bug report that never fails
 config         `rlhfd config`
+detached       `rlhfd start --detach`
+init           `rlhfd init`
+instances      `rlhfd ps` and `rlhfd attach`
 main           the commands
 options        options that commands share
+reward_rows    the rows that `rlhfd try-reward` scores
 samples        `rlhfd samples`
 service        `rlhfd systemd` and `rlhfd logs`
 status         `rlhfd status`
 systemd_units  the systemd units of a checkout, installed and removed
 top            `rlhfd top`
+try_reward     `rlhfd try-reward`
 """

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from pipeline.cli.config import config
+from pipeline.cli.init import init
+from pipeline.cli.instances import attach, ps
 from pipeline.cli.options import (
     REQUEST_TIMEOUT_S,
     ask,
@@ -21,6 +23,7 @@ from pipeline.cli.options import (
     runtime_dir_of,
 )
 from pipeline.cli.service import logs, systemd
+from pipeline.cli.try_reward import try_reward
 from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError, StoppedError
 
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
@@ -58,6 +61,7 @@ def main() -> None:
 
     \b
     Examples:
+      rlhfd init my-run                        a configuration, prompts and a reward to start from
       rlhfd start                              the embedded run: a small model learns to sort digits
       rlhfd config check --config grpo.toml    every error at once, with its line
       rlhfd start --config grpo.toml           in the foreground; Ctrl-C drains and stops it
@@ -69,7 +73,8 @@ def main() -> None:
 @configured
 @click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
 @click.option("--fresh", is_flag=True, help="Ignore every checkpoint; sets trainer.resume=never.")
-def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -> None:
+@click.option("--detach", is_flag=True, help="Return when the instance is ready; it runs on without a terminal.")
+def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, detach: bool) -> None:
     """Start an instance in the foreground; SIGTERM or Ctrl-C drains it and shuts it down.
 
     It resumes from the last checkpoint of the same run, unless that run took all of its steps.
@@ -80,8 +85,17 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool) -
       rlhfd start --config grpo.toml --set rollout.workers=4 --set 'rollout.devices=[0, 1, 2, 3]'
       rlhfd start --serial --set trainer.max_steps=3
       rlhfd start --fresh
+      rlhfd start --detach && rlhfd attach
     """
+    if serial and detach:
+        raise click.UsageError("--serial and --detach exclude each other")
     loaded = load(path, (*sets, "trainer.resume=never") if fresh else sets, files=True)
+    if detach:
+        from pipeline.cli import detached
+
+        arguments = [*(["--config", str(path)] if path else []), *(word for item in sets for word in ("--set", item))]
+        runtime_dir = Path(loaded.config.daemon.runtime_dir)
+        sys.exit(detached.start([*arguments, *(["--fresh"] if fresh else [])], runtime_dir))
     if serial:
         from pipeline.serial import run
     else:
@@ -345,6 +359,10 @@ def _state_dir(directory: Path | None, path: Path | None) -> Path:
     return Path(json.loads((Path(record.shm_dir) / "config.json").read_text())["daemon"]["state_dir"])
 
 
+main.add_command(attach)
 main.add_command(config)
+main.add_command(init)
 main.add_command(logs)
+main.add_command(ps)
 main.add_command(systemd)
+main.add_command(try_reward)

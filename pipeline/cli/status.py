@@ -25,6 +25,7 @@ def render(status: Mapping[str, Any]) -> str:
         "state": f"{_shown(status, 'state')}, up {duration(status.get('uptime_s'))}",
         "step": f"{_shown(status, 'step')}{_of(status.get('max_steps'))}{_left(status)}",
         "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status)}".rstrip(),
+        "learning": _learning(status.get("learning") or {}),
         "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s{_pace(status)}",
         "now": str(status.get("why") or ""),
         "ATTENTION": "; ".join(warnings(status)),
@@ -148,6 +149,20 @@ def size(count: Any) -> str:
         return "–"
     power = next((power for power in range(5) if count < 1024 ** (power + 1)), 4)
     return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _learning(values: Mapping[str, Any]) -> str:
+    """Return the values of the last step beside its reward; empty before the first step."""
+    forms = {
+        "loss": "loss {:.4g}",
+        "kl": "KL {:.4g} nats",
+        "entropy": "entropy {:.4g} nats",
+        "response_length": "response length {:.1f} tokens",
+        "clipped": "clipped {:.2%}",
+        "gradient_norm": "gradient norm {:.4g}",
+    }
+    known = {name: values.get(name) for name in forms}
+    return ", ".join(forms[name].format(value) for name, value in known.items() if isinstance(value, int | float))
 
 
 def _share(buffer: Mapping[str, Any]) -> str:

@@ -62,25 +62,7 @@ def screen(
     status: Mapping[str, Any], why: Mapping[str, Any], *, width: int = 200, ascii_only: bool = False
 ) -> RenderableType:
     """Return the screen for a width in columns: the panel of `start`, the sentences of `why`, the processes."""
-    buffer, processes = status.get("buffer") or {}, status.get("processes") or []
-    workers = [process for process in processes if process["role"] == "rollout"]
-    shot = Snapshot(
-        state=str(status.get("state") or "–"),
-        algorithm=str(status.get("algorithm") or ""),
-        model=str(status.get("model") or ""),
-        step=status.get("step") or 0,
-        max_steps=status.get("max_steps") or 0,
-        reward_mean=status.get("reward_mean"),
-        reward_history=tuple(status.get("reward_history") or ()),
-        tokens_per_s=status.get("tokens_per_s"),
-        items_ready=buffer.get("ready_items") or 0,
-        items_capacity=buffer.get("capacity_items") or 0,
-        staleness_mean=status.get("staleness_mean_versions"),
-        policy_version=status.get("policy_version"),
-        workers_ready=sum(process.get("state") == "ready" for process in workers),
-        workers_total=len(workers),
-        metrics_url=str(status.get("metrics_url") or ""),
-    )
+    shot = Snapshot.of_status(status)
     found = rows(status, why)
     fitting = _fitting(found, width)
     grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")

@@ -11,6 +11,7 @@ ray              the gateway to Ray actors that hold the models; the only import
 remote           a worker's models on another machine, without Ray's part
 reward_pool      reward functions in processes that can be killed
 reward_process   the process of a reward pool
+reward_trial     the configured reward on given rows: `rlhfd try-reward`
 reward_wire      messages of a reward pool
 rewards          reward functions as a reward model
 roller           the interface of a worker to its models; prompts rendered, padded, passed to the maker

@@ -25,6 +25,7 @@ from pipeline.errors import ConfigError, NotRunningError, UnreachableError
 from pipeline.runtime.stopped import refuse_stopped
 from pipeline.storage.files import UNREADABLE, replacing
 
+_SHM = Path("/dev/shm")
 _LOCK = "lock"
 _RECORD = "instance.json"
 _UNFINISHED_RECORD = ".instance.json.new"
@@ -151,6 +152,11 @@ class InstanceRecord(msgspec.Struct, frozen=True):
             (runtime_dir / name).unlink(missing_ok=True)
 
 
+def shm_directories() -> list[Path]:
+    """Return the folders in shared memory of all instances of this user, killed ones included."""
+    return sorted(_SHM.glob(f"rlhfd-{os.geteuid()}-*"))
+
+
 def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -> Path:
     """Return the path of the folder in shared memory of the instance of `runtime_dir`; the folder is not made.
 
@@ -159,7 +165,7 @@ def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -
         uid: The instance's user; this process's by default.
     """
     digest = hashlib.blake2b(os.fsencode(os.path.realpath(runtime_dir))).hexdigest()
-    return Path(f"/dev/shm/rlhfd-{os.geteuid() if uid is None else uid}-{digest[:10]}")
+    return _SHM / f"rlhfd-{os.geteuid() if uid is None else uid}-{digest[:10]}"
 
 
 def holder(runtime_dir: Path) -> int | None:

@@ -30,6 +30,15 @@ _QUIET_S: Final = 60.0
 _BAR_WIDTH: Final = 28
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS: Final = "_.-=+*#"
+_LEARNING_FORMS: Final = {
+    "loss": ".4g",
+    "kl": ".4g",
+    "entropy": ".4g",
+    "response_length": ".1f",
+    "clipped": ".4f",
+    "gradient_norm": ".4g",
+}
+"""Formats of the values of a step in a line, by their names in `pipeline.telemetry.history.LEARNING`."""
 _COLOURS: Final = {"ready": "green", "failed": "red"}
 
 log = logging.getLogger(__name__)
@@ -52,6 +61,11 @@ class LiveView:
         self._latest: Snapshot | None = None
         self._shown: Snapshot | None = None
         self._shown_s = -_QUIET_S
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the output's reader is gone, so that no more is shown."""
+        return self._is_gone
 
     def start(self) -> None:
         """Start the panel; lines on a terminal's standard error appear above it from now on."""
@@ -147,6 +161,7 @@ def line(snapshot: Snapshot, *, introduce: bool = False) -> str:
         "staleness_mean": _shown(snapshot.staleness_mean, ".2f"),
         "policy_version": _shown(snapshot.policy_version, "d"),
         "workers": f"{snapshot.workers_ready}/{snapshot.workers_total}",
+        **{name: _shown(snapshot.learning.get(name), form) for name, form in _LEARNING_FORMS.items()},
     }
     if introduce:
         fields |= {"algorithm": snapshot.algorithm, "model": snapshot.model, "metrics": snapshot.metrics_url}

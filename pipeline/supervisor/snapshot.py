@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Snapshot:
         items_ready: Experiences that wait for a trainer.
         items_capacity: Upper bound of `items_ready`, 0 if only bytes bound it.
         staleness_mean: Versions between the policy that wrote an experience and the one that trains on it.
+        learning: Values of the last step by their names in `pipeline.telemetry.history.LEARNING`.
     """
 
     state: str
@@ -35,6 +38,31 @@ class Snapshot:
     workers_ready: int = 0
     workers_total: int = 0
     metrics_url: str = ""
+    learning: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_status(cls, status: Mapping[str, Any]) -> Snapshot:
+        """Return the reading that the answer of `rlhfd status` holds."""
+        buffer = status.get("buffer") or {}
+        workers = [process for process in status.get("processes") or [] if process["role"] == "rollout"]
+        return cls(
+            state=str(status.get("state") or "–"),
+            algorithm=str(status.get("algorithm") or ""),
+            model=str(status.get("model") or ""),
+            step=status.get("step") or 0,
+            max_steps=status.get("max_steps") or 0,
+            reward_mean=status.get("reward_mean"),
+            reward_history=tuple(status.get("reward_history") or ()),
+            tokens_per_s=status.get("tokens_per_s"),
+            items_ready=buffer.get("ready_items") or 0,
+            items_capacity=buffer.get("capacity_items") or 0,
+            staleness_mean=status.get("staleness_mean_versions"),
+            policy_version=status.get("policy_version"),
+            workers_ready=sum(process.get("state") == "ready" for process in workers),
+            workers_total=len(workers),
+            metrics_url=str(status.get("metrics_url") or ""),
+            learning=status.get("learning") or {},
+        )
 
 
 class RateWindow:

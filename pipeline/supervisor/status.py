@@ -17,6 +17,7 @@ from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
 from pipeline.supervisor.snapshot import Pace, Snapshot
 from pipeline.supervisor.watchdog import Watchdog
+from pipeline.telemetry.history import learning_of
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab
@@ -72,6 +73,7 @@ class InstanceStatus:
         self._reading: Reading = self._reader.read()
         self._pace = Pace()
         self._rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=_HISTORY)
+        self._learning: dict[str, float] = {}
         self._step_seen = 0.0
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
@@ -102,6 +104,8 @@ class InstanceStatus:
         tokens = self._value("rlhfd_tokens_total", kind="response") or 0.0
         can_roll = any(slot.state == "ready" for slot in self._fleet.of("rollout"))
         self._pace.add(now_s, tokens, steps, can_roll=can_roll)
+        # A rank that has ended has no gauges any more; their last values are still the newest.
+        self._learning = learning_of(self._reading) or self._learning
         reward = self._value("rlhfd_reward_mean")
         if steps and steps != self._step_seen and reward is not None:
             self._step_seen = steps
@@ -188,6 +192,7 @@ class InstanceStatus:
             workers_ready=sum(slot.state == "ready" for slot in rollout),
             workers_total=len(rollout),
             metrics_url=self._metrics_url(),
+            learning=self._learning,
         )
 
     def status(self) -> dict[str, Any]:
@@ -212,6 +217,7 @@ class InstanceStatus:
             "reward_trend": trend(shot.reward_history),
             "reward_since_step": self._rewards[0][0] if self._rewards else None,
             "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
+            "learning": dict(shot.learning),
             "tokens_per_s": shot.tokens_per_s,
             "steps_per_s": self._pace.steps_per_s,
             "staleness_mean_versions": shot.staleness_mean,

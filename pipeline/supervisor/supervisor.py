@@ -218,7 +218,8 @@ class Supervisor:
             self._fleet,
             self._watchdog,
             metrics_url=self._metrics_url,
-            path=self._loaded.path,
+            # Commands in other folders show it.
+            path=self._loaded.path and self._loaded.path.absolute(),
             pending=self._reload.pending,
         )
         self._page = None
@@ -261,7 +262,7 @@ class Supervisor:
             shm_dir=str(self._workspace.folder),
             host=self._config.metrics.host,
             port=self._http.port if self._http is not None else 0,
-            config=str(self._loaded.path or ""),
+            config=str(self._loaded.path.absolute() if self._loaded.path else ""),
             world_size=self._config.trainer.world_size,
             log=self._run_log.place,
         )

@@ -24,6 +24,22 @@ _MOST_BYTES: Final = 64 << 20
 
 Spent = Mapping[tuple[str, ...], float]
 
+LEARNING: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
+    "loss": ("rlhfd_loss", {"kind": "total"}),
+    "kl": ("rlhfd_kl_mean_nats", {}),
+    "entropy": ("rlhfd_entropy_nats", {}),
+    "response_length": ("rlhfd_response_length_mean_tokens", {}),
+    "clipped": ("rlhfd_clipped_ratio", {}),
+    "gradient_norm": ("rlhfd_gradient_norm", {}),
+}
+"""The values of a step that are shown beside its reward, each with its gauge and labels."""
+
+
+def learning_of(reading: Reading) -> dict[str, float]:
+    """Return the values of the last step by their names in `LEARNING`; unknown values are left out."""
+    found = {name: reading.value(gauge, **labels) for name, (gauge, labels) in LEARNING.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
 
 class Point(msgspec.Struct, array_like=True):
     """One span of time; all fields but the times and `step` are sums.
@@ -41,6 +57,7 @@ class Point(msgspec.Struct, array_like=True):
         staleness_sum: Sum of the staleness of trained rows, in versions.
         staleness_rows: Number of those rows.
         spent_s: Seconds of the processes of a role by activity.
+        learning: Sum and number of each value of `LEARNING`; a point of an earlier version has none.
     """
 
     start_s: float
@@ -55,6 +72,7 @@ class Point(msgspec.Struct, array_like=True):
     staleness_sum: float = 0.0
     staleness_rows: float = 0.0
     spent_s: dict[str, dict[str, float]] = {}
+    learning: dict[str, tuple[float, float]] = {}
 
     def plus(self, later: Point) -> Point:
         """Return the point of both spans."""
@@ -63,6 +81,10 @@ class Point(msgspec.Struct, array_like=True):
             mine = spent.setdefault(role, {})
             for activity, seconds in activities.items():
                 mine[activity] = mine.get(activity, 0.0) + seconds
+        learning = dict(self.learning)
+        for name, (total, count) in later.learning.items():
+            before = learning.get(name, (0.0, 0.0))
+            learning[name] = (before[0] + total, before[1] + count)
         return Point(
             self.start_s,
             later.end_s,
@@ -76,6 +98,7 @@ class Point(msgspec.Struct, array_like=True):
             self.staleness_sum + later.staleness_sum,
             self.staleness_rows + later.staleness_rows,
             spent,
+            learning,
         )
 
     def shown(self) -> dict[str, Any]:
@@ -86,6 +109,8 @@ class Point(msgspec.Struct, array_like=True):
             mean = self.reward_sum / self.rewards
             point["reward"] = round(mean, 5)
             point["reward_spread"] = round(max(0.0, self.reward_squares / self.rewards - mean * mean) ** 0.5, 5)
+        for name, (total, count) in self.learning.items():
+            point[name] = float(f"{total / count:.5g}")
         if self.seconds:
             point["tokens_per_s"] = round(self.tokens / self.seconds, 2)
             point["ready_items"] = round(self.ready_item_seconds / self.seconds, 2)
@@ -189,6 +214,7 @@ class HistoryRecorder:
             Whether the reading completed a point.
         """
         if self._before is None:
+            self._see_step(reading)
             self._begin(now_s, unix_s, _Totals(reading))
             return False
         self._point.ready_item_seconds += ready_items * (now_s - self._last_s)
@@ -214,6 +240,12 @@ class HistoryRecorder:
                 self._point.rewards += 1
                 self._point.reward_sum += mean
                 self._point.reward_squares += deviation * deviation + mean * mean
+                for name, value in learning_of(reading).items():
+                    total, count = self._point.learning.get(name, (0.0, 0.0))
+                    self._point.learning[name] = (total + value, count + 1.0)
+            self._step = step
+        elif mean is None:
+            # No step was taken since the trainer started: the next one is new.
             self._step = step
         self._point.step = int(step)
 
@@ -231,6 +263,9 @@ class HistoryRecorder:
             point.rewards = totals.rewards[1] - before.rewards[1]
             point.reward_sum = totals.rewards[0] - before.rewards[0]
             point.reward_squares = point.reward_sum**2 / point.rewards if point.rewards else 0.0
+            length, responses = (now - then for now, then in zip(totals.lengths, before.lengths, strict=True))
+            if responses:
+                point.learning["response_length"] = (length, responses)
         for (role, _, activity), seconds in totals.spent.items():
             spent = seconds - before.spent.get((role, _, activity), 0.0)
             if spent > 0:
@@ -249,6 +284,7 @@ class _Totals:
         self.has_steps = reading.value("rlhfd_train_steps_total") is not None
         self.staleness = _sum_and_count(reading, "rlhfd_policy_staleness_versions", ("train",))
         self.rewards = _sum_and_count(reading, "rlhfd_reward", None)
+        self.lengths = _sum_and_count(reading, "rlhfd_response_length_tokens", None)
 
 
 def _sum_and_count(reading: Reading, name: str, labels: tuple[str, ...] | None) -> tuple[float, float]:

@@ -15,6 +15,7 @@ resume         the point from which a trainer starts
 session        a rank's leases and messages with the buffer
 setup          makes the embedded model: `prepare` and its process
 state          the training state beside the weights; the learner's interface
+step_log       a line of `metrics.jsonl` for each step
 step_stats     the statistics of one step
 trainer        a rank's decisions: step, publish, end
 """

@@ -168,6 +168,7 @@ class Learner:
             importance_ratio=sums.ratios / max(counts.actions_trained, 1),
             kl_nats=counts.kls / max(counts.actions, 1) if counts.has_reference else None,
             entropy_nats=counts.entropies / max(counts.actions, 1),
+            response_length_mean_tokens=counts.actions / max(counts.rows, 1),
             reward_mean=counts.scores / max(counts.rows, 1),
             reward_stddev=stddev(counts.rows, counts.scores, counts.squared_scores),
             rows=int(counts.rows),

@@ -42,6 +42,8 @@ class TrainerMetrics:
         self._gradient_norm = writer.gauge("rlhfd_gradient_norm")
         self._learning_rate = writer.gauge("rlhfd_learning_rate")
         self._clipped = writer.gauge("rlhfd_clipped_ratio")
+        self._kl_mean = writer.gauge("rlhfd_kl_mean_nats")
+        self._response_length = writer.gauge("rlhfd_response_length_mean_tokens")
         self._entropy = writer.gauge("rlhfd_entropy_nats")
         self._nonfinite = {
             where: writer.counter("rlhfd_nonfinite_total", where=where) for where in ("loss", "gradient")
@@ -140,6 +142,9 @@ class TrainerMetrics:
         self._reward_mean.set(stats.reward_mean)
         self._reward_stddev.set(stats.reward_stddev)
         self._entropy.set(stats.entropy_nats)
+        self._response_length.set(stats.response_length_mean_tokens)
+        if stats.kl_nats is not None:
+            self._kl_mean.set(stats.kl_nats)
         for where in stats.nonfinite:
             self._nonfinite[where].inc()
         for kind, value in (

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from pipeline.config.identity import identity_of
+from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
@@ -29,9 +29,10 @@ from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.resume import Resumption
+from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
-from pipeline.trainer.trainer import CheckpointWriter, Trainer
+from pipeline.trainer.step_log import FILE_NAME, StepLog
+from pipeline.trainer.trainer import CheckpointWriter, Ranks, Trainer
 
 _IDLE_S = 0.25
 
@@ -184,12 +185,11 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         models,
         metrics,
         device=device,
-        agree=agree,
-        leave=leave,
-        gather=gather,
+        ranks=Ranks(agree, leave, gather),
         save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
         start=start,
         probe=actor_probe(config, actor, device),
+        step_log=open_step_log(config, start) if context.index == 0 else None,
     )
     if start.rollback:
         agree(True)
@@ -197,6 +197,18 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         if context.index and published is not None:
             connection.start_over(published)
     return trainer
+
+
+def open_step_log(config: Config, start: Start) -> StepLog | None:
+    """Return the log of the run's steps, without those that are taken again; None if it cannot be written."""
+    path = run_dir(config) / FILE_NAME
+    # Version 0 is published by a run without a step, or by one that is rolled back to its start.
+    is_new_run = start.version == 0 and not start.rollback
+    try:
+        return StepLog(path, after_step=start.progress.step, is_new_run=is_new_run)
+    except OSError as error:
+        log.warning("no line is written for a step: path=%s error=%s", path, error.strerror)
+        return None
 
 
 def actor_probe(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:

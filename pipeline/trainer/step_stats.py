@@ -38,6 +38,7 @@ class StepStats:
         kl_nats: Mean k3 KL of the sampling policy to the reference over all actions; None without reference log-probs.
         entropy_nats: Entropy of the sampling policy: the mean of `action_entropy`, or of -log p of the sampled tokens,
             which estimates the entropy without a forward pass.
+        response_length_mean_tokens: Mean number of actions of all rows.
         reward_mean: Mean of the raw scores of all rows.
         reward_stddev: Standard deviation of the raw scores of all rows.
         rows: Rows in the step.
@@ -66,6 +67,7 @@ class StepStats:
     importance_ratio: float
     kl_nats: float | None
     entropy_nats: float
+    response_length_mean_tokens: float
     reward_mean: float
     reward_stddev: float
     rows: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.state import LearnerProtocol, Progress, RankProgress, after_step, digest_after, tensors_of
+from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
 
 _IDLE_STEPS = 20
@@ -34,6 +36,22 @@ class CheckpointWriter(Protocol):
         Raises:
             CheckpointError: If the checkpoint cannot be written.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The collectives of all ranks; the defaults are those of one rank.
+
+    Attributes:
+        agree: Called by all ranks before each step; returns True if every rank passed True. A rank that drains passes
+            False, so that no rank waits in a collective for a rank that has ended.
+        leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
+        gather: Called by all ranks after each step; returns every rank's progress, in order of ranks.
+    """
+
+    agree: Callable[[bool], bool] = lambda ready: ready
+    leave: Callable[[], None] = lambda: None
+    gather: Callable[[RankProgress], list[RankProgress]] = lambda own: [own]
 
 
 class Trainer:
@@ -53,12 +71,11 @@ class Trainer:
         metrics: TrainerMetrics,
         *,
         device: torch.device,
-        agree: Callable[[bool], bool] = lambda ready: ready,
-        leave: Callable[[], None] = lambda: None,
-        gather: Callable[[RankProgress], list[RankProgress]] = lambda own: [own],
+        ranks: Ranks = Ranks(),
         save: CheckpointWriter | None = None,
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -69,13 +86,11 @@ class Trainer:
             models: ``actor`` and, with PPO, ``critic``: the same module objects that the learner trains.
             metrics: The rank's metrics.
             device: Device of the batches.
-            agree: A collective that all ranks call before each step; returns True if every rank passed True. A rank
-                that drains passes False, so that no rank waits in a collective for a rank that has ended.
-            leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
-            gather: A collective that all ranks call after each step; returns every rank's progress, in order of ranks.
+            ranks: The collectives of all ranks.
             save: Writes a checkpoint; None on every rank but the first.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
+            step_log: Gets the statistics of each step; None on every rank but the first. Closed by `close`.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -85,12 +100,11 @@ class Trainer:
         self._models = models
         self._metrics = metrics
         self._device = device
-        self._agree = agree
-        self._leave = leave
+        self._ranks = ranks
         self._agreed_to_stop = False
-        self._gather = gather
         self._save = save
         self._probe = probe
+        self._step_log = step_log
         self._batches: list[Batch] = []
         self._published_step, self._saved_step = start.progress.step, start.saved_step
         self._tried_step = start.saved_step
@@ -151,9 +165,9 @@ class Trainer:
             Whether the last checkpoint includes every step; True on every rank but the first.
         """
         if not (self.complete or self._agreed_to_stop):
-            self._agree(False)
+            self._ranks.agree(False)
         # From here on no rank waits for another one: the last checkpoint may take minutes.
-        self._leave()
+        self._ranks.leave()
         self._connection.hand_back(len(self._batches))
         if self.step > self._published_step:
             # The batches in the last checkpoint count as trained.
@@ -161,6 +175,8 @@ class Trainer:
         if self.step > self._saved_step:
             self._checkpoint()
         self._connection.close()
+        if self._step_log is not None:
+            self._step_log.close()
         log.info(
             "training ended: steps=%d weights=%s experiences=%016x",
             self.step,
@@ -175,7 +191,7 @@ class Trainer:
         self._batches.append(batch)
         if len(self._batches) < self._config.gradient_accumulation_steps:
             return
-        if not self._agree(True):
+        if not self._ranks.agree(True):
             self._agreed_to_stop = True
             return
         experiences = [batch.experience for batch in self._batches]
@@ -183,8 +199,11 @@ class Trainer:
             stats = self._learner.update(experiences)
         # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
         own = RankProgress(digest_after(self.progress.digest, experiences), batch.position)
-        self.progress = after_step(self.step + 1, self._gather(own))
+        self.progress = after_step(self.step + 1, self._ranks.gather(own))
         self._batches = []
+        if self._step_log is not None:
+            # Before the publish: a published step is never taken again, not even by the successor of a killed trainer.
+            self._step_log.append(self.step, stats)
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
         self._metrics.stepped(stats, experiences, batch.for_version)
@@ -237,6 +256,8 @@ class Trainer:
             self._saved_step = self.step
             return
         started_s = time.monotonic()
+        if self._step_log is not None:
+            self._step_log.flush()
         try:
             path = self._save(self.progress, self._version, complete=self.complete)
         except CheckpointError as error:

@@ -128,6 +128,10 @@ class TestCommands:
             ["systemd"],
             ["systemd", "install"],
             ["systemd", "uninstall"],
+            ["attach"],
+            ["init"],
+            ["ps"],
+            ["try-reward"],
         ],
     )
     def test_help_of_every_command_has_examples(self, names: list[str]) -> None:
@@ -144,12 +148,15 @@ class TestCommands:
         config = cli.main.commands["config"]
 
         assert set(cli.main.commands) == {
+            "attach",
             "bench",
             "collect-env",
             "completion",
             "config",
+            "init",
             "logs",
             "pause",
+            "ps",
             "reload",
             "resume",
             "samples",
@@ -158,6 +165,7 @@ class TestCommands:
             "stop",
             "systemd",
             "top",
+            "try-reward",
             "why",
         }
         assert isinstance(config, click.Group) and set(config.commands) == {"check", "show", "schema"}
@@ -353,6 +361,16 @@ class TestStatus:
 
         assert status_view.warnings(healthy) == []
         assert "ATTENTION" not in status_view.render(healthy)
+
+    def test_values_of_the_last_step_stand_in_one_line(self) -> None:
+        learning = {"loss": -0.00212, "entropy": 1.3125, "response_length": 41.25, "clipped": 0.0125, "kl": None}
+
+        text = status_view.render(STATUS | {"learning": learning})
+
+        assert "learning   loss -0.00212, entropy 1.312 nats, response length 41.2 tokens, clipped 1.25%\n" in text, (
+            text
+        )
+        assert "learning" not in status_view.render(STATUS)
 
     def test_lost_rows_stand_out(self) -> None:
         text = status_view.render(STATUS | {"buffer": {"unaccounted": 2}})

@@ -155,6 +155,9 @@ class TestCompletion:
     def test_commands_options_and_keys_are_completed(self) -> None:
         assert self.completed("rlhfd", "re") == ["reload", "resume"]
         assert self.completed("rlhfd", "config", "s") == ["schema", "show"]
+        assert self.completed("rlhfd", "p") == ["pause", "ps"]
+        assert self.completed("rlhfd", "start", "--d") == ["--detach"]
+        assert self.completed("rlhfd", "try-reward", "--res") == ["--response"]
         assert self.completed("rlhfd", "top", "--j") == ["--json"]
         assert self.completed("rlhfd", "start", "--set", "rollout.w") == ["rollout.workers="]
 

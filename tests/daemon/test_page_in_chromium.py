@@ -157,6 +157,52 @@ def test_the_numbers_are_those_of_metrics(seen: Seen, page: Page) -> None:
     assert "rollout-0" in page.text("#why") and "is stopped" in page.text("#why")
 
 
+def test_the_values_of_a_step_stand_beside_its_reward_with_named_axes(seen: Seen, page: Page) -> None:
+    shown = seen.daemon.status()["learning"]
+    gauges = {
+        "loss": "rlhfd_loss", "entropy": "rlhfd_entropy_nats", "clipped": "rlhfd_clipped_ratio",
+        "response_length": "rlhfd_response_length_mean_tokens", "gradient_norm": "rlhfd_gradient_norm",
+    }  # fmt: skip
+
+    for name, gauge in gauges.items():
+        labels = {"kind": "total"} if name == "loss" else {}
+        # The rank is stopped, its gauges are those of its last step.
+        assert shown[name] == seen.value(gauge, **labels), name
+        assert page.text(f"#{name}") not in ("", "–")
+        assert page.run(f"document.querySelectorAll('#chart-{name} .line').length") >= 1
+    assert page.text("#response_length") == f"{shown['response_length']:.1f}"
+    assert page.text("#chart-entropy .top").endswith(" nats") and page.text("#chart-entropy .bottom") == "0"
+    assert page.text("#chart-response_length .top").endswith(" tokens")
+    assert page.text("#chart-reward .to") == f"now, step {seen.value('rlhfd_train_steps_total'):.0f}"
+    assert ", step " in page.text("#chart-reward .from")
+
+
+def test_one_step_is_one_dot(page: Page) -> None:
+    # The next answers have a single point, long after all others: the shortest range shows it alone.
+    page.run("""(() => {
+        const ask = window.fetch, at = Date.now() / 1000 + 1e6;
+        window.fetch = async (path, options) => {
+            const answer = await ask(path, options);
+            if (!path.startsWith("/api/live")) return answer;
+            const live = await answer.json();
+            const one = { start_s: at, end_s: at + 2, step: 1, reward: 0.5, loss: -0.25, shares: {} };
+            return { ok: true, json: async () => ({ ...live, history: [one] }) };
+        };
+        document.querySelector("input[name=range][value='300']").click();
+        return 0;
+    })()""")
+    page.wait("document.querySelector('#chart-reward .to').textContent === 'now, step 1'", "the one point is drawn")
+
+    for name in ("reward", "loss"):
+        place = f"document.querySelector('#chart-{name} .line').getBoundingClientRect()"
+        assert page.run(f"document.querySelectorAll('#chart-{name} .line').length") == 1
+        page.run(f"document.querySelector('#chart-{name}').scrollIntoView({{ block: 'center' }})")
+        # A stroke of 7 pixels around one place: it covers the two pixels beside that place.
+        hit = f"(b => document.elementFromPoint(b.left + 2, b.top).getAttribute('class'))({place})"
+        assert page.run(hit) == "line dot", name
+    assert page.text("#chart-loss .bottom") == "-0.25" and page.text("#chart-loss .top") == "0 loss"
+
+
 def test_a_text_is_a_text_whatever_stands_in_it(seen: Seen, page: Page) -> None:
     first = ".rollout:first-child"
     assert page.text(f"{first} .prompt") == MARKUP

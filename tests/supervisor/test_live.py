@@ -37,10 +37,12 @@ SNAPSHOT = Snapshot(
     workers_ready=1,
     workers_total=2,
     metrics_url="http://127.0.0.1:9477",
+    learning={"loss": -0.012345678, "kl": 0.0005, "entropy": 1.5, "response_length": 12.34, "clipped": 0.03125},
 )
 LINE = (
     "state=ready step=45/150 reward_mean=0.8125 tokens_per_s=1234 buffer_items=256/512 staleness_mean=0.75 "
-    "policy_version=45 workers=1/2"
+    "policy_version=45 workers=1/2 loss=-0.01235 kl=0.0005 entropy=1.5 response_length=12.3 clipped=0.0312 "
+    "gradient_norm=-"
 )
 
 
@@ -110,7 +112,7 @@ def test_line_is_keys_and_values() -> None:
 def test_line_shows_what_is_not_known_as_a_dash() -> None:
     assert line(Snapshot(state="starting", workers_total=2)) == (
         "state=starting step=0 reward_mean=- tokens_per_s=- buffer_items=0 staleness_mean=- "
-        "policy_version=- workers=0/2"
+        "policy_version=- workers=0/2 loss=- kl=- entropy=- response_length=- clipped=- gradient_norm=-"
     )
 
 

@@ -63,7 +63,7 @@ _STACKS_S = 1.0
 _WARMUP_STEPS = 8
 
 _LASTING = re.compile(
-    r"log/rlhfd\.log(\.1)?|history\.msgpack|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
+    r"log/rlhfd\.log(\.1)?|metrics\.jsonl(\.before)?|history\.msgpack|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
     r"|checkpoints/(latest\.json|step-\d{6}/.+)"
 )
 """Files that an orderly end may leave in the state directory."""

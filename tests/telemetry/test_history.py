@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.telemetry.history import SPAN_S, History, HistoryRecorder, Point
@@ -16,7 +17,7 @@ from pipeline.telemetry.slab import MetricsSlab
 def point(number: int) -> Point:
     return Point(
         2.0 * number, 2.0 * number + 2.0, 2.0, number, 1.0, number % 7, (number % 7) ** 2 + 1.0, 5.0, 2.0 * number,
-        1.0, 3.0, {"rollout": {"generate": 1.5, "reward": 0.5}},
+        1.0, 3.0, {"rollout": {"generate": 1.5, "reward": 0.5}}, {"loss": (number % 7, 1.0)},
     )  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def test_means_rates_and_shares_are_those_of_all_that_was_added() -> None:
     assert both == {
         "start_s": 6.0, "end_s": 10.0, "seconds": 4.0, "step": 4, "reward": 3.5, "reward_spread": round(1.25**0.5, 5),
         "tokens_per_s": 2.5, "ready_items": 3.5, "staleness": pytest.approx(1 / 3, abs=1e-4),
-        "shares": {"rollout": {"generate": 0.75, "reward": 0.25}},
+        "shares": {"rollout": {"generate": 0.75, "reward": 0.25}}, "loss": 3.5,
     }  # fmt: skip
 
 
@@ -144,3 +145,66 @@ def test_with_a_trainer_of_ones_own_rewards_are_those_of_the_rollouts(tmp_path: 
     (one,) = bench.history.points()
     assert one.shown()["reward"] == 0.5
     bench.slab.close()
+
+
+def test_a_point_has_the_mean_of_each_value_of_its_steps(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    steps = bench.trainer.counter("rlhfd_train_steps_total")
+    gauges = {
+        "reward": bench.trainer.gauge("rlhfd_reward_mean", source="function"),
+        "loss": bench.trainer.gauge("rlhfd_loss", kind="total"),
+        "entropy": bench.trainer.gauge("rlhfd_entropy_nats"),
+        "response_length": bench.trainer.gauge("rlhfd_response_length_mean_tokens"),
+        "clipped": bench.trainer.gauge("rlhfd_clipped_ratio"),
+        "gradient_norm": bench.trainer.gauge("rlhfd_gradient_norm"),
+    }
+    bench.look(0.0)
+    for values in ((0.5, 1.0, 2.0, 10.0, 0.0, 0.25), (0.75, 3.0, 1.0, 20.0, 0.5, 0.75)):
+        steps.inc()
+        for gauge, value in zip(gauges.values(), values, strict=True):
+            gauge.set(value)
+        bench.look(0.5)
+    bench.look(SPAN_S)
+
+    (shown,) = (one.shown() for one in bench.history.points())
+    assert {name: shown.get(name) for name in (*gauges, "kl")} == {
+        "reward": 0.625, "loss": 2.0, "entropy": 1.5, "response_length": 15.0, "clipped": 0.25, "gradient_norm": 0.5,
+        "kl": None,
+    }  # fmt: skip
+
+
+def test_the_first_step_of_a_run_and_of_a_resumed_run_is_in_the_history(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.look(0.0)
+    steps = bench.trainer.counter("rlhfd_train_steps_total")
+    for already in (0, 539):
+        steps.inc(already)
+        bench.look(0.25)
+        steps.inc()
+        mean = bench.trainer.gauge("rlhfd_reward_mean", source="function")
+        mean.set(0.5)
+        bench.look(SPAN_S)
+        mean.clear()
+        bench.look(0.25)
+
+    assert [(one.step, one.shown().get("reward")) for one in bench.history.points()] == [(1, 0.5), (541, 0.5)]
+
+
+def test_an_external_trainer_has_the_response_length_of_its_workers(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    lengths = bench.rollout.histogram("rlhfd_response_length_tokens")
+    lengths.observe(1000)
+    bench.look(0.0)
+    for length in (10, 20):
+        lengths.observe(length)
+    bench.look(SPAN_S)
+
+    (shown,) = (one.shown() for one in bench.history.points())
+    assert shown["response_length"] == 15.0 and "loss" not in shown
+
+
+def test_points_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    fields = msgspec.to_builtins(point(1))
+    (tmp_path / "history").write_bytes(msgspec.msgpack.encode({"identity": "run", "levels": [[fields[:-1]]]}))
+
+    assert History(tmp_path / "history", "run").points() == [msgspec.structs.replace(point(1), learning={})]

@@ -1,6 +1,7 @@
 """A trainer rank's decisions, with a learner that only counts, against a real buffer on a real arena."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.state import RankProgress, after_step, digest_after
+from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
-from pipeline.trainer.trainer import Trainer
+from pipeline.trainer.trainer import Ranks, Trainer
 from tests.trainer.test_connection import House
 
 
@@ -55,7 +57,9 @@ class Bench:
         self.learner = CountingLearner(self.model)
         self.saved = []
 
-    def trainer(self, *, agree=lambda ready: ready, leave=lambda: None, gather=lambda own: [own], **settings):
+    def trainer(
+        self, *, agree=lambda ready: ready, leave=lambda: None, gather=lambda own: [own], step_log=None, **settings
+    ):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
@@ -66,9 +70,8 @@ class Bench:
             {"actor": self.model},
             TrainerMetrics(self.slab.writer("trainer", 0), rank=0, reward_source="function"),
             device=torch.device("cpu"),
-            agree=agree,
-            leave=leave,
-            gather=gather,
+            ranks=Ranks(agree, leave, gather),
+            step_log=step_log,
             save=lambda progress, version, complete: self.saved.append(progress.step) or self.house.weights_path,
         )
 
@@ -248,3 +251,34 @@ def test_no_reader_sees_a_count_of_steps_below_those_before_a_resume(bench):
 
     assert reader.read().value("rlhfd_train_steps_total") == 1000
     assert reader.read().value("rlhfd_policy_version", role="trainer", worker="0") == 7
+
+
+def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    trainer = bench.trainer(max_steps=2, step_log=StepLog(path, after_step=0))
+    publish, lines_at_publish = trainer._connection.publish, []
+    trainer._connection.publish = lambda **fields: lines_at_publish.append(steps_in(path)) or publish(**fields)
+
+    bench.run(trainer)
+
+    assert lines_at_publish == [[1], [1, 2]]
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last["rows"] == 8 and last["tokens_trained"] == 5 and "row_rewards" not in last
+
+
+def test_lines_are_flushed_before_the_checkpoint_that_includes_their_steps(bench, tmp_path):
+    step_log, order = StepLog(tmp_path / "metrics.jsonl", after_step=0), []
+    trainer = bench.trainer(max_steps=2, save_every=1, step_log=step_log)
+    flush, save = step_log.flush, trainer._save
+    step_log.flush = lambda: order.append(("flushed", steps_in(tmp_path / "metrics.jsonl"))) or flush()
+    trainer._save = lambda progress, *rest, **more: (
+        order.append(("saved", progress.step)) or save(progress, *rest, **more)
+    )
+
+    bench.run(trainer)
+
+    assert order == [("flushed", [1]), ("saved", 1), ("flushed", [1, 2]), ("saved", 2)]
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]

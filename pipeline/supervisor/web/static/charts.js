@@ -58,7 +58,7 @@ class Chart {
     host.tabIndex = 0;
     host.setAttribute("role", "img");
     this.cross = element("line", "cross", null);
-    for (const part of ["top", "from", "to", "read"]) this[part] = label(part, host);
+    for (const part of ["top", "bottom", "from", "to", "read"]) this[part] = label(part, host);
     this.read.hidden = true;
     this.at = null;
     host.addEventListener("pointermove", (event) => {
@@ -89,8 +89,9 @@ class Chart {
     }
     this.shapes(box);
     box.append(this.cross);
-    this.from.textContent = `${ago(this.end_s - this.start_s)} ago`;
-    this.to.textContent = "now";
+    const steps = points.length && points.at(-1).step ? [`, step ${points[0].step}`, `, step ${points.at(-1).step}`] : ["", ""];
+    this.from.textContent = `${ago(this.end_s - this.start_s)} ago${steps[0]}`;
+    this.to.textContent = `now${steps[1]}`;
     this.host.setAttribute("aria-label", `${this.name}: ${points.length ? this.text(points.at(-1)) : "no data yet"}`);
     this.#look(this.at);
   }
@@ -118,9 +119,9 @@ class Chart {
 
 /** One value over time; with `spread`, a band of as much above and below. */
 export class LineChart extends Chart {
-  constructor(host, name, { key, spread, format, least = 0, capacity }) {
+  constructor(host, name, { key, spread, format, unit, least = 0, capacity }) {
     super(host, name);
-    Object.assign(this, { key, spread, format, least, capacity });
+    Object.assign(this, { key, spread, format, unit, least, capacity });
   }
   text(point) {
     if (point[this.key] === undefined) return `step ${point.step}`;
@@ -135,7 +136,8 @@ export class LineChart extends Chart {
     if (!(high > low)) high = low + 1;
     // Rewards between 0 and 1 get the axis 0 to 1: no reward reaches a spread beyond it.
     if (this.spread && values.length && Math.min(...values) >= 0 && Math.max(...values) <= 1) { low = 0; high = 1; }
-    this.top.textContent = this.format(high);
+    this.top.textContent = values.length ? `${this.format(high)} ${this.unit}` : this.unit;
+    this.bottom.textContent = values.length ? this.format(low) : "";
     const y = (value) => (HEIGHT * (1 - (Math.min(high, Math.max(low, value)) - low) / (high - low))).toFixed(2);
     for (const segment of segments(this.points, known)) {
       const path = segment.map((point, at) => `${at ? "L" : "M"}${this.middle(point)},${y(point[this.key])}`);
@@ -144,8 +146,9 @@ export class LineChart extends Chart {
         const lower = segment.map((p) => `${this.middle(p)},${y(p[this.key] - (p[this.spread] ?? 0))}`).reverse();
         element("path", "band", box).setAttribute("d", `M${[...upper, ...lower].join("L")}Z`);
       }
+      // One point has no line: a dot, which is a line without length and with round ends.
       if (segment.length === 1) path.push(path[0].replace("M", "L"));
-      element("path", "line", box).setAttribute("d", path.join(""));
+      element("path", segment.length === 1 ? "line dot" : "line", box).setAttribute("d", path.join(""));
     }
   }
 }
@@ -190,7 +193,8 @@ export class ShareChart extends Chart {
         below = above;
       }
     }
-    this.top.textContent = "";
+    this.top.textContent = "100 % of the time";
+    this.bottom.textContent = "0";
     const whole = meanShares(this.points, this.role, this.start_s) ?? {};
     const worth = names.filter((name) => this.points.some((point) => (point.shares?.[this.role]?.[name] ?? 0) >= 0.01));
     this.legend.replaceChildren(...worth.map((name) => {

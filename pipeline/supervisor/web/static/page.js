@@ -11,6 +11,14 @@ const bytes = (count) => {
   const power = Math.min(4, Math.floor(Math.log2(Math.max(1, count)) / 10));
   return `${(count / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 };
+// Losses and norms differ by powers of ten between runs.
+const digits = (value) => value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5) ? value.toExponential(1) : value.toLocaleString("en", { maximumSignificantDigits: 3 });
+const percent = (value) => `${digits(100 * value)} %`;
+const LEARNING = [
+  ["loss", "Loss of a step", "loss", digits], ["kl", "KL from the reference in nats a token", "nats", digits],
+  ["entropy", "Entropy of the policy in nats a token", "nats", digits], ["response_length", "Mean response length in tokens", "tokens", fixed(1)],
+  ["clipped", "Share of the trained tokens that the clip cut", "share", percent], ["gradient_norm", "Gradient norm of a step before clipping", "norm", digits],
+];
 const write = (id, text) => { if ($(id).textContent !== text) $(id).textContent = text; };
 
 let points = [];
@@ -19,10 +27,11 @@ let cursor = "";
 let answered_ms = 0;
 
 const charts = [
-  new LineChart($("chart-reward"), "Mean reward of a step, and its spread", { key: "reward", spread: "reward_spread", format: fixed(3) }),
-  new LineChart($("chart-speed"), "Response tokens a second", { key: "tokens_per_s", format: fixed(0) }),
-  new LineChart($("chart-ready"), "Rows that wait for the trainer", { key: "ready_items", format: fixed(0), capacity: () => latest?.status.buffer.capacity_items }),
-  new LineChart($("chart-staleness"), "Staleness of trained rows in versions", { key: "staleness", format: fixed(2) }),
+  new LineChart($("chart-reward"), "Mean reward of a step, and its spread", { key: "reward", spread: "reward_spread", format: fixed(3), unit: "reward" }),
+  ...LEARNING.map(([key, name, unit, format]) => new LineChart($(`chart-${key}`), name, { key, format, unit })),
+  new LineChart($("chart-speed"), "Response tokens a second", { key: "tokens_per_s", format: fixed(0), unit: "tokens/s" }),
+  new LineChart($("chart-ready"), "Rows that wait for the trainer", { key: "ready_items", format: fixed(0), unit: "rows", capacity: () => latest?.status.buffer.capacity_items }),
+  new LineChart($("chart-staleness"), "Staleness of trained rows in versions", { key: "staleness", format: fixed(2), unit: "versions" }),
   ...["rollout", "trainer", "buffer"].map((role) => new ShareChart($(`chart-${role}`), `Time of the ${role} by activity`, role, $(`legend-${role}`))),
 ];
 const feed = new Feed();
@@ -49,6 +58,7 @@ function showRun({ status, why }) {
   write("reward", shown(status.reward_mean, fixed(3)));
   const change = status.reward_trend;
   write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since step ${shown(status.reward_since_step, fixed(0))}`);
+  for (const [key, , , format] of LEARNING) write(key, shown(status.learning[key], format));
   write("speed", shown(status.tokens_per_s, fixed(0)));
   write("ready", shown(buffer.ready_items, fixed(0)));
   write("ready-of", buffer.capacity_items ? `of ${fixed(0)(buffer.capacity_items)} rows ready, ${fixed(0)(buffer.leased_items)} leased` : "rows ready");

@@ -1,0 +1,122 @@
+"""`rlhfd init`: a folder with a configuration, prompts and a reward function that starts as it is."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import click
+
+from pipeline.errors import RlhfdError
+
+_PROMPTS = 64
+_CONFIG = """\
+# A run of GRPO. `rlhfd config show` lists every key with its value. Relative paths are taken from this folder; start
+# the run in it, where its reward function is found:
+#
+#     rlhfd start --config grpo.toml
+
+[daemon]
+runtime_dir = "run"
+state_dir = "state"             # checkpoints, metrics.jsonl, log
+
+[model]
+actor = {actor}
+
+[prompts]
+path = "prompts.jsonl"          # a line: {{"prompt": "7302>", "answer": "0237"}}
+
+[rollout]
+num_generations = 8             # responses to each prompt
+max_length = {max_length:<18} # tokens of prompt and response together
+reward_functions = ["my_rewards:score"]
+
+[buffer]
+sample_batch_size = 64          # responses in an optimizer step
+
+[trainer]
+learning_rate = {learning_rate}
+save_every = 50                 # a checkpoint each 50 steps
+"""
+_BUILTIN = '"builtin:sort-digits"   # a small model, made at the first start; or the folder of a causal LM'
+_REWARD = '''\
+"""The reward: called once for each response, in a process of its own. `rlhfd try-reward` calls it on given rows."""
+
+
+def score(input_ids, attention_mask, *, gt_answer, response_start, response_end, tokenizer):
+    """Return 1 for the answer of the prompt, and up to 0.5 for characters that stand in their right places.
+
+    Args:
+        input_ids: Tokens of prompt and response, a tensor of one dimension.
+        attention_mask: 1 where a token is real.
+        gt_answer: "answer" of the prompt's line; None if it has none.
+        response_start: Index of the first token of the response.
+        response_end: Index after its last token.
+        tokenizer: The actor's tokenizer.
+    """
+    response = tokenizer.decode(input_ids[response_start:response_end], skip_special_tokens=True).strip()
+    if response == gt_answer:
+        return 1.0
+    right = sum(mine == wanted for mine, wanted in zip(response, gt_answer))
+    return 0.5 * right / max(len(response), len(gt_answer))
+'''
+
+
+def contents(model: Path | None) -> dict[str, str]:
+    """Return the text of each file by its name.
+
+    Args:
+        model: Folder of the model to train; None for the embedded one.
+    """
+    config = _CONFIG.format(
+        actor=_BUILTIN if model is None else json.dumps(str(model.absolute()), ensure_ascii=False),
+        max_length=24 if model is None else 256,
+        learning_rate="4e-4" if model is None else "1e-6",
+    )
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(_PROMPTS):
+        digits = "".join(rng.choices("0123456789", k=rng.randint(3, 6)))
+        prompts.append(json.dumps({"prompt": f"{digits}>", "answer": "".join(sorted(digits))}))
+    return {"grpo.toml": config, "prompts.jsonl": "\n".join(prompts) + "\n", "my_rewards.py": _REWARD}
+
+
+@click.command(short_help="Write a configuration, prompts and a reward that start as they are.")
+@click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False), metavar="[FOLDER]")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="A causal LM and its tokenizer, as save_pretrained wrote them; else the embedded model.",
+)
+def init(folder: Path, model: Path | None) -> None:
+    """Write grpo.toml, prompts.jsonl and my_rewards.py into FOLDER, which is made if it is missing.
+
+    The run starts as it is; change the files one by one to your own. Nothing is overwritten.
+
+    \b
+    Examples:
+      rlhfd init my-run
+      rlhfd init my-run --model models/my-model
+    """
+    files = contents(model)
+    if present := [str(folder / name) for name in files if (folder / name).exists()]:
+        raise RlhfdError(f"nothing was written, there is already {', '.join(present)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            # "x": a file that another process makes at this moment is not overwritten, either.
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+            click.echo(f"wrote {folder / name}")
+    except OSError as error:
+        raise RlhfdError(f"{error.filename}: {error.strerror}") from error
+    click.echo("Next:")
+    if folder.resolve() != Path.cwd():
+        click.echo(f"  cd {folder}")
+    click.echo(
+        "  rlhfd config check --config grpo.toml\n"
+        "  rlhfd try-reward --config grpo.toml --response 0237\n"
+        "  rlhfd start --config grpo.toml"
+    )

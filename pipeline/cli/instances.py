@@ -1,0 +1,163 @@
+"""`rlhfd ps` and `rlhfd attach`: all instances of this user on this machine, and the live panel of one of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.options import ask, finding, replace_unknown_characters, runtime_dir_of
+from pipeline.errors import NotRunningError, UnreachableError
+
+if TYPE_CHECKING:
+    from pipeline.supervisor.live import LiveView
+
+_COLUMNS = ("pid", "state", "step", "reward", "up", "model", "runtime dir", "config")
+_ANSWER_TIMEOUT_S = 2.0
+_INTERVAL_S = 0.5
+
+
+@click.command(short_help="List all your instances on this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def ps(as_json: bool) -> None:
+    """List all instances of this user on this machine, wherever their runtime directories are.
+
+    An instance that was killed is listed too: its rows and weights are in shared memory, and the next start in its
+    runtime directory takes them over.
+
+    \b
+    Examples:
+      rlhfd ps
+      rlhfd ps --json | jq -r '.[].runtime_dir'
+    """
+    from pipeline.cli.status import table
+
+    found = instances()
+    replace_unknown_characters()
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    elif found:
+        click.echo("\n".join(table(_COLUMNS, [_row(instance) for instance in found])))
+    else:
+        click.echo("no instance of yours is on this machine")
+
+
+def instances() -> list[dict[str, Any]]:
+    """Return one description an instance of this user, by runtime directory."""
+    from pipeline.runtime import lock
+
+    found = []
+    for folder in lock.shm_directories():
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            runtime_dir = Path(config["daemon"]["runtime_dir"])
+        except (OSError, ValueError, KeyError, TypeError):
+            # It is being made or removed at this moment, or is of another version.
+            continue
+        if lock.shm_directory(runtime_dir) == folder:
+            found.append(_instance(runtime_dir, config))
+    return sorted(found, key=lambda instance: str(instance["runtime_dir"]))
+
+
+def _instance(runtime_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    from pipeline.runtime import control, lock
+
+    instance: dict[str, Any] = {
+        "pid": None, "state": "killed", "step": None, "max_steps": config["trainer"]["max_steps"], "reward_mean": None,
+        "uptime_s": None, "model": config["model"]["actor"], "runtime_dir": str(runtime_dir), "config": "",
+        "state_dir": config["daemon"]["state_dir"],
+    }  # fmt: skip
+    try:
+        instance["pid"] = lock.holder(runtime_dir)
+        if instance["pid"] is None:
+            return instance
+        instance["state"] = "no answer"
+        answer = control.request(lock.find(runtime_dir), "status", _ANSWER_TIMEOUT_S)
+    except NotRunningError:
+        return instance
+    except UnreachableError:
+        return instance
+    return instance | {key: answer[key] for key in instance.keys() & answer.keys()}
+
+
+def _row(instance: Mapping[str, Any]) -> tuple[str, ...]:
+    from pipeline.cli.status import duration
+
+    reward, step, most = instance["reward_mean"], instance["step"], instance["max_steps"]
+    return (
+        str(instance["pid"] or "–"),
+        str(instance["state"]),
+        "–" if step is None else f"{step:,}{f'/{most:,}' if most else ''}",
+        "–" if reward is None else f"{reward:.4f}",
+        duration(instance["uptime_s"]),
+        "/".join(Path(instance["model"]).parts[-2:]),
+        str(instance["runtime_dir"]),
+        str(instance["config"] or "–"),
+    )
+
+
+@click.command(short_help="Show the live panel of a running instance; Ctrl-C leaves it running.")
+@finding
+def attach(path: Path | None, runtime_dir: Path | None) -> None:
+    """Show what `rlhfd start` shows, of an instance that runs already: panel and log, or lines in a pipe.
+
+    Ctrl-C leaves, and the instance goes on. At its end the command ends too, with exit code 0.
+
+    \b
+    Examples:
+      rlhfd attach
+      rlhfd attach --runtime-dir /run/rlhfd
+      rlhfd attach | tee steps.txt
+    """
+    from pipeline.runtime import lock
+    from pipeline.supervisor.live import LiveView
+    from pipeline.supervisor.snapshot import Snapshot
+
+    status = ask("status", path, runtime_dir)
+    log_place = lock.find(runtime_dir_of(runtime_dir, path)).log
+    logging.basicConfig(format="%(message)s")
+    view = LiveView()
+    view.start()
+    _follow(log_place, view)
+    has_ended = False
+    try:
+        while not view.is_gone:
+            view.update(Snapshot.of_status(status))
+            time.sleep(_INTERVAL_S)
+            try:
+                status = ask("status", path, runtime_dir)
+            except NotRunningError:
+                has_ended = True
+                break
+            except UnreachableError:
+                pass  # busy for a moment: the next answer is shown
+    except KeyboardInterrupt:
+        pass  # the way to leave
+    finally:
+        view.stop()
+    if has_ended:
+        click.echo("the instance has ended; `rlhfd logs` shows its last lines", err=True)
+    elif not view.is_gone:
+        click.echo(f"left; the instance goes on: pid {status.get('pid')}, `rlhfd stop` ends it", err=True)
+
+
+def _follow(place: str, view: LiveView) -> None:
+    """Show new lines of a log file above the panel; the journal is left to journalctl."""
+    from pipeline.telemetry import log_file
+
+    def follow() -> None:
+        try:
+            for lines in log_file.read(Path(place), 0, follow=True):
+                for line in lines:
+                    view.log(line)
+        except OSError:
+            return  # removed during the run
+
+    if place and not place.startswith("journal:"):
+        threading.Thread(target=follow, name="log", daemon=True).start()

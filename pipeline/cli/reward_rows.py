@@ -1,0 +1,79 @@
+"""The rows that `rlhfd try-reward` scores: of a file, or prompts of the configuration with given responses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.prompts import Prompt, PromptSource, parse_line, prompt_lines
+
+_ERRORS_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A prompt with a response to be scored.
+
+    Attributes:
+        place: The row's place: file and line, or the prompt's number.
+        is_cut: Whether the response was cut at the length limit: no stop token follows it.
+    """
+
+    place: str
+    prompt: Prompt
+    response: str
+    is_cut: bool = False
+
+
+def of_file(path: Path) -> list[Row]:
+    """Return the rows of a JSON lines file: ``prompt``, ``response``, and if wanted ``answer`` and ``cut``.
+
+    Raises:
+        ConfigError: If the file cannot be read, has no row or broken lines; the message has a line for each.
+    """
+    rows: list[Row] = []
+    problems: list[str] = []
+    for number, _, line in prompt_lines(path, field=""):
+        try:
+            rows.append(_row(line, f"{path}:{number}", len(rows)))
+        except ConfigError as error:
+            problems.append(str(error))
+    if len(problems) > _ERRORS_SHOWN:
+        problems[_ERRORS_SHOWN:] = [f"{path}: {len(problems) - _ERRORS_SHOWN} more broken lines"]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if not rows:
+        raise ConfigError(f'{path}:1:1: no row in the file; a row is {{"prompt": "...", "response": "..."}}')
+    return rows
+
+
+def of_prompts(config: Config, responses: Sequence[str], count: int) -> Iterator[Row]:
+    """Yield a row for each of the first prompts of the run and each response.
+
+    Raises:
+        ConfigError: If the prompts cannot be read.
+    """
+    with contextlib.closing(PromptSource(config.prompts.path, config.daemon.seed)) as source:
+        for position in range(min(count, len(source))):
+            prompt = source.at(position)
+            for response in responses:
+                yield Row(f"prompt {prompt.index}", prompt, response)
+
+
+def _row(line: bytes, where: str, index: int) -> Row:
+    prompt, answer, images = parse_line(line, where)
+    if images:
+        raise ConfigError(f"{where}:1: a row with images cannot be scored here")
+    record = json.loads(line.decode("utf-8-sig"))
+    response, is_cut = record.get("response"), record.get("cut", False)
+    if not isinstance(response, str):
+        named = f'no key "response" among {", ".join(sorted(record))}' if response is None else "response is no text"
+        raise ConfigError(f"{where}:1: {named}")
+    if not isinstance(is_cut, bool):
+        raise ConfigError(f"{where}:1: cut is neither true nor false")
+    return Row(where, Prompt(index, 0, index, prompt, answer), response, is_cut)

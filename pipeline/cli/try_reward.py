@@ -1,0 +1,117 @@
+"""`rlhfd try-reward`: scores given rows with the configured reward, and shows each part of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.options import configured, load, replace_unknown_characters
+from pipeline.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from pipeline.cli.reward_rows import Row
+    from pipeline.config.load import LoadedConfig
+    from pipeline.rollout.reward_trial import Trial
+
+_MOST_CHARACTERS = 40
+
+
+@click.command("try-reward", short_help="Score given rows with the configured reward, and show each part.")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@configured
+@click.option("--response", "responses", multiple=True, metavar="TEXT",
+              help="In place of FILE: a response to prompts of the configuration; may be repeated.")  # fmt: skip
+@click.option("--prompts", "count", type=click.IntRange(min=1), default=3, show_default=True,
+              help="Number of these prompts, the first ones of the run.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
+def try_reward(
+    file: Path | None, path: Path | None, sets: tuple[str, ...], responses: tuple[str, ...], count: int, as_json: bool
+) -> None:
+    """Score the rows of FILE with the configured reward functions and reward model, and show each part.
+
+    FILE has one JSON object a line: {"prompt": "7302>", "response": "0237", "answer": "0237"}; "answer" is optional,
+    and "cut": true marks a response without the stop token. The functions are called in this process, from the current
+    folder as by `rlhfd start`; print and a debugger work. The exit code is 1 if a row has no reward.
+
+    \b
+    Examples:
+      rlhfd try-reward rows.jsonl --config grpo.toml
+      rlhfd try-reward --config grpo.toml --response 0237 --response 7302
+      rlhfd try-reward rows.jsonl --json | jq .parts
+    """
+    from pipeline import sort_digits
+    from pipeline.cli import reward_rows
+
+    if (file is None) == (not responses):
+        raise click.UsageError("give a FILE of rows, or at least one --response")
+    loaded = load(path, sets, files=True)
+    config = sort_digits.with_paths(loaded.config)
+    # Before torch is loaded, which takes seconds: most mistakes are in the rows.
+    rows: Iterable[Row] = [] if file is None else reward_rows.of_file(file)
+    # As `start` does it: modules of the user are found in the current folder.
+    sys.path.append(os.getcwd())
+    # One progress bar a model is noise.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from pipeline.rollout.reward_trial import RewardTrial
+    from pipeline.trainer import setup
+
+    if sort_digits.is_used(loaded.config):
+        setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
+    try:
+        trial = RewardTrial(config)
+        if file is None:
+            rows = reward_rows.of_prompts(config, responses, count)
+        found = [(row, trial.score(row.prompt, row.response, is_cut=row.is_cut)) for row in rows]
+    except ConfigError as error:
+        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
+    replace_unknown_characters()
+    for line in _json_lines(found) if as_json else _table(found, loaded):
+        click.echo(line)
+    if problems := [f"{row.place}: {result.problem}" for row, result in found if result.problem]:
+        click.echo("\n".join(problems), err=True)
+        sys.exit(int(ExitCode.FAILED))
+
+
+def _json_lines(found: list[tuple[Row, Trial]]) -> Iterable[str]:
+    for row, result in found:
+        fields: dict[str, Any] = {
+            "place": row.place,
+            "reward": None if result.problem else sum(result.parts.values()),
+            "parts": result.parts,
+            "prompt": row.prompt.prompt,
+            "response": row.response,
+            "answer": row.prompt.answer,
+            "tokens": result.tokens,
+            "cut": result.is_cut,
+            "problem": result.problem,
+        }
+        yield json.dumps(fields, ensure_ascii=False)
+
+
+def _table(found: list[tuple[Row, Trial]], loaded: LoadedConfig) -> Iterable[str]:
+    from pipeline.cli.status import table
+
+    names = [*loaded.config.rollout.reward_functions, *(["model.reward"] if loaded.config.model.reward else [])]
+    columns = ("row", "reward", *names, "tokens", "prompt", "response", "answer")
+    rows = []
+    for row, result in found:
+        cells = [f"{result.parts[name]:g}" if name in result.parts else "–" for name in names]
+        reward = "none" if result.problem else f"{sum(result.parts.values()):.4f}"
+        tokens = f"{result.tokens}{' cut' if result.is_cut else ''}"
+        texts = [_short(text) for text in (row.prompt.prompt, row.response, row.prompt.answer)]
+        rows.append((row.place, reward, *cells, tokens, *texts))
+    yield from table(columns, rows)
+    if rewards := [sum(result.parts.values()) for _, result in found if not result.problem]:
+        mean, spread = sum(rewards) / len(rewards), f"{min(rewards):g} to {max(rewards):g}"
+        yield f"\n{len(rewards)} of {len(found)} rows have a reward: mean {mean:.4f}, {spread}"
+
+
+def _short(value: Any) -> str:
+    text = "–" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"

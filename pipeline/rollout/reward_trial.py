@@ -1,0 +1,126 @@
+"""A trial of the configured reward on given rows, in this process: `rlhfd try-reward`.
+
+A row has the tokens that a run would have: the rendered prompt, the response, the stop token unless it was cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import Config
+from pipeline.errors import PromptError, RewardError
+from pipeline.models.device import process_device
+from pipeline.models.loading import load_reward_model, load_tokenizer
+from pipeline.prompts import Prompt, render
+from pipeline.rollout.rewards import FunctionReward, RewardFunction, checked_scores, load_reward_function
+
+MODEL = "model.reward"
+
+
+class Trial(NamedTuple):
+    """The reward of one row.
+
+    Attributes:
+        parts: Result of each function by its name, and of the reward model; their sum is the reward.
+        tokens: Tokens of the response that the reward was given.
+        is_cut: Whether the response did not fit beside its prompt, or was given as cut.
+        problem: The reason why there is no reward; empty if there is one.
+    """
+
+    parts: dict[str, float]
+    tokens: int
+    is_cut: bool
+    problem: str = ""
+
+
+class RewardTrial:
+    """The configured reward, loaded once."""
+
+    def __init__(self, config: Config) -> None:
+        """Load tokenizer, functions and reward model.
+
+        Raises:
+            ConfigError: If one of them cannot be loaded.
+        """
+        self._config = config
+        self._tokenizer: Any = load_tokenizer(config.model.actor)
+        self._device = process_device()
+        self._functions = [(name, load_reward_function(name)) for name in config.rollout.reward_functions]
+        self._model: Callable[..., Tensor] | None = None
+        if config.model.reward is not None:
+            self._model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=self._device)
+
+    def score(self, prompt: Prompt, response: str, *, is_cut: bool = False) -> Trial:
+        """Return the parts of a response's reward.
+
+        Raises:
+            ConfigError: If the prompts need a chat template and there is none.
+        """
+        try:
+            prompt_ids = render(prompt, self._tokenizer, self._config.prompts.template)
+        except PromptError as error:
+            return Trial({}, 0, is_cut, str(error))
+        response_ids, is_cut = self._response_ids(response, len(prompt_ids), is_cut=is_cut)
+        if not response_ids:
+            limit = self._config.rollout.max_length
+            return Trial({}, 0, is_cut, f"the prompt has {len(prompt_ids)} tokens, rollout.max_length is {limit}: "
+                         "no room for a response")  # fmt: skip
+        ids = torch.tensor([[*prompt_ids, *response_ids]])
+        row: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "response_start": torch.tensor([len(prompt_ids)]),
+            "response_end": torch.tensor([ids.shape[1]]),
+            "gt_answer": [prompt.answer],
+        }
+        parts: dict[str, float] = {}
+        for name, function in self._functions:
+            results: list[float] = []
+            try:
+                FunctionReward([function], self._tokenizer, on_row=results.extend)(**row)
+                parts[name] = results[0]
+            except RewardError as error:
+                return Trial(parts, len(response_ids), is_cut, problem_of(error, function))
+        if self._model is not None:
+            on_device = {key: value.to(self._device) if isinstance(value, Tensor) else value
+                         for key, value in row.items()}  # fmt: skip
+            try:
+                parts[MODEL] = float(checked_scores(self._model(**on_device), 1, MODEL))
+            except RewardError as error:
+                return Trial(parts, len(response_ids), is_cut, str(error))
+        return Trial(parts, len(response_ids), is_cut)
+
+    def _response_ids(self, response: str, prompt_tokens: int, *, is_cut: bool) -> tuple[Sequence[int], bool]:
+        """Return the tokens of a response, and whether it is cut: it gets the stop token only if it is not."""
+        ids = list(self._tokenizer(response, add_special_tokens=False)["input_ids"])
+        if not is_cut and self._tokenizer.eos_token_id is not None:
+            ids.append(self._tokenizer.eos_token_id)
+        room = max(0, self._config.rollout.max_length - prompt_tokens)
+        return ids[:room], is_cut or len(ids) > room
+
+
+def problem_of(error: RewardError, function: RewardFunction) -> str:
+    """Return a reward's error with file and line of the function: where it raised, or else where it begins."""
+    text = str(error).replace(" for row 0", "", 1)
+    file, line = _definition(function)
+    if error.raised and error.__cause__ is not None:
+        frames = traceback.extract_tb(error.__cause__.__traceback__)
+        # The deepest frame of the function's own file: deeper ones are of libraries that it calls.
+        own = [frame for frame in frames if frame.filename == file] or frames[-1:]
+        file, line = own[-1].filename, own[-1].lineno or line
+    return f"{file}:{line}: {text}" if file else text
+
+
+def _definition(function: Any) -> tuple[str, int]:
+    try:
+        target = inspect.unwrap(function)
+        return inspect.getsourcefile(target) or "", inspect.getsourcelines(target)[1]
+    # A callable object, or a function that is written in C.
+    except (TypeError, OSError):
+        return "", 0

@@ -1,0 +1,149 @@
+"""`rlhfd try-reward`: the parts of a reward as a run has them, and mistakes with file and line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main as cli
+from pipeline.errors import ExitCode
+from tests.support.daemon import task
+
+__all__ = ["task"]
+
+REWARDS = """
+def length(input_ids, attention_mask, *, response_start, response_end, **_):
+    return 0.1 * float(response_end - response_start)
+
+
+def right(input_ids, attention_mask, *, gt_answer, response_start, response_end, tokenizer):
+    response = tokenizer.decode(input_ids[response_start:response_end])
+    if response.endswith("0"):
+        return None
+    return float(response == gt_answer + tokenizer.eos_token) + gt_answer.count("9")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for variable in list(os.environ):
+        if variable.startswith("RLHFD_") and variable != "RLHFD_TEST_SESSION":
+            monkeypatch.delenv(variable)
+    # A name of its own: modules stay loaded in this process.
+    module = f"rewards_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(REWARDS)
+    (tmp_path / "run.toml").write_text(
+        f"[model]\nactor = '{task / 'model'}'\n[prompts]\npath = '{task / 'prompts.jsonl'}'\n"
+        f"[rollout]\nmax_length = 12\nreward_functions = ['{module}:length', '{module}:right']\n"
+        f"[daemon]\nstate_dir = 'state'\n"
+    )
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["try-reward", "--config", "run.toml", *arguments])
+
+
+def write_rows(folder: Path, *rows: object) -> None:
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def test_each_part_of_a_row_is_shown_and_their_sum(folder: Path) -> None:
+    write_rows(
+        folder,
+        {"prompt": "21>", "response": "12", "answer": "12"},
+        {"prompt": "21>", "response": "12", "answer": "12", "cut": True},
+        {"prompt": "7302>", "response": "77777777", "answer": "9"},
+    )
+    module = f"rewards_{folder.name.replace('-', '_')}"
+
+    scored = run("rows.jsonl", "--json")
+    table = run("rows.jsonl").stdout.splitlines()
+
+    rows = [json.loads(line) for line in scored.stdout.splitlines()]
+    assert scored.exit_code == 0
+    # The stop token is a token of the response, unless it was cut: 12 columns leave 7 to a prompt of 5 tokens.
+    assert [(row["tokens"], row["cut"]) for row in rows] == [(3, False), (2, True), (7, True)]
+    parts = [(row["parts"][f"{module}:length"], row["parts"][f"{module}:right"]) for row in rows]
+    assert parts == [(pytest.approx(0.3), 1.0), (pytest.approx(0.2), 0.0), (pytest.approx(0.7), 1.0)]
+    assert [row["reward"] for row in rows] == [pytest.approx(sum(one)) for one in parts]
+    assert table[0].split()[:4] == ["row", "reward", f"{module}:length", f"{module}:right"]
+    assert table[1].split()[:5] == ["rows.jsonl:1", "1.3000", "0.3", "1", "3"]
+    assert table[-1] == "3 of 3 rows have a reward: mean 1.0667, 0.2 to 1.7"
+
+
+def test_a_function_that_raises_or_returns_no_number_is_named_with_its_line_and_the_rows(folder: Path) -> None:
+    write_rows(folder, {"prompt": "1>", "response": "1"}, {"prompt": "1>", "response": "0", "answer": "1", "cut": True})
+    module = f"rewards_{folder.name.replace('-', '_')}"
+
+    scored = run("rows.jsonl")
+
+    first, second = scored.stderr.splitlines()
+    assert scored.exit_code == ExitCode.FAILED
+    assert first.startswith(f"rows.jsonl:1: {folder / module}.py:10: {module}:right raised TypeError(")
+    assert second == (
+        f"rows.jsonl:2: {folder / module}.py:6: {module}:right returned None; a reward is a finite number"
+    )
+    assert scored.stdout.splitlines()[1].split()[:4] == ["rows.jsonl:1", "none", "0.2", "–"]
+
+
+def test_prompts_of_the_run_are_scored_with_given_responses(folder: Path) -> None:
+    scored = run("--response", "1", "--response", "2", "--prompts", "2", "--json")
+
+    rows = [json.loads(line) for line in scored.stdout.splitlines()]
+    assert scored.exit_code == 0 and [row["response"] for row in rows] == ["1", "2", "1", "2"]
+    assert rows[0]["prompt"] == rows[1]["prompt"] != rows[2]["prompt"] and rows[0]["place"].startswith("prompt ")
+
+
+def test_every_mistake_in_the_rows_is_told_before_anything_is_scored(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text(
+        '{"prompt": "1>", "response": "1"}\n{"response": "1"}\n\n{"prompt": "1>"}\n{"prompt": "1>", "response": 1}\n'
+        '{"prompt": "1>", "response": "1", "cut": 1}\n{"prompt": \n'
+    )
+
+    refused = run("rows.jsonl")
+
+    assert refused.exit_code == ExitCode.BAD_CONFIG and refused.stdout == ""
+    assert refused.stderr.splitlines() == [
+        'rows.jsonl:2:1: no key "prompt" among response',
+        'rows.jsonl:4:1: no key "response" among prompt',
+        "rows.jsonl:5:1: response is no text",
+        "rows.jsonl:6:1: cut is neither true nor false",
+        "rows.jsonl:7:11: not JSON: Expecting value",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "rows.jsonl:1:1: no row in the file"), (None, "cannot read rows.jsonl: No such file or directory")],
+)
+def test_a_file_without_rows_is_refused(folder: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (folder / "rows.jsonl").write_text(text)
+
+    refused = run("rows.jsonl")
+
+    assert refused.exit_code == ExitCode.BAD_CONFIG and refused.stderr.startswith(message)
+
+
+def test_a_function_that_does_not_import_has_the_place_of_its_key(folder: Path) -> None:
+    (folder / "run.toml").write_text(
+        (folder / "run.toml").read_text().replace("reward_functions = [", "reward_functions = ['nosuch:at_all', ")
+    )
+
+    refused = run("--response", "1")
+
+    assert refused.exit_code == ExitCode.BAD_CONFIG
+    assert refused.stderr.startswith("run.toml:7:20: rollout.reward_functions: ") and "nosuch" in refused.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["rows.jsonl", "--response", "1"]])
+def test_rows_come_from_a_file_or_from_responses(folder: Path, arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == ExitCode.USAGE

@@ -1,0 +1,111 @@
+"""`metrics.jsonl` holds each step once, in order, whatever is killed and wherever training continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.trainer.step_log import StepLog, line_of
+from pipeline.trainer.step_stats import StepStats
+
+
+def stats_of(**values: Any) -> StepStats:
+    zeros: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepStats)}
+    empty = {"nonfinite": (), "row_importance_ratios": (1.0,), "row_kl_nats": (), "row_rewards": (0.5,)}
+    return StepStats(**{**zeros, "kl_loss": None, **empty, **values})
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def write_steps(path: Path, steps: range, *, after_step: int, is_new_run: bool = False) -> None:
+    step_log = StepLog(path, after_step=after_step, is_new_run=is_new_run)
+    for step in steps:
+        step_log.append(step, stats_of(loss=float(step)))
+    step_log.close()
+
+
+def test_a_line_has_the_statistics_of_all_ranks_and_null_for_what_is_no_number() -> None:
+    stats = stats_of(loss=float("nan"), policy_loss=0.25, gradient_norm=float("inf"), nonfinite=("loss",), rows=8)
+
+    line = json.loads(line_of(7, stats, 1234.5678))
+
+    assert line["step"] == 7 and line["time_unix_s"] == 1234.568
+    assert line["policy_loss"] == 0.25 and line["rows"] == 8 and line["nonfinite"] == ["loss"]
+    assert line["loss"] is None and line["gradient_norm"] is None and line["kl_loss"] is None
+    assert {"entropy_nats", "kl_nats", "response_length_mean_tokens", "clipped_ratio", "reward_mean"} <= line.keys()
+    assert not [name for name in line if name.startswith("row_")]
+
+
+@given(
+    lives=st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 400), st.integers(0, 3), st.binary(max_size=8)), max_size=8
+    )
+)
+def test_each_step_has_one_line_whatever_is_torn_and_taken_again(lives: list[tuple[int, int, int, bytes]]) -> None:
+    """Each life takes some steps, dies in a line or leaves rubbish; the next one continues some steps earlier."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, step = Path(folder) / "metrics.jsonl", 0
+        for taken, torn_bytes, back, rubbish in lives:
+            write_steps(path, range(step + 1, step + taken + 1), after_step=step)
+            step += taken
+            # The step after the last one died in its line, or a power failure left bytes that nobody wrote.
+            with path.open("ab") as file:
+                file.write(line_of(step + 1, stats_of(), 0.0)[:torn_bytes] + rubbish)
+            step = max(0, step - back)
+        write_steps(path, range(step + 1, step + 3), after_step=step)
+
+        assert steps_in(path) == list(range(1, step + 3))
+
+
+def test_the_lines_of_another_run_are_kept_beside(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "metrics.jsonl"
+    write_steps(path, range(1, 4), after_step=0, is_new_run=True)
+
+    write_steps(path, range(1, 3), after_step=0, is_new_run=True)
+
+    assert steps_in(path) == [1, 2]
+    assert steps_in(path.with_name("metrics.jsonl.before")) == [1, 2, 3]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
+    write, room = os.write, [10_000]
+
+    def write_some(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        written = write(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write_some)
+    step_log.append(1, stats_of())
+    room[0] = 100
+    for step in (2, 3):
+        step_log.append(step, stats_of())
+    assert steps_in_whole_lines(tmp_path / "metrics.jsonl") == [1]
+    room[0] = 10_000
+    step_log.append(4, stats_of())
+    step_log.close()
+
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4] and step_log.lost == 0
+    assert [record.message for record in caplog.records if "not written" in record.message] != []
+    assert sum("not written" in record.message for record in caplog.records) == 1, "once a cause"
+
+
+def steps_in_whole_lines(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_bytes().split(b"\n")[:-1]]
