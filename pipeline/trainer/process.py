@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.identity import identity_of
+from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, process_device
@@ -24,11 +25,12 @@ from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
-from pipeline.trainer.connection import Connection, open_connection
+from pipeline.trainer.connect import open_connection
+from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Resumption
-from pipeline.trainer.state import Progress, tensors_of
+from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.trainer import CheckpointWriter, Trainer
 
 _IDLE_S = 0.25
@@ -119,6 +121,14 @@ def all_ranks_agree(ready: bool) -> bool:
     return bool(flag)
 
 
+def progress_of_all_ranks(own: RankProgress) -> list[RankProgress]:
+    """Return every rank's progress, in order of ranks; a collective."""
+    sent = torch.tensor(own, dtype=torch.int64, device=process_device())
+    received = [torch.empty_like(sent) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(received, sent)
+    return [RankProgress(*progress.tolist()) for progress in received]
+
+
 def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
     """Return a trainer with its models loaded and set to the start of training (`pipeline.trainer.resume`)."""
     device = process_device()
@@ -145,6 +155,12 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         with metrics.in_collective():
             leave_ranks(context)
 
+    def gather(own: RankProgress) -> list[RankProgress]:
+        if config.trainer.world_size == 1:
+            return [own]
+        with metrics.in_collective():
+            return progress_of_all_ranks(own)
+
     learner = Learner(
         config.trainer,
         config.rollout.algorithm,
@@ -170,6 +186,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         device=device,
         agree=agree,
         leave=leave,
+        gather=gather,
         save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
         start=start,
         probe=actor_probe(config, actor, device),

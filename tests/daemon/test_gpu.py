@@ -22,7 +22,7 @@ from pipeline.supervisor.gpus import LIBRARY, Nvml
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
-from tests.daemon.test_ranks import FAILING, TWO_RANKS, loaded_first
+from tests.daemon.test_rank_endings import FAILING, TWO_RANKS, loaded_first
 from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 from tests.support.experiences import made_up

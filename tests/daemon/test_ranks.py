@@ -1,100 +1,119 @@
-"""A real daemon with two ranks whose process group behaves as NCCL's: leaving it waits for the other ranks.
-
-Without GPUs the ranks meet over gloo, whose teardown waits for nobody. The code that every process loads first gives it
-NCCL's: it returns once all ranks leave, and never while one of them waits in a collective.
-"""
+"""Two trainer ranks: whichever process is killed, weights and digest of experience are those of an undisturbed run."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from pipeline.telemetry.slab import MetricsSlab
+from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.endings import Ending, endings
 
-pytestmark = pytest.mark.integration
-HANG_S = 4.0
-TWO_RANKS = (*SMALL, "trainer.world_size=2", "trainer.max_steps=4", f"daemon.hang_timeout_s={HANG_S}")
-# Loaded by Python in every process before all else; changes a module as soon as it is imported.
-LOADED_FIRST = """
-import importlib.util, os, sys, time
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-class Changing:
-    def find_spec(self, name, path, target=None):
-        change = globals().get("change_" + name.replace(".", "_"))
-        if change is None:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
-        load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), change(module))
-        return spec
-
-sys.meta_path.insert(0, Changing())
-"""
-LEAVING_TOGETHER = """
-def change_torch_distributed(module):
-    destroy = module.destroy_process_group
-    def waiting_for_all():
-        module.barrier()
-        destroy()
-    module.destroy_process_group = waiting_for_all
-"""
-FAILING = """
-def change_pipeline_trainer_trainer(module):
-    poll = module.Trainer.poll
-    def failing(self):
-        if self._connection.rank == 1 and self.step == 2:
-            try:
-                os.close(os.open({once!r}, os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                pass
-            else:
-                raise ValueError("the card fell off the bus")
-        return poll(self)
-    module.Trainer.poll = failing
-"""
-SAVING_SLOWLY = """
-def change_pipeline_trainer_checkpoints(module):
-    save = module.save_checkpoint
-    def slowly(*arguments, on_progress, **named):
-        for _ in range({beats}):
-            on_progress()
-            time.sleep(0.1)
-        return save(*arguments, on_progress=on_progress, **named)
-    module.save_checkpoint = slowly
-"""
+STEPS = 6
+ROWS_OF_HALF_A_VERSION = 32
+SETTINGS = (
+    *SMALL,
+    f"trainer.max_steps={STEPS}",
+    "trainer.world_size=2",
+    "rollout.workers=2",
+    "buffer.max_staleness=0",
+    "daemon.restart_delay_s=0.02",
+)
 
 
-def loaded_first(folder: Path, code: str, *, collective_end: bool = True) -> dict[str, str]:
-    """Return the environment in which every process loads the code, and leaves its group as under NCCL."""
-    place = folder / "first"
-    place.mkdir()
-    place.joinpath("sitecustomize.py").write_text(LOADED_FIRST + LEAVING_TOGETHER * collective_end + code)
-    return {"PYTHONPATH": os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])}
+def two_ranks(folder: Path, task: Path) -> Daemon:  # noqa: F811
+    """Return a daemon in a folder of its own, not started."""
+    folder.mkdir()
+    return Daemon(folder, *SETTINGS, *telling_reward(folder), task=task)
 
 
-def test_the_error_of_a_rank_reaches_the_log_and_both_go_on(tmp_path: Path, task: Path) -> None:  # noqa: F811
-    environment = loaded_first(tmp_path, FAILING.format(once=str(tmp_path / "has-failed")))
-    settings = (*TWO_RANKS, "daemon.hang_timeout_s=0")
-    with Daemon(tmp_path, *settings, task=task, environment=environment) as daemon:
-        daemon.wait_logged("ValueError: the card fell off the bus")
-        assert daemon.wait() == 0, daemon.errors
-
-    assert "trainer-1 failed" in daemon.errors
-    assert daemon.errors.count("training ended: steps=4") == 2
+def finished(daemon: Daemon) -> dict[str, Ending]:
+    """Wait for the end; return each rank's last line."""
+    assert daemon.wait() == 0, daemon.errors
+    return endings(daemon.errors)
 
 
-def test_no_rank_waits_while_the_last_checkpoint_is_written(tmp_path: Path, task: Path) -> None:  # noqa: F811
-    environment = loaded_first(tmp_path, SAVING_SLOWLY.format(beats=int(30 * HANG_S)))
-    with Daemon(tmp_path, *TWO_RANKS, task=task, environment=environment) as daemon:
-        daemon.wait_ready()
-        daemon.wait_logged("training ended: steps=4")
-        assert "checkpoint written" not in daemon.errors, "the other rank has ended before it"
-        assert daemon.wait() == 0, daemon.errors
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[str, Ending]:  # noqa: F811
+    """Return each rank's last line of a run without a kill."""
+    with two_ranks(tmp_path_factory.mktemp("ranks") / "undisturbed", task) as daemon:
+        return finished(daemon)
 
-    assert daemon.errors.count("training ended: steps=4") == 2
-    assert "checkpoint written: step=4" in daemon.errors
-    assert "no progress" not in daemon.errors and "restart in" not in daemon.errors
+
+@contextlib.contextmanager
+def metrics_of(daemon: Daemon) -> Iterator[MetricsSlab]:
+    slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+    try:
+        yield slab
+    finally:
+        slab.close()
+
+
+def strike(daemon: Daemon, name: str, activity: str, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a signal to a process while it is in an activity; return its pid."""
+    role, _, index = name.partition("-")
+    pid = daemon.pids()[name]
+    with metrics_of(daemon) as slab:
+        daemon.wait_until(lambda: slab.progress(role, int(index)).activity == activity, f"{name} is in {activity}")
+        daemon.signal(number, name)
+    return pid
+
+
+def rows_here(daemon: Daemon) -> int:
+    """Return the rows of this version that are rolled out: ready or leased."""
+    with metrics_of(daemon) as slab:
+        held = slab.conservation()
+        return 0 if held is None else held.ready_items + held.leased_items
+
+
+def test_rows_that_arrive_early_do_not_go_to_the_rank_of_earlier_prompts(tmp_path, task, undisturbed):  # noqa: F811
+    """Half of a version's prompts are late: their worker is stopped, and killed once the other half has arrived."""
+    with two_ranks(tmp_path / "late", task) as daemon:
+        daemon.wait_step(2)
+        strike(daemon, "rollout-0", "generate", signal.SIGSTOP)
+        daemon.wait_until(lambda: rows_here(daemon) >= ROWS_OF_HALF_A_VERSION, "the other worker's rows are there")
+        daemon.signal(signal.SIGKILL, "rollout-0")
+
+        assert finished(daemon) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("name", "activity"), [("trainer-1", "train"), ("trainer-0", "train"), ("trainer-1", "wait_data")]
+)
+def test_the_successors_of_killed_ranks_continue_the_digest(tmp_path, task, undisturbed, name, activity):  # noqa: F811
+    with two_ranks(tmp_path / "killed", task) as daemon:
+        daemon.wait_step(2)
+        killed = strike(daemon, name, activity)
+        daemon.wait_until(lambda: daemon.pids().get(name) not in (None, killed), f"{name} is started again")
+
+        assert finished(daemon) == undisturbed
+
+
+def test_the_successor_of_a_killed_buffer_gives_each_rank_the_same_rows(tmp_path, task, undisturbed):  # noqa: F811
+    with two_ranks(tmp_path / "buffer", task) as daemon:
+        for step in (1, 3):
+            daemon.wait_step(step)
+            strike(daemon, "buffer-0", "wait_data")
+
+        assert finished(daemon) == undisturbed
+
+
+def test_a_stopped_and_started_run_continues_the_digest_of_its_checkpoint(tmp_path, task, undisturbed):  # noqa: F811
+    with two_ranks(tmp_path / "stopped", task) as first:
+        first.wait_step(2)
+        first.signal(signal.SIGTERM)
+        assert {ending.steps for ending in finished(first).values()} != {STEPS}, "stopped before its end"
+    with Daemon(first.folder, *SETTINGS, *telling_reward(first.folder), task=task, name="second") as second:
+        assert finished(second) == undisturbed
+
+
+def test_both_ranks_log_one_digest(undisturbed):
+    assert undisturbed.keys() == {"trainer-0", "trainer-1"}
+    assert undisturbed["trainer-0"].experiences == undisturbed["trainer-1"].experiences
+    assert undisturbed["trainer-0"].weights != undisturbed["trainer-1"].weights == "-"
