@@ -10,12 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
@@ -57,6 +52,9 @@ class DaemonConfig(_Section):
         default=False,
         description="Whether the log quotes the errors and return values of reward functions and chat templates, which "
         "may contain prompts, responses and answers.",
+    )
+    cudnn_attention: bool = Field(
+        default=False, description="Whether attention on a GPU prefers cuDNN, which plans each new shape of a batch."
     )
     log_file_bytes: Bytes = Field(
         default=16 << 20,
@@ -292,6 +290,12 @@ class TrainerConfig(_Section):
     whiten_advantages: bool = Field(default=True, description="Whether advantages are normalized (PPO).")
     micro_batch_size: int | None = Field(
         default=None, ge=1, description="Rows per forward and backward pass; left out: the batch."
+    )
+    width_multiple: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Multiple to which micro-batches are padded, in tokens; left out: 64 on a GPU, 1 on a CPU.",
     )
     gradient_accumulation_steps: int = Field(
         default=1, ge=1, le=2**16, description="Batches of a rank per optimizer step."

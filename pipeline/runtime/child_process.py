@@ -115,12 +115,13 @@ def executed(
     return start
 
 
-def child_environment(*, gpu: str, threads: int) -> dict[str, str]:
+def child_environment(*, gpu: str, threads: int, cudnn_attention: bool = False) -> dict[str, str]:
     """Return the environment of a child process: this process's variables, and those of every role.
 
     Args:
         gpu: The GPUs that it sees, as in ``CUDA_VISIBLE_DEVICES``; empty for none.
         threads: Threads of its numeric libraries.
+        cudnn_attention: Whether PyTorch's order of attention kernels stays; otherwise cuDNN's comes last.
     """
     variables = {
         **os.environ,
@@ -133,6 +134,9 @@ def child_environment(*, gpu: str, threads: int) -> dict[str, str]:
         PARENT_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
+    if not cudnn_attention:
+        # cuDNN makes a plan for each shape of a batch, and nearly every batch of a run has another one.
+        variables["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
     # A child must not notify systemd: it would report the whole service as ready.
     variables.pop("NOTIFY_SOCKET", None)
     return variables

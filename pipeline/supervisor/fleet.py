@@ -111,12 +111,14 @@ class ChildSettings:
         model: Directory of the actor, whose code the forkserver loads.
         prompts: At least the number of prompts in one epoch; 0 if unknown.
         threads: Compute threads by role; a role that is not listed gets 1.
+        cudnn_attention: Whether attention on a GPU prefers cuDNN.
     """
 
     name: str = ""
     model: str = ""
     prompts: int = 0
     threads: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    cudnn_attention: bool = False
 
     @classmethod
     def of(cls, config: Config) -> ChildSettings:
@@ -126,6 +128,7 @@ class ChildSettings:
             model=config.model.actor,
             prompts=prompts_at_most(Path(config.prompts.path)),
             threads={"trainer": config.trainer.threads, "rollout": config.rollout.threads},
+            cudnn_attention=config.daemon.cudnn_attention,
         )
 
 
@@ -252,7 +255,11 @@ class Fleet:
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
         settings = self._settings
-        environment = child_environment(gpu=slot.place.gpu, threads=settings.threads.get(slot.role, 1))
+        environment = child_environment(
+            gpu=slot.place.gpu,
+            threads=settings.threads.get(slot.role, 1),
+            cudnn_attention=settings.cudnn_attention,
+        )
         if slot.role == "forkserver":
             return self._forkserver.starter(settings.name, settings.model, environment)
         spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, settings.prompts, list(slot.place.cpus))

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.types import TOKEN_FIELDS, Experience, ExperienceVL
@@ -87,11 +88,11 @@ class TrainingBatch:
         mixed = (experience.info or {}).get("group_mixed") if algorithm == "grpo" else None
         return batch if mixed is None else batch._rows(mixed.to(device).bool().nonzero().squeeze(1))
 
-    def micro_batches(self, most_rows: int | None) -> Iterator[Self]:
+    def micro_batches(self, most_rows: int | None, width_multiple: int = 1) -> Iterator[Self]:
         """Yield the rows in parts of at most `most_rows`, rows of similar length together, without common padding.
 
         A part has neither the columns that are padding in all its rows nor the columns after its last action. A part
-        without any action is left out.
+        without any action is left out. Its width is rounded up to a multiple, by padding on the left.
         """
         if not len(self.sequences):
             return
@@ -99,20 +100,24 @@ class TrainingBatch:
         for index in lengths.argsort(stable=True).split(most_rows or len(lengths)):
             part = self._rows(index)
             if part.action_mask.any():
-                yield part._trimmed()
+                yield part._trimmed(width_multiple)
 
     def _rows(self, index: Tensor) -> Self:
         rows = self._mapped(lambda column: column[index], lambda column: column[index])
         return rows if self.vision is None else replace(rows, vision=self.vision.rows(index))
 
-    def _trimmed(self) -> Self:
+    def _trimmed(self, width_multiple: int) -> Self:
         actions = self.action_mask.any(dim=0).nonzero()
         first, end = int(actions[0]), int(actions[-1]) + 1
         prompt_columns = self.sequences.shape[1] - self.action_mask.shape[1]
         first_token = int(self.attention_mask.any(dim=0).nonzero()[0])
         # The column before the first action stays in any case: its logits are the first action's distribution.
         start = min(first_token, prompt_columns + first - 1)
-        return self._mapped(lambda column: column[:, start : prompt_columns + end], lambda column: column[:, first:end])
+        padding = -(prompt_columns + end - start) % width_multiple
+        return self._mapped(
+            lambda column: functional.pad(column[:, start : prompt_columns + end], (padding, 0)),
+            lambda column: column[:, first:end],
+        )
 
     def _mapped(self, by_token: Callable[[Tensor], Tensor], by_action: Callable[[Tensor], Tensor]) -> Self:
         def mapped(name: str) -> Any:

@@ -31,6 +31,8 @@ from pipeline.trainer.step_stats import Counts, Observed, StepStats, Stopwatch, 
 _CPU_MICRO_BATCH_ROWS = 48
 """On a CPU parts of 48 rows are a third faster than the whole batch: less padding, and they stay in the cache."""
 
+_GPU_WIDTH_MULTIPLE = 64
+
 
 class TrainerSettings(Protocol):
     """The fields of `pipeline.config.schema.TrainerConfig` that the learner reads."""
@@ -48,6 +50,7 @@ class TrainerSettings(Protocol):
     critic_warmup_steps: int
     whiten_advantages: bool
     micro_batch_size: int | None
+    width_multiple: int | None
 
 
 class Learner:
@@ -104,6 +107,8 @@ class Learner:
         self._micro_batch_rows = trainer.micro_batch_size or (
             _CPU_MICRO_BATCH_ROWS if self._device.type == "cpu" else None
         )
+        # Kernels and the allocator's blocks are chosen by shape: fewer shapes are prepared on a GPU.
+        self._width_multiple = trainer.width_multiple or (1 if self._device.type == "cpu" else _GPU_WIDTH_MULTIPLE)
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         self._optimizers = [
             ModelOptimizer(
@@ -227,7 +232,7 @@ class Learner:
                 sums_of_advantages = [counts.actions_trained, counts.advantages, counts.squared_advantages]
                 moments = torch.tensor(sums_of_advantages, dtype=torch.float64)
                 batch = replace(batch, advantages=whiten(batch.advantages, batch.action_mask, moments))
-            for part in batch.micro_batches(self._micro_batch_rows):
+            for part in batch.micro_batches(self._micro_batch_rows, self._width_multiple):
                 sums[:4] += self._actor_pass(part, counts.actions_trained, row_ratios, watch)
                 if self._critic is not None:
                     sums[4] += self._critic_pass(part, counts.actions_trained, watch)

@@ -152,6 +152,7 @@ MISTAKES = [
     ),
     # Values that are right each by itself, at the one to change that was set.
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
+    ("[trainer]\nwidth_multiple = 0", "2:18: trainer.width_multiple: must be at least 1, got 0"),
     (
         '[model]\ndtype = "float16"',
         '2:9: model.dtype: must be "bfloat16" or "float32" with trainer.kind = "builtin": gradients underflow in '
