@@ -89,9 +89,15 @@ def _process_row(process: Mapping[str, Any]) -> tuple[str, ...]:
         _shown(process, "restarts"),
         duration(process.get("uptime_s")),
         size(process.get("resident_bytes")),
-        _shown(process, "devices"),
+        devices(process),
         _exit(process.get("last_exit")),
     )
+
+
+def devices(process: Mapping[str, Any]) -> str:
+    """Return the device of a process: its number with the GPU's name, or cpu; a dash if it is missing."""
+    number, name = _shown(process, "devices"), process.get("device") or ""
+    return number if name in ("", number) else f"{number}: {name}"
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

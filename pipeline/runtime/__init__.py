@@ -3,6 +3,7 @@
 child_entry         entry of a child process
 child_process       a child process, started and watched
 control             the control socket
+forking             forks of this process that run one function
 forkserver          the supervisor's side of the forkserver
 forkserver_process  the forkserver, the only module here that loads torch
 latest_checkpoint   the latest checkpoint, and whether a start resumes from it

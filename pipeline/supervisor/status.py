@@ -88,6 +88,9 @@ class InstanceStatus:
         self._sample_processes()
         self._sample_memory()
         self._reader.external.update(gpu_series(self._gpus.gpus()))
+        self._reader.external["rlhfd_device_info"] = {
+            (slot.role, str(slot.index), slot.device): 1.0 for slot in self._fleet.slots if slot.alive and slot.device
+        }
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
@@ -272,6 +275,7 @@ class InstanceStatus:
             "uptime_s": round(self._fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
             "devices": slot.place.gpu or "cpu",
+            "device": slot.device,
             "last_exit": slot.last_exit,
         }
 

@@ -113,7 +113,7 @@ class History:
 
     Args:
         path: Path of the file; a damaged file, or one of another run, is started anew.
-        identity: Identity of the run, as in `pipeline.config.schema.identity_of`.
+        identity: Identity of the run, as in `pipeline.config.identity.identity_of`.
     """
 
     def __init__(self, path: Path, identity: str) -> None:

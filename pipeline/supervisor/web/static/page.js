@@ -59,10 +59,15 @@ function showRun({ status, why }) {
   $("lost").hidden = !lost;
   if (lost) write("lost", `${lost} rows are unaccounted for: please report this.`);
   const rows = status.processes.map((process) => [
-    process.name, process.state, NAMES[process.activity] ?? process.activity, process.pid ?? "–", process.devices, process.restarts,
+    process.name, process.state, NAMES[process.activity] ?? process.activity, process.pid ?? "–", device(process), process.restarts,
     process.pid ? bytes(process.resident_bytes) : "–", process.pid ? ago(process.uptime_s) : "–",
   ]);
   showRows($("processes"), rows);
+}
+
+/** The number of a process's GPU with its name, or cpu. */
+function device(process) {
+  return process.device && process.device !== process.devices ? `${process.devices}: ${process.device}` : process.devices;
 }
 
 /** Updates cell by cell: replacing a row would lose the text selection in it. */
