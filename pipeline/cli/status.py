@@ -51,6 +51,7 @@ def warnings(status: Mapping[str, Any]) -> list[str]:
     if buffer.get("unaccounted"):
         found.append(f"{_shown(buffer, 'unaccounted')} rows are unaccounted for, please report this")
     found += [f"{_name(process)} has failed" for process in processes if process.get("state") == "failed"]
+    found += [f"{_name(process)} has left" for process in processes if process.get("state") == "left"]
     restarted = [process for process in processes if process.get("restarts") and process.get("state") != "failed"]
     found += [f"{_name(process)} was started again {_times(process['restarts'])}" for process in restarted]
     quarantined = (buffer.get("dropped") or {}).get("quarantined")

@@ -2,6 +2,7 @@
 
 diagnosis   the cause of a slow or stopped run, in sentences
 exits       the consequence of each child's exit
+external    an external trainer's ranks: connected, or left
 fleet       the child processes; the OOM killer's count
 gpus        GPU readings from NVML
 hangs       hang detection, pure

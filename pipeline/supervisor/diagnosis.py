@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from pipeline.runtime.stopped import stopped_text
+from pipeline.supervisor.external import ExternalRank
 from pipeline.supervisor.hangs import HangLimits, Observation
 
 _LEAST_SUSPICIOUS_S, _MOST_SUSPICIOUS_S = 10.0, 60.0
@@ -57,6 +58,7 @@ class RunView:
         batch_rows: Rows of one batch.
         is_external: Whether an external trainer takes the batches.
         quiet_s: Time without progress although the run could have made some.
+        external_ranks: The ranks of an external trainer.
     """
 
     now_s: float
@@ -68,6 +70,7 @@ class RunView:
     is_external: bool
     limits: HangLimits
     quiet_s: float = 0.0
+    external_ranks: Sequence[ExternalRank] = ()
 
     def of(self, role: str) -> list[ProcessView]:
         """Return the processes of a role."""
@@ -111,6 +114,7 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     sentences += [_suspect(run, process) for process in suspects(run)]
     if run.state == "paused":
         sentences.insert(0, "The run is paused: no tickets are issued until `rlhfd resume`.")
+    sentences += [_gone(run, rank) for rank in run.external_ranks if rank.state == "left"]
     if run.state == "draining":
         busy = [process for process in run.processes if process.state == "draining"]
         sentences.append(f"The run drains: {_all_at(run, busy) if busy else 'the buffer finishes'}.")
@@ -175,6 +179,11 @@ def _suspect(run: RunView, process: ProcessView) -> str:
     return f"{_named(process)} {how} has made no progress for {duration(silent_s)} in {_task(process)}{then}."
 
 
+def _gone(run: RunView, rank: ExternalRank) -> str:
+    name = "The external trainer" if len(run.external_ranks) == 1 else f"Rank {rank.rank} of the external trainer"
+    return f"{name} (pid {rank.pid}) has left, {duration(run.now_s - rank.since_s)} ago."
+
+
 def _suspicious_s(limits: HangLimits) -> float:
     """Return the time without a heartbeat after which a process is named.
 
@@ -199,6 +208,8 @@ def _bottleneck(run: RunView) -> str:
             return f"The external trainer waits for data: {rows}; {_all_at(run, working or workers)}."
         if run.leases_active:
             return f"The run waits for the external trainer, which holds {run.leases_active} batches; {rows}."
+        if connected := [rank for rank in run.external_ranks if rank.state == "connected"]:
+            return f"The run waits for the external trainer (pid {connected[0].pid}) to take a batch; {rows}."
         return f"The run waits for an external trainer to connect and take a batch; {rows}."
     if not trainers:
         return f"No trainer is ready; {_all_at(run, working or workers)}; {rows}."

@@ -144,6 +144,7 @@ class Fleet:
     """Starts and watches children; `on_end` decides the consequence of an exit for the instance.
 
     Attributes:
+        folder: The instance's folder in shared memory.
         slots: All slots, in the order of their start.
     """
 
@@ -165,7 +166,7 @@ class Fleet:
         self.slots: list[Slot] = []
         self._forkserver = Forkserver()
         self._forkserver_slot = self.add("forkserver", 0, Place("", ()))
-        self._folder = folder
+        self.folder = folder
         self._slab = slab
         self._clock = clock
         self._on_reaped = on_reaped
@@ -262,7 +263,7 @@ class Fleet:
         )
         if slot.role == "forkserver":
             return self._forkserver.starter(settings.name, settings.model, environment)
-        spec = LaunchSpec(slot.role, slot.index, self._folder, slot.generation, settings.prompts, list(slot.place.cpus))
+        spec = LaunchSpec(slot.role, slot.index, self.folder, slot.generation, settings.prompts, list(slot.place.cpus))
         if forked:
             return self._forkserver.forked(spec, environment)
         return executed("pipeline.runtime.child_entry", [msgspec.json.encode(spec).decode()], environment)

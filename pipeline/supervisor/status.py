@@ -13,6 +13,7 @@ from pipeline.buffer.sizing import capacity_items
 from pipeline.config.schema import Config
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.workspace import Workspace
+from pipeline.supervisor.external import process_row
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
 from pipeline.supervisor.snapshot import Pace, Snapshot
@@ -233,7 +234,11 @@ class InstanceStatus:
                 "dropped": counts.dropped_by_reason() if counts else {},
                 "unaccounted": counts.unaccounted if counts else 0,
             },
-            "processes": [self._process(slot) for slot in self._fleet.slots if slot.works],
+            "processes": [self._process(slot) for slot in self._fleet.slots if slot.works]
+            + [
+                process_row(rank, self._fleet.now_s(), resident_bytes(rank.pid))
+                for rank in self._watchdog.external_ranks()
+            ],
         }
 
     def summary(self) -> list[str]:

@@ -181,7 +181,9 @@ class Supervisor:
     def _prepare(self) -> None:
         config, gpus = self._config, placement.visible_gpus(os.environ)
         places = placement.place(config, gpus, placement.usable_cpus())
-        slots = [SlotName("supervisor"), SlotName("buffer"), *(SlotName(role, index) for role, index in places)]
+        ranks = config.trainer.world_size if config.trainer.kind == "external" else 0
+        own = [SlotName("trainer", rank) for rank in range(ranks)]
+        slots = [SlotName("supervisor"), SlotName("buffer"), *own, *(SlotName(role, index) for role, index in places)]
         self._slab = MetricsSlab.reopen(self._workspace.metrics_path, slots)
         self._slab.begin("supervisor")
         count_warnings(self._slab.writer("supervisor"))
@@ -208,6 +210,7 @@ class Supervisor:
             self._fleet,
             state=lambda: self._status.phase,
             gave_up=lambda reason: self._abort(ExitCode.GAVE_UP, reason),
+            on_trainer_left=lambda: self._status.sample(monotonic_s()),
         )
         writer = self._slab.writer("supervisor")
         self._reload = Reload(self._loaded, config, self._workspace, self._http, writer, on_reloaded=self._apply)

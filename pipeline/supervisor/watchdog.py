@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import Config
@@ -19,6 +20,7 @@ from pipeline.supervisor.diagnosis import (
     explain,
     waits_for_external_trainer,
 )
+from pipeline.supervisor.external import ExternalRank, ExternalTrainer
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, Reason, RunWatch, Verdict, hung
 from pipeline.telemetry.metrics import Progress
@@ -62,6 +64,7 @@ class Watchdog:
         *,
         state: Callable[[], str],
         gave_up: Callable[[str], None],
+        on_trainer_left: Callable[[], None] = lambda: None,
     ) -> None:
         """Watch a fleet.
 
@@ -71,6 +74,7 @@ class Watchdog:
             fleet: The instance's processes.
             state: Returns the instance's state: starting, ready, paused or draining.
             gave_up: Called with the reason if the run makes no progress after a restart either.
+            on_trainer_left: Called when an external trainer has left, before its gauges are removed.
         """
         self.shares = ShareWindow()
         self._config = config
@@ -83,6 +87,8 @@ class Watchdog:
         self._pending_kills: list[_PendingKill] = []
         self._stopped: dict[str, tuple[int, float]] = {}
         self._dumped_s = -_DUMP_S
+        ranks = config.trainer.world_size if config.trainer.kind == "external" else 0
+        self._external = ExternalTrainer(Path(fleet.folder), slab, ranks, on_left=on_trainer_left)
 
     def limit(self, config: Config) -> None:
         """Apply the limits of a configuration from now on."""
@@ -111,6 +117,7 @@ class Watchdog:
             steps: Optimizer steps so far.
             version: Newest policy version.
         """
+        self._external.look(now_s)
         paused = self._pauses.look(now_s)
         pending = {kill.slot.name for kill in self._pending_kills}
         observations = [self._observe(slot) for slot in self._fleet.slots if slot.state not in ("ended", "failed")]
@@ -154,7 +161,26 @@ class Watchdog:
                 }
                 for process in run.processes
                 if process.observed.pid
-            ],
+            ]
+            + [self._external_row(rank, run.now_s) for rank in run.external_ranks if rank.pid],
+        }
+
+    def external_ranks(self) -> Sequence[ExternalRank]:
+        """Return the ranks of an external trainer; empty with the built-in one."""
+        return self._external.look(self._fleet.now_s())
+
+    def _external_row(self, found: ExternalRank, now_s: float) -> dict[str, Any]:
+        shares = self.shares.shares("trainer", str(found.rank)) if found.state == "connected" else {}
+        return {
+            "name": found.name,
+            "pid": found.pid,
+            "state": found.state,
+            "stopped": found.state == "connected" and stop_signal(found.pid) is not None,
+            "activity": found.progress.activity,
+            "since_s": _ago(now_s, found.progress.since_s),
+            "silent_s": _ago(now_s, found.progress.beat_s),
+            "working_on": found.progress.working_on,
+            "last_minute": {name: round(share, 4) for name, share in shares.items()},
         }
 
     # Observing.
@@ -208,6 +234,7 @@ class Watchdog:
             is_external=self._config.trainer.kind == "external",
             limits=self._limits,
             quiet_s=now_s - self._run.quiet_since_s,
+            external_ranks=self.external_ranks(),
         )
 
     def _preparing(self, slot: Slot) -> ProcessView:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, UnreachableError
 from pipeline.runtime.lock import find
+from pipeline.runtime.role import reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Traffic, trainer_name
+from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
 from pipeline.trainer.connection import Check, Connection
+from pipeline.trainer.external_metrics import ExternalMetrics
 from pipeline.trainer.publish_check import PublishCheck
 
 _CONNECT_TIMEOUT_S = 30.0
+_LOCK_TIMEOUT_S, _POLL_S = 0.5, 0.01
 
 
 def connect(
@@ -39,8 +45,11 @@ def connect(
     if record.world_size != world_size or not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {record.world_size}")
     folder = Path(record.shm_dir)
+    config = Config.model_validate_json(Workspace.open(folder).config_path.read_bytes())
+    if config.trainer.kind != "external":
+        raise ConfigError("trainer.kind of the daemon is builtin: start it with --set trainer.kind=external")
     connection = open_connection(
-        folder, rank=rank, world_size=world_size, prefetch=prefetch, check=PublishCheck(folder)
+        folder, rank=rank, world_size=world_size, prefetch=prefetch, check=PublishCheck(folder), external=config
     )
     if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
         connection.close()
@@ -57,6 +66,7 @@ def open_connection(
     verify_checksum: bool = True,
     traffic: Traffic | None = None,
     check: Check = lambda actor, critic: None,
+    external: Config | None = None,
 ) -> Connection:
     """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`.
 
@@ -68,8 +78,12 @@ def open_connection(
         verify_checksum: Whether each extent's checksum is verified before its rows are used.
         traffic: Counts the messages.
         check: Called with the state dicts of each publish; raises if they must not be published.
+        external: Configuration of the run whose external trainer this rank is; None for the built-in trainer.
     """
     lock = _lock_rank(folder, rank)
+    metrics = None
+    if external is not None:
+        metrics = ExternalMetrics(folder / "metrics", rank=rank, reward_source=reward_source(external))
     arena = Arena(folder / "arena")
     arena.populate()
     mailbox = Mailbox(folder, trainer_name(rank), traffic)
@@ -84,15 +98,20 @@ def open_connection(
     return Connection(
         arena, folder / "weights", mailbox, outbox,
         rank=rank, world_size=world_size, prefetch=prefetch, verify_checksum=verify_checksum,
-        on_close=on_close, check=check,
+        on_close=on_close, check=check, metrics=metrics,
     )  # fmt: skip
 
 
 def _lock_rank(folder: Path, rank: int) -> int:
     descriptor = os.open(folder / f"{trainer_name(rank)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"trainer rank {rank} is connected already") from None
-    return descriptor
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            # The supervisor holds it for a moment after the death of a trainer.
+            if time.monotonic() > deadline_s:
+                os.close(descriptor)
+                raise ConfigError(f"trainer rank {rank} is connected already") from None
+            time.sleep(_POLL_S)

@@ -11,6 +11,7 @@ which is one store in shared memory. If its trainer dies before both, the batch 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime.transport import Sender
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import Probe, WeightsVersion
+from pipeline.trainer.external_metrics import ExternalMetrics
 from pipeline.trainer.prefetch import Prefetcher
 from pipeline.trainer.session import BufferSession, Receiver
 
@@ -67,6 +69,7 @@ class Connection:
         copy_ahead: bool | None = None,
         on_close: Callable[[], None] = lambda: None,
         check: Check = lambda actor, critic: None,
+        metrics: ExternalMetrics | None = None,
     ) -> None:
         """Send this rank's hello to the buffer; users call `connect`.
 
@@ -82,6 +85,7 @@ class Connection:
             copy_ahead: Whether the next batch is copied while the current one is trained; None for yes on a GPU only.
             on_close: Called once by `close`.
             check: Called with the state dicts of each publish; raises if they must not be published.
+            metrics: The rank's metrics, if it is an external trainer's.
         """
         self.rank = rank
         self.world_size = world_size
@@ -90,6 +94,7 @@ class Connection:
         self._prefetcher = Prefetcher(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
         self._on_close = on_close
         self._check = check
+        self._metrics = metrics
         self._closed = False
         self._pinned: PinnedMemory | None = None
         self._session = BufferSession(
@@ -163,7 +168,8 @@ class Connection:
             left_s = 1.0 if deadline is None else deadline - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(f"no batch for trainer rank {self.rank} within {timeout_s:g} s")
-            self.receive(min(left_s, 1.0))
+            with contextlib.nullcontext() if self._metrics is None else self._metrics.waiting():
+                self.receive(min(left_s, 1.0))
         return None
 
     def poll(self, *, device: str | torch.device = "cpu") -> Batch | None:
@@ -184,6 +190,8 @@ class Connection:
             self._session.refuse(lease, fetched.damaged)
             return None
         self._session.hold(lease)
+        if self._metrics is not None:
+            self._metrics.took(fetched.experience, lease.lease, lease.for_version)
         if self._prefetcher.wants_next(device):
             # Leases that arrived meanwhile: the next batch is copied while this one is trained.
             self.receive(0.0)
@@ -206,6 +214,8 @@ class Connection:
             batches: Number of batches.
         """
         self._session.hand_back(batches)
+        if self._metrics is not None:
+            self._metrics.handed_back(batches)
 
     def receive(self, timeout_s: float) -> None:
         """Handle the buffer's messages.
@@ -296,15 +306,19 @@ class Connection:
         if version is None:
             newest = self.newest()
             version = 1 if newest is None else newest.version + 1
-        published = self._versions.publish(
-            version,
-            {"actor": actor, "critic": critic},
-            training,
-            trained_through=self._session.trained_through(),
-            rollback=rollback,
-            position=position,
-            probe=probe,
-        )
+        started_s = time.monotonic()
+        with contextlib.nullcontext() if self._metrics is None else self._metrics.publishing():
+            published = self._versions.publish(
+                version,
+                {"actor": actor, "critic": critic},
+                training,
+                trained_through=self._session.trained_through(),
+                rollback=rollback,
+                position=position,
+                probe=probe,
+            )
+        if self._metrics is not None:
+            self._metrics.published(published, self.weights_bytes, time.monotonic() - started_s)
         self._session.settle()
         if rollback:
             self.start_over(published)
@@ -344,6 +358,8 @@ class Connection:
         self._prefetcher.close()
         self._session.close()
         self._versions.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._pinned is not None:
             self._pinned.close()
         self._on_close()

@@ -58,6 +58,14 @@ def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, tas
         daemon.wait_ready()
 
         assert train(daemon, task / "model", steps=3) == [1, 2, 3]
+        seen = daemon.wait_until(lambda: (status := daemon.status())["step"] == 3 and status, "its steps are shown")
+        assert seen["policy_version"] == 3
+        assert seen["reward_mean"] is not None
+        (row,) = [process for process in seen["processes"] if process["role"] == "trainer"]
+        assert (row["index"], row["state"]) == (0, "left")
+        assert f"The external trainer (pid {row['pid']}) has left, " in daemon.ask("why").stdout
+        assert "trainer 0 has left" in daemon.ask("status").stdout
+        assert re.search(rf"^trainer 0 +{row['pid']} +left ", daemon.ask("top").stdout, re.MULTILINE)
 
         with subprocess.Popen(
             [sys.executable, "-c", GIVEN + readme_trainer(), task / "model"],

@@ -15,6 +15,7 @@ from pipeline.supervisor.diagnosis import (
     explain,
     waits_for_external_trainer,
 )
+from pipeline.supervisor.external import ExternalRank
 from pipeline.supervisor.hangs import HangLimits, Observation
 from pipeline.telemetry.metrics import Progress
 
@@ -114,6 +115,23 @@ def test_a_long_forward_pass_is_no_hang(hang_timeout_s: float, silent_s: float, 
 
     assert ("hangs or is very slow" in sentence) == is_named
     assert is_named or f"trainer-0 (pid 4711) has been in train on lease 4 for {duration(silent_s)}" in sentence
+
+
+@pytest.mark.parametrize(
+    ("states", "sentence"),
+    [
+        (["left"], "The external trainer (pid 815) has left, 41 s ago."),
+        (["connected", "left"], "Rank 1 of the external trainer (pid 815) has left, 41 s ago."),
+        (["connected"], "The run waits for the external trainer (pid 815) to take a batch; 512 of 256 rows are ready."),
+        (["absent"], "The run waits for an external trainer to connect and take a batch; 512 of 256 rows are ready."),
+    ],
+)
+def test_an_external_trainer_that_has_left_is_named(states: list[str], sentence: str) -> None:
+    idle = Progress(0.0, "", 0.0, -1, 0.0, False)
+    ranks = [ExternalRank(rank, 815, state, NOW_S - 41, idle) for rank, state in enumerate(states)]  # type: ignore[arg-type]
+    seen = run(BUFFER, view("rollout-0", "wait_ticket_full"), ready=512, external=True)
+
+    assert explain(dataclasses.replace(seen, external_ranks=ranks), {})[0] == sentence
 
 
 def test_the_last_minute_is_said_last_and_there_are_never_more_than_five_sentences() -> None:
