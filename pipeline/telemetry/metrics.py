@@ -296,6 +296,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_out_of_memory_total", "trainer rollout",
             "Calls on a GPU that ran out of its memory and were repeated with half the rows or tokens (train, pass, "
             "generate).", role=OWN, worker=OWN, during="train pass generate"),
+    gauge("rlhfd_device_info", INFO,
+          "Always 1, for each process that computes; device is the name of its GPU in the driver's words, or cpu.",
+          role="", worker="", device=""),
     gauge("rlhfd_gpu_memory_used_bytes", INFO, "GPU memory used, from NVML.", gpu="", uuid=""),
     gauge("rlhfd_gpu_memory_capacity_bytes", INFO, "GPU memory size, from NVML.", gpu="", uuid=""),
     gauge("rlhfd_gpu_utilization_ratio", INFO, "Share of the sample period in which a kernel ran, from NVML.",

@@ -143,7 +143,7 @@ class Learner:
             ShapeError: If fields disagree in shape.
             DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
-        watch = Stopwatch(self._on_phase)
+        watch = Stopwatch(self._on_phase, self._synchronize)
         batches = [
             TrainingBatch.of(experience, self._algorithm, self._device, needs_reference=self._kl_coef > 0)
             for experience in experiences
@@ -206,6 +206,11 @@ class Learner:
             for model, optimizer in zip(("actor", "critic"), self._optimizers, strict=False)
             for name, tensor in optimizer.tensors().items()
         }
+
+    def _synchronize(self) -> None:
+        """Wait until this process's GPU has computed all that was issued to it; nothing on a CPU."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _learning_rate_ratios(self) -> list[float]:
         """Return, for each model, the ratio of the next step's learning rate to the largest; 0 if not trained yet."""

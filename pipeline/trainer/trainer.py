@@ -54,6 +54,7 @@ class Trainer:
         *,
         device: torch.device,
         agree: Callable[[bool], bool] = lambda ready: ready,
+        leave: Callable[[], None] = lambda: None,
         save: CheckpointWriter | None = None,
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
@@ -69,6 +70,7 @@ class Trainer:
             device: Device of the batches.
             agree: A collective that all ranks call before each step; returns True if every rank passed True. A rank
                 that drains passes False, so that no rank waits in a collective for a rank that has ended.
+            leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
             save: Writes a checkpoint; None on every rank but the first.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
@@ -82,6 +84,7 @@ class Trainer:
         self._metrics = metrics
         self._device = device
         self._agree = agree
+        self._leave = leave
         self._agreed_to_stop = False
         self._save = save
         self._probe = probe
@@ -97,9 +100,8 @@ class Trainer:
             self._version = found
         else:
             self._publish(start.version, rollback=start.rollback, position=start.position)
-        if start.version is not None and not start.rollback:
-            metrics.resumed(self.step)
-        metrics.began(self._version.version)
+        is_resumed = start.version is not None and not start.rollback
+        metrics.began(self._version.version, steps_before=self.step if is_resumed else 0)
 
     @property
     def fingerprint(self) -> int:
@@ -147,6 +149,8 @@ class Trainer:
         """
         if not (self.complete or self._agreed_to_stop):
             self._agree(False)
+        # From here on no rank waits for another one: the last checkpoint may take minutes.
+        self._leave()
         self._connection.hand_back(len(self._batches))
         if self.step > self._published_step:
             # The batches in the last checkpoint count as trained.

@@ -54,7 +54,7 @@ class Bench:
         self.learner = CountingLearner(self.model)
         self.saved = []
 
-    def trainer(self, *, agree=lambda ready: ready, **settings):
+    def trainer(self, *, agree=lambda ready: ready, leave=lambda: None, **settings):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
@@ -66,6 +66,7 @@ class Bench:
             TrainerMetrics(self.slab.writer("trainer", 0), rank=0, reward_source="function"),
             device=torch.device("cpu"),
             agree=agree,
+            leave=leave,
             save=lambda progress, version, complete: self.saved.append(progress.step) or self.house.weights_path,
         )
 
@@ -154,6 +155,22 @@ def test_a_stopped_trainer_lets_the_others_go_exactly_once(bench):
     assert said == [False]
 
 
+def test_ranks_part_after_they_have_agreed_and_before_the_last_checkpoint(bench):
+    said = []
+    trainer = bench.trainer(
+        agree=lambda ready: said.append(ready) or ready, leave=lambda: said.append(f"saved {bench.saved}")
+    )
+    bench.turns(trainer, 4)
+    taken = trainer.step
+
+    trainer.stop()
+    trainer.close()
+
+    assert taken > 0
+    assert said == [*[True] * taken, False, "saved []"]
+    assert bench.saved == [taken]
+
+
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(bench):
     trainer = bench.trainer(save_every=2, max_steps=5)
 
@@ -196,3 +213,15 @@ def test_the_position_is_that_of_the_newest_batch_even_if_prompts_were_taken_bac
     bench.run(trainer)
 
     assert trainer.progress == (2, trainer.progress.digest, 24)
+
+
+def test_no_reader_sees_a_count_of_steps_below_those_before_a_resume(bench):
+    bench.slab.begin("trainer", 0)
+    metrics = TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
+    reader = MetricsReader(bench.slab)
+    assert reader.read().value("rlhfd_train_steps_total") is None
+
+    metrics.began(7, steps_before=1000)
+
+    assert reader.read().value("rlhfd_train_steps_total") == 1000
+    assert reader.read().value("rlhfd_policy_version", role="trainer", worker="0") == 7
