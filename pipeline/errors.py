@@ -77,6 +77,10 @@ class GaveUpError(RlhfdError):
     exit_code = ExitCode.GAVE_UP
 
 
+class DeviceMemoryError(GaveUpError):
+    """A device without memory for a single row: the same row would fail again after a restart (exit 70)."""
+
+
 class ShapeError(RlhfdError, ValueError):
     """Tensors whose shapes or dtypes disagree: a fault of the caller; the message names field, row and both sizes."""
 

@@ -33,6 +33,11 @@ def render(status: Mapping[str, Any]) -> str:
         + f"; arena {size(buffer.get('used_bytes'))} of {size(buffer.get('capacity_bytes'))}{_share(buffer)}",
         "staleness": f"{_number(status, 'staleness_mean_versions', '.2f')} versions, "
         f"policy version {_shown(status, 'policy_version')}",
+        "rollouts": "; ".join(
+            f"{_name(process)}: {in_work}"
+            for process in status.get("processes") or []
+            if (in_work := progress(process))
+        ),
         "rows": f"{_shown(buffer, 'sealed')} sealed, {_shown(buffer, 'trained')} trained, {_dropped(buffer)} dropped",
         "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}",
         "run": f"{_shown(status, 'run_id')}, pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
@@ -64,6 +69,15 @@ def warnings(status: Mapping[str, Any]) -> list[str]:
 
 def _name(process: Mapping[str, Any]) -> str:
     return f"{_shown(process, 'role')} {_shown(process, 'index')}"
+
+
+def progress(process: Mapping[str, Any]) -> str:
+    """Return the progress of a worker's present stage as text, such as ``12 of 128 rows, 3,412 tokens``; or nothing."""
+    done = process.get("progress")
+    if not done:
+        return ""
+    tokens = f", {_shown(done, 'tokens')} tokens" if done.get("tokens") else ""
+    return f"{_shown(done, 'rows_done')} of {_shown(done, 'rows')} rows{tokens}"
 
 
 def _times(count: int) -> str:

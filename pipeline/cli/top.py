@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.status import devices, duration, size, table, warnings
+from pipeline.cli.status import devices, duration, progress, size, table, warnings
 from pipeline.errors import UnreachableError
 from pipeline.supervisor.live import panel
 from pipeline.supervisor.snapshot import Snapshot
@@ -43,7 +43,7 @@ def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, .
                 "stopped" if at.get("stopped") else str(process.get("state") or "–"),
                 str(at.get("activity") or "–"),
                 duration(at.get("since_s")),
-                f"{unit} {working_on:,}" if unit and working_on >= 0 else "–",
+                _on(unit, working_on, process),
                 " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE)[:48] or "–",
                 str(process.get("restarts", "–")),
                 size(process.get("resident_bytes")),
@@ -51,6 +51,14 @@ def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, .
             )
         )
     return found
+
+
+def _on(unit: str, working_on: int, process: Mapping[str, Any]) -> str:
+    """Return the ticket or lease in work, and the progress of a worker's stage; a dash without one."""
+    if not unit or working_on < 0:
+        return "–"
+    done = progress(process)
+    return f"{unit} {working_on:,}" + (done and f": {done}")
 
 
 def text(status: Mapping[str, Any], why: Mapping[str, Any]) -> str:

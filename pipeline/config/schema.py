@@ -180,10 +180,13 @@ class RolloutConfig(_Section):
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of the value of the next token (PPO).")
     lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalized advantage estimation (PPO).")
     inference_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows generated at once; left out: all rows of the ticket."
+        default=None, ge=1, description="Rows generated at once; left out: the ticket's; halved if a GPU is full."
     )
     logits_forward_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows per forward pass; left out: all rows of the ticket."
+        default=None,
+        ge=1,
+        description="Rows per forward pass; left out: of 16,384 tokens on a GPU, a minute's on a CPU; halved if a GPU "
+        "is full.",
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,
@@ -289,7 +292,9 @@ class TrainerConfig(_Section):
     critic_warmup_steps: int = Field(default=10, ge=0, description="First steps, which train the critic alone (PPO).")
     whiten_advantages: bool = Field(default=True, description="Whether advantages are normalized (PPO).")
     micro_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows per forward and backward pass; left out: the batch."
+        default=None,
+        ge=1,
+        description="Rows per training pass; left out: of 8,192 tokens on a GPU, 48 at most on a CPU; halved if full.",
     )
     width_multiple: int | None = Field(
         default=None,

@@ -9,6 +9,7 @@ loading            models and tokenizers from local folders
 log_probs          log-probs and values of action tokens
 lora               LoRA adapters
 packing            one forward pass over rows laid end to end
+pass_size          rows of a forward pass, cut by tokens
 reward_model       a reward model
 vision_inputs      Qwen2-VL's arguments of a forward pass
 weights            published policy versions in shared memory

@@ -7,6 +7,7 @@ maker            `NaiveExperienceMaker`: prompts to Experience, PPO and GRPO
 metrics          a worker's metrics
 model_passes     forward passes over sampled rows: log-probs, values, rewards
 process          the worker process
+progress         heartbeats with the numbers of rows and tokens done
 ray              the gateway to Ray actors that hold the models; the only import of ray
 remote           a worker's models on another machine, without Ray's part
 reward_pool      reward functions in processes that can be killed

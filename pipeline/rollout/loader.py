@@ -20,6 +20,7 @@ from pipeline.models.critic import Critic
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, sees_images
 from pipeline.models.lora import adapt, published
+from pipeline.models.reward_model import SequenceReward
 from pipeline.models.weights.probe import answer, check
 from pipeline.prompts import PromptSource, first_tokens
 from pipeline.rollout.generation.engines import load_engine
@@ -40,8 +41,11 @@ class Telemetry(Protocol):
     def activity(self, name: str) -> AbstractContextManager[None]:
         """Return a context that counts the time of its block for an activity."""
 
-    def beat(self) -> None:
-        """Write a heartbeat."""
+    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        """Write a heartbeat, and show the progress of the stage if `rows` is above 0."""
+
+    def out_of_memory(self, during: str) -> None:
+        """Count a call that ran out of the device's memory."""
 
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""
@@ -121,6 +125,7 @@ def load_roller(
         generator=engine,
         stage=telemetry.activity,
         on_progress=telemetry.beat,
+        on_out_of_memory=telemetry.out_of_memory,
     )
     weights = ModelWeights(targets, engine, weights_check(config, actor, tokenizer, device))
     source = PromptSource(config.prompts.path, config.daemon.seed)
@@ -176,11 +181,25 @@ def load_reward(config: Config, device: torch.device, functions: FunctionReward 
     model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
     if functions is None:
         return model
+    return SummedReward(model, functions)
 
-    def both(*, vision: VisionRows | None = None, **row: Any) -> torch.Tensor:
-        return model(**row) + functions(**row, vision=vision).to(device)
 
-    return both
+class SummedReward:
+    """The sum of a reward model's score and of the functions'.
+
+    Attributes:
+        model: The reward model's network, which bounds the rows of a call.
+    """
+
+    def __init__(self, reward_model: SequenceReward, functions: FunctionReward | RewardPool) -> None:
+        self.model = reward_model.model
+        self._reward_model = reward_model
+        self._functions = functions
+
+    def __call__(self, *, vision: VisionRows | None = None, **row: Any) -> torch.Tensor:
+        """Return the sums, ``(B,)``; arguments as for a `FunctionReward`."""
+        scores = self._reward_model(**row)
+        return scores + self._functions(**row, vision=vision).to(scores.device)
 
 
 def reward_functions(

@@ -7,10 +7,12 @@ implement the calls named in its docstring.
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +31,14 @@ from pipeline.experience.advantages import (
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows, take_vision
 from pipeline.models.inputs import is_transformers_model
+from pipeline.models.pass_size import PassSize, RowBound
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.stops import parse_stop_token_ids
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from pipeline.rollout.model_passes import ModelPasses
+from pipeline.rollout.progress import with_numbers
 from pipeline.rollout.rows import Rows, check_prompts
 
 if TYPE_CHECKING:
@@ -81,7 +85,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         lam: Lambda of GAE.
         use_grpo: GRPO instead of PPO.
         num_generation: Responses of each prompt (G), at least 2, contiguous; GRPO only.
-        inference_batch_size: Most rows of a mini-batch in generation, reward model and critic; None for all rows.
+        inference_batch_size: Most rows at once in generation, reward model and critic; None: all, cut by `pass_size`.
         logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
             `inference_batch_size`.
         compat: "coati" for the value position, the reward placement and the per-action kl of the original, to
@@ -99,7 +103,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         seed: Seed of the calls of `make_experience` that pass none; None for a seed from the operating system.
         stage: Called with the name of each stage, "generate", "reward", "logprob", "ref_logprob" or "value"; the
             returned context manager is entered around the stage.
-        on_progress: Called once a token or once a mini-batch, for hang detection.
+        on_progress: Called once a token or mini-batch, with the keywords of `ReportsProgress` that its signature has.
+        on_out_of_memory: Called with "generate" or "pass" when one runs out of the device's memory and is halved.
 
     Raises:
         FieldError: If an argument is invalid, or one that the algorithm requires is missing.
@@ -153,7 +158,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         refuse_not_finite: bool = True,
         seed: int | None = None,
         stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
-        on_progress: Callable[[], None] = lambda: None,
+        on_progress: Callable[..., None] = lambda: None,
+        on_out_of_memory: Callable[[str], None] = lambda during: None,
     ) -> None:
         super().__init__(actor, critic, reward_model, initial_model)
         if use_grpo and num_generation < 2:
@@ -188,6 +194,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.refuse_not_finite = refuse_not_finite
         self._stage = stage
         self._on_progress = on_progress
+        self._on_out_of_memory = on_out_of_memory
+        self._sizes: WeakKeyDictionary[nn.Module, PassSize] = WeakKeyDictionary()
+        self._row_bound = RowBound("rollout.inference_batch_size", functools.partial(on_out_of_memory, "generate"))
         self._seeds = torch.Generator()
         if seed is None:
             self._seeds.seed()
@@ -296,7 +305,12 @@ class NaiveExperienceMaker(ExperienceMaker):
     @property
     def _passes(self) -> ModelPasses:
         return ModelPasses(
-            self.inference_batch_size, self.logits_forward_batch_size, self.refuse_not_finite, self._on_progress
+            self.inference_batch_size,
+            self.logits_forward_batch_size,
+            self.refuse_not_finite,
+            with_numbers(self._on_progress),
+            functools.partial(self._on_out_of_memory, "pass"),
+            self._sizes,
         )
 
     def _read(self, generate_kwargs: dict[str, Any], prompt_width: int) -> tuple[Sampling, dict[str, Any]]:
@@ -349,8 +363,13 @@ class NaiveExperienceMaker(ExperienceMaker):
     ) -> tuple[Rows, Tensor | None]:
         # Passed only if there are images: an engine for text alone need not take the argument.
         images = {"vision": vision} if vision is not None and vision.tensors_exist else {}
-        responses = self._engine(extra).generate(
-            input_ids, attention_mask, sampling, group_size=group_size, batch_rows=self.inference_batch_size, **images
+        engine = self._engine(extra)
+        responses = self._row_bound.run(
+            len(input_ids) * group_size,
+            self.inference_batch_size,
+            lambda rows: engine.generate(
+                input_ids, attention_mask, sampling, group_size=group_size, batch_rows=rows, **images
+            ),
         )
         if is_transformers_model(self.actor):
             _check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)

@@ -54,6 +54,11 @@ class RolloutMetrics:
         self._groups = {
             signal: writer.counter("rlhfd_groups_total", signal=signal) for signal in ("mixed", "all_equal")
         }
+        self._ticket_tokens = writer.gauge("rlhfd_ticket_tokens")
+        self._ticket_rows = {state: writer.gauge("rlhfd_ticket_rows", state=state) for state in ("done", "all")}
+        self._out_of_memory = {
+            during: writer.counter("rlhfd_out_of_memory_total", during=during) for during in ("pass", "generate")
+        }
         self._in_flight = writer.gauge("rlhfd_rollouts_in_flight")
         self._version = writer.gauge("rlhfd_policy_version")
         self._sync_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="load")
@@ -67,6 +72,7 @@ class RolloutMetrics:
     def activity(self, name: str) -> Iterator[None]:
         """Count the time of the block for an activity, and its duration for the stage of that name."""
         started_s = time.monotonic()
+        self._show_rows(0, 0)
         with self.clock.during(name):
             yield
         self.staged(name, time.monotonic() - started_s)
@@ -126,9 +132,17 @@ class RolloutMetrics:
             self._groups["mixed"].inc(mixed)
             self._groups["all_equal"].inc(len(responses) // group_size - mixed)
 
-    def beat(self) -> None:
-        """Write a heartbeat."""
+    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        """Write a heartbeat, and show the progress of the stage if `rows` is above 0."""
+        if rows:
+            self._show_rows(rows_done, rows)
+        if tokens is not None:
+            self._ticket_tokens.set(tokens)
         self._writer.beat()
+
+    def out_of_memory(self, during: str) -> None:
+        """Count a call that ran out of the device's memory: "pass" or "generate"."""
+        self._out_of_memory[during].inc()
 
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""
@@ -160,4 +174,10 @@ class RolloutMetrics:
 
     def work_on(self, ticket: int = -1, deadline_s: float = 0.0) -> None:
         """Show the ticket being worked on, -1 for none."""
+        self._show_rows(0, 0)
+        self._ticket_tokens.set(0)
         self._writer.work_on(ticket, deadline_s)
+
+    def _show_rows(self, done: int, rows: int) -> None:
+        self._ticket_rows["done"].set(done)
+        self._ticket_rows["all"].set(rows)

@@ -1,4 +1,4 @@
-"""Forward passes of actor, reference, reward model and critic over sampled rows, in mini-batches.
+"""Forward passes of actor, reference, reward model and critic over sampled rows, in mini-batches bounded by tokens.
 
 A model of this project or of transformers receives rows without the columns that are padding in all of them. Any other
 object receives whole rows.
@@ -6,9 +6,10 @@ object receives whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from pipeline.errors import FieldError
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.log_probs import action_log_probs, all_values
+from pipeline.models.pass_size import PassSize, default_tokens
 from pipeline.models.reward_model import SequenceReward
+from pipeline.rollout.progress import ReportsProgress
 from pipeline.rollout.reward_pool import RewardPool
 from pipeline.rollout.rewards import FunctionReward, checked_scores, vision_keywords
 from pipeline.rollout.rows import Rows
@@ -28,17 +31,22 @@ class ModelPasses:
     """Log-probs, scores and values of sampled rows.
 
     Attributes:
-        inference_batch_size: Most rows of a mini-batch; None for all rows.
+        inference_batch_size: Most rows of a mini-batch; None: a model's `default_tokens` bound it, and any other object
+            gets all rows.
         logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
             `inference_batch_size`.
         refuse_not_finite: Whether a log-prob or value that is NaN or infinite is an error.
         on_progress: Called once a mini-batch.
+        on_out_of_memory: Called when a mini-batch runs out of the device's memory and is run again in halves.
+        sizes: The bound of each model's passes, kept by the owner of this object.
     """
 
     inference_batch_size: int | None
     logits_forward_batch_size: int | None
     refuse_not_finite: bool
-    on_progress: Callable[[], None]
+    on_progress: ReportsProgress
+    on_out_of_memory: Callable[[], None] = lambda: None
+    sizes: WeakKeyDictionary[nn.Module, PassSize] = field(default_factory=WeakKeyDictionary)
 
     def log_probs(self, name: str, model: Callable[..., Any], rows: Rows, temperature: float) -> Tensor:
         """Return the log-probs of the actions under a model.
@@ -54,12 +62,20 @@ class ModelPasses:
 
         Raises:
             FieldError: If a log-prob is NaN or infinite.
+            DeviceMemoryError: If a single row does not fit into the device's memory.
         """
         result = torch.zeros(rows.action_mask.shape)
         device, trim = _device_of(model), is_transformers_model(model)
         # Rows of similar length together: columns that are padding in all rows of a mini-batch are not computed.
         order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
-        for part in self._slices(len(result)):
+        prompts, responses = rows.prompt_lengths[order].tolist(), rows.lengths[order].tolist()
+        if not trim:
+            prompts, responses = (
+                [rows.sequences.shape[1] - rows.num_actions] * len(order),
+                [rows.num_actions] * len(order),
+            )
+
+        def step(part: slice) -> None:
             sequences, mask, columns = rows.padded(order[part], trim=trim)
             log_probs = action_log_probs(
                 model,
@@ -70,7 +86,9 @@ class ModelPasses:
                 vision=rows.vision_of(order[part]),
             )
             result[order[part], :columns] = log_probs.cpu()
-            self.on_progress()
+            self.on_progress(rows_done=part.stop, rows=len(order))
+
+        self._size(model).run(prompts, responses, step)
         result.masked_fill_(~rows.action_mask, 0.0)
         self.check_finite(name, "log-prob", result)
         return result
@@ -89,12 +107,14 @@ class ModelPasses:
 
         Raises:
             RewardError: If a score is NaN or infinite, without `keep_errored`.
+            DeviceMemoryError: If a single row does not fit into the device's memory.
         """
         device = _device_of(reward_model)
         name = type(reward_model).__qualname__
         trim = isinstance(reward_model, SequenceReward | FunctionReward | RewardPool)
-        scores = []
-        for part in _slices(len(answers), self.inference_batch_size):
+        scores: list[Tensor] = []
+
+        def step(part: slice) -> None:
             ids, mask = rows.right_padded(part, trim=trim)
             starts = rows.prompt_lengths[part]
             part_scores = reward_model(
@@ -106,7 +126,9 @@ class ModelPasses:
                 **vision_keywords(reward_model, rows.vision_of(part), device),
             )
             scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())
-            self.on_progress()
+            self.on_progress(rows_done=part.stop, rows=len(answers))
+
+        self._size(reward_model, scores=True).run([0] * len(answers), _widths(rows, trim=trim), step)
         return torch.cat(scores)
 
     def values(self, critic: Any, rows: Rows, *, coati: bool) -> Tensor:
@@ -122,19 +144,23 @@ class ModelPasses:
 
         Raises:
             FieldError: If a value is NaN or infinite.
+            DeviceMemoryError: If a single row does not fit into the device's memory.
         """
         device = _device_of(critic)
         trim = isinstance(critic, Critic) and not coati
-        parts = []
-        for part in self._slices(len(rows.sequences)):
+        parts: list[Tensor] = []
+
+        def step(part: slice) -> None:
             ids, mask = rows.right_padded(part, trim=trim)
             values = all_values(critic, ids.to(device), mask.to(device), vision=rows.vision_of(part)).cpu()
-            self.on_progress()
+            self.on_progress(rows_done=part.stop, rows=len(rows.sequences))
             if coati:
                 parts.append(values[:, -rows.num_actions :])
             else:
                 before = rows.prompt_lengths[part].unsqueeze(1) - 1 + torch.arange(rows.num_actions)
                 parts.append(values.gather(1, before.clamp(max=ids.shape[1] - 1)))
+
+        self._size(critic).run([0] * len(rows.sequences), _widths(rows, trim=trim), step)
         result = torch.cat(parts).masked_fill(~rows.action_mask, 0.0)
         self.check_finite("critic", "value", result)
         return result
@@ -158,14 +184,27 @@ class ModelPasses:
             value = values[row][~torch.isfinite(values[row])][0].item()
             raise FieldError(f"row {row}: {name} gave a {quantity} of {value}")
 
-    def _slices(self, batch_size: int) -> Iterator[slice]:
-        sizes = [size for size in (self.inference_batch_size, self.logits_forward_batch_size) if size is not None]
-        return _slices(batch_size, min(sizes, default=None))
+    def _size(self, model: Any, *, scores: bool = False) -> PassSize:
+        """Return the bound of a model's passes: the one from before if it was lowered, else as configured."""
+        given = [self.inference_batch_size, *([] if scores else [self.logits_forward_batch_size])]
+        most_rows = min((size for size in given if size is not None), default=None)
+        key = "rollout.inference_batch_size" if scores else "rollout.logits_forward_batch_size"
+        module = next((one for one in (model, getattr(model, "model", None)) if isinstance(one, nn.Module)), None)
+        if module is None:
+            return PassSize(key, most_rows=most_rows, on_out_of_memory=self.on_out_of_memory)
+        if module not in self.sizes:
+            tokens = default_tokens(module, _device_of(module), backward=False) if most_rows is None else None
+            self.sizes[module] = PassSize(key, most_tokens=tokens, on_out_of_memory=self.on_out_of_memory)
+        self.sizes[module].most_rows = most_rows
+        return self.sizes[module]
 
 
-def _slices(batch_size: int, size: int | None) -> Iterator[slice]:
-    step = size or batch_size
-    return (slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step))
+def _widths(rows: Rows, *, trim: bool) -> list[int]:
+    """Return the columns that each row needs when it is padded on the right."""
+    if not trim:
+        return [rows.sequences.shape[1]] * len(rows.sequences)
+    widths: list[int] = (rows.prompt_lengths + rows.lengths).tolist()
+    return widths
 
 
 def _device_of(model: Any) -> torch.device:

@@ -240,6 +240,8 @@ class RemoteRoller:
             self._metrics.staged(name, seconds)
         for reason in result.reward_errors:
             self._metrics.reward_errored(reason)
+        for during in result.out_of_memory:
+            self._metrics.out_of_memory(during)
         for parts in result.scores:
             self._on_row(parts)
         if result.error is not None:
@@ -286,7 +288,8 @@ class RemoteRoller:
     def _show(self, status: NodeStatus) -> None:
         if status.beats != self._beats:
             self._beats = status.beats
-            self._context.metrics.beat()
+            rows_done, rows, tokens = status.progress
+            self._metrics.beat(rows_done=rows_done, rows=rows, tokens=tokens)
         if self._is_rolling and status.activity:
             self._metrics.clock.enter(status.activity)
         _log(status.records)

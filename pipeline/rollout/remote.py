@@ -66,6 +66,7 @@ class CallResult:
         error: The error raised; None if there is a value.
         stages: Activities that ended, each with its seconds.
         reward_errors: The reason of each row without a reward.
+        out_of_memory: "pass" or "generate", for each call that ran out of the device's memory.
         scores: The parts of each row's reward, None for a row without one.
         records: Log records since the last result or status.
     """
@@ -74,6 +75,7 @@ class CallResult:
     error: RlhfdError | None = None
     stages: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     reward_errors: list[str] = dataclasses.field(default_factory=list)
+    out_of_memory: list[str] = dataclasses.field(default_factory=list)
     scores: list[Sequence[float] | None] = dataclasses.field(default_factory=list)
     records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
 
@@ -86,11 +88,13 @@ class NodeStatus:
         beats: Heartbeats so far.
         activity: The current activity, "" for none.
         records: Log records since the last result or status.
+        progress: Rows done, rows, and tokens generated, of the current stage.
     """
 
     beats: int
     activity: str
     records: list[logging.LogRecord]
+    progress: tuple[int, int, int | None] = (0, 0, None)
 
 
 class NodeTelemetry:
@@ -100,6 +104,8 @@ class NodeTelemetry:
         self.beats = 0
         self.beat_s = time.monotonic()
         self.current = ""
+        self.progress: tuple[int, int, int | None] = (0, 0, None)
+        self._out_of_memory: list[str] = []
         self._stages: list[tuple[str, float]] = []
         self._reward_errors: list[str] = []
         self._scores: list[Sequence[float] | None] = []
@@ -108,15 +114,17 @@ class NodeTelemetry:
     def activity(self, name: str) -> Iterator[None]:
         """Count the time of the block for an activity."""
         started_s, before = time.monotonic(), self.current
-        self.current = name
+        self.current, self.progress = name, (0, 0, None)
         try:
             yield
         finally:
             self.current = before
         self._stages.append((name, time.monotonic() - started_s))
 
-    def beat(self) -> None:
-        """Count a heartbeat."""
+    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        """Count a heartbeat, and keep the progress of the stage if `rows` is above 0."""
+        if rows:
+            self.progress = (rows_done, rows, tokens)
         self.beats += 1
         self.beat_s = time.monotonic()
 
@@ -124,14 +132,18 @@ class NodeTelemetry:
         """Record a row without a reward."""
         self._reward_errors.append(reason)
 
+    def out_of_memory(self, during: str) -> None:
+        """Record a call that ran out of the device's memory."""
+        self._out_of_memory.append(during)
+
     def on_row(self, parts: Sequence[float] | None) -> None:
         """Record the parts of a row's reward."""
         self._scores.append(parts)
 
     def take(self, value: Any, error: RlhfdError | None) -> CallResult:
         """Return the result of a call with all events since the last one, and start anew."""
-        result = CallResult(value, error, self._stages, self._reward_errors, self._scores)
-        self._stages, self._reward_errors, self._scores = [], [], []
+        result = CallResult(value, error, self._stages, self._reward_errors, self._out_of_memory, self._scores)
+        self._stages, self._reward_errors, self._out_of_memory, self._scores = [], [], [], []
         return result
 
 
@@ -189,7 +201,8 @@ class RolloutNode:
         if is_due and hang_timeout_s and silent_s > _SILENT_SHARE * hang_timeout_s:
             self._has_logged_stacks = True
             self._records.emit(_hang_record(silent_s))
-        return NodeStatus(self._telemetry.beats, self._telemetry.current, self._records.take())
+        telemetry = self._telemetry
+        return NodeStatus(telemetry.beats, telemetry.current, self._records.take(), telemetry.progress)
 
     def _loaded(self) -> tuple[LocalRoller, Config]:
         assert self._roller is not None and self._config is not None

@@ -27,6 +27,7 @@ from pipeline.storage.weights_header import WeightsVersion
 
 _TRIED_PROMPTS = 64
 _TRIED_ROLLOUTS = 3
+_TRIED_TOKENS = 16
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,11 @@ class ModelWeights:
 
 
 class LocalRoller:
-    """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone."""
+    """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone.
+
+    Attributes:
+        max_length: Tokens of prompt and response together, at most.
+    """
 
     def __init__(
         self,
@@ -160,17 +165,22 @@ class LocalRoller:
         self._tokenizer = tokenizer
         self._weights = weights
         self._seed = seed
-        self._max_length = max_length
+        self.max_length = max_length
         self._vocabulary = vocabulary
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
         self._device = device
 
-    def roll(self, position: int, prompts: int) -> Rolled:
+    def roll(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
 
         A prompt that leaves no room for a response, that the chat template refuses, or one of whose images cannot be
         read, is set aside and logged.
+
+        Args:
+            position: The first prompt's.
+            prompts: How many.
+            response_tokens: Most tokens of a response; None: only `max_length` bounds it.
 
         Raises:
             RewardError: If a reward is not a finite number, or the reward function raised.
@@ -191,11 +201,12 @@ class LocalRoller:
         if not kept:
             return Rolled(None, prompts, refused)
         input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
+        room = self.max_length - input_ids.shape[1]
         experience = self._maker.make_experience(
             input_ids,
             mask,
             gt_answer=[prompt.answer for prompt, _ in kept],
-            max_length=self._max_length,
+            max_length=input_ids.shape[1] + min(room, response_tokens or room),
             seed=seed_of(self._seed, position),
             **self._generate_kwargs,
             **(_vision_keywords(kept) if self._vision else {}),
@@ -222,9 +233,9 @@ class LocalRoller:
             raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
         else:
             rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
-        if len(rendered.ids) >= self._max_length:
+        if len(rendered.ids) >= self.max_length:
             raise PromptError(
-                f"{len(rendered.ids)} tokens leave no room for a response: rollout.max_length is {self._max_length}"
+                f"{len(rendered.ids)} tokens leave no room for a response: rollout.max_length is {self.max_length}"
             )
         return rendered
 
@@ -264,8 +275,10 @@ def seed_of(run_seed: int, position: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}".encode()) >> 1
 
 
-def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
+def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
     """Roll prompts out before the first ticket, so that a broken reward or model ends the start, not the run later.
+
+    Responses have 16 tokens at most: a large model on a CPU would take longer for whole ones than a start may.
 
     Args:
         roller: The worker's.
@@ -282,7 +295,7 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
     set_aside: PromptError | None = None
     for position in range(_TRIED_PROMPTS):
         try:
-            rolled = roller.roll(position, 1)
+            rolled = roller.roll(position, 1, response_tokens=_TRIED_TOKENS)
             if rolled.fault is not None:
                 raise FieldError(f"a rollout before the first ticket is refused: {rolled.fault.detail}")
         except (RewardError, FieldError) as error:
@@ -297,15 +310,31 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
             continue
         try:
             room = extent_bytes_bound(len(experience.sequences), row_bytes)
-            codec.encode(experience, memoryview(bytearray(room)), checksum=False)
+            encoded = codec.encode(experience, memoryview(bytearray(room)), checksum=False)
         except ArenaFullError as error:
             raise ConfigError(f"buffer.row_bytes: {error}") from error
+        if (whole := encoded.nbytes + _bytes_left_out(experience, roller.max_length)) > room:
+            raise ConfigError(
+                f"buffer.row_bytes: extent of {whole:,} B does not fit: {room:,} B are reserved for the "
+                f"{len(experience.sequences)} rows of a prompt at rollout.max_length {roller.max_length:,}"
+            )
         return
     if refused:
         raise refused[0]
     assert set_aside is not None
     message = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
     raise ConfigError(f"{message} {set_aside}", bare=f"{message} {set_aside.bare}")
+
+
+def _bytes_left_out(experience: Experience, max_length: int) -> int:
+    """Return the bytes that the rows would take beyond their own if all responses reached `max_length`."""
+    rows, columns = experience.sequences.shape
+    a_token = sum(
+        value.element_size()
+        for value in vars(experience).values()
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
+    )
+    return rows * (max_length - columns) * a_token
 
 
 def _of_actor(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -43,6 +43,8 @@ from pipeline.storage.weights_header import WeightsVersion
 
 TICKETS_AHEAD = 2
 
+_DEADLINE_PASSED = "deadline passed: raise rollout.ticket_timeout_s, or lower rollout.batch_size or rollout.max_length"
+
 Outcome = Sealed | Faulty | Failed
 
 log = logging.getLogger(__name__)
@@ -176,7 +178,7 @@ class RolloutWorker:
             if rolled.experience is None:
                 return self._failed(ticket, "all its prompts were set aside", retry=False)
             if self._clock() > ticket.deadline_s:
-                return self._failed(ticket, "deadline passed", retry=True)
+                return self._failed(ticket, _DEADLINE_PASSED, retry=True)
             if rolled.fault is not None:
                 return self._faulty(ticket, rolled.fault, rolled.experience)
             return self._seal(ticket, rolled)

@@ -9,6 +9,7 @@ from pipeline.errors import ExitCode
 from pipeline.runtime.messages import PeerDied
 from pipeline.runtime.transport import Outbox, trainer_name, worker_name
 from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.remedies import after_exit
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class ExitHandler:
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         how += f", {slot.ended_by}" if slot.ended_by else ""
         reason = slot.error or slot.last_line
+        if remedy := after_exit(slot.role, slot.ended_by, reason):
+            reason = f"{reason}; {remedy}"
         if delay_s is not None:
             log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, reason)
             return

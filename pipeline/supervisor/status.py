@@ -281,9 +281,19 @@ class InstanceStatus:
             "uptime_s": round(self._fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
             "devices": slot.place.gpu or "cpu",
+            "progress": self._progress(slot),
             "device": slot.device,
             "last_exit": slot.last_exit,
         }
+
+    def _progress(self, slot: Slot) -> dict[str, int] | None:
+        """Return rows and tokens of a worker's present stage; None if the stage does not tell."""
+        if slot.role != "rollout":
+            return None
+        worker = str(slot.index)
+        rows, done = (self._value("rlhfd_ticket_rows", worker=worker, state=state) for state in ("all", "done"))
+        tokens = self._value("rlhfd_ticket_tokens", worker=worker)
+        return {"rows_done": int(done or 0), "rows": int(rows), "tokens": int(tokens or 0)} if rows else None
 
     def _sample_processes(self) -> None:
         for slot in self._fleet.slots:

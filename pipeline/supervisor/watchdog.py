@@ -23,6 +23,7 @@ from pipeline.supervisor.diagnosis import (
 from pipeline.supervisor.external import ExternalRank, ExternalTrainer
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, Reason, RunWatch, Verdict, hung
+from pipeline.supervisor.remedies import after_hang
 from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.slab import MetricsSlab
 
@@ -285,7 +286,8 @@ class Watchdog:
                 f"its last line: {slot.last_line or 'it printed nothing'}"
             )
         else:
-            slot.error = f"hung in {verdict.stage}: {verdict.reason}"
+            remedy = after_hang(verdict.reason, verdict.stage)
+            slot.error = f"hung in {verdict.stage}: {verdict.reason}" + (remedy and f"; {remedy}")
         slot.ended_by = "watchdog"
         return _PendingKill(slot, verdict.pid, verdict.reason, now_s, slot.lines, slot.lines)
 

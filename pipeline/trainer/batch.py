@@ -13,6 +13,7 @@ from torch.nn import functional
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.types import TOKEN_FIELDS, Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.pass_size import PassSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +89,31 @@ class TrainingBatch:
         mixed = (experience.info or {}).get("group_mixed") if algorithm == "grpo" else None
         return batch if mixed is None else batch._rows(mixed.to(device).bool().nonzero().squeeze(1))
 
-    def micro_batches(self, most_rows: int | None, width_multiple: int = 1) -> Iterator[Self]:
-        """Yield the rows in parts of at most `most_rows`, rows of similar length together, without common padding.
+    def micro_batches(self, size: PassSize, width_multiple: int = 1) -> Iterator[Self]:
+        """Yield the rows in parts of a size, rows of similar length together, without common padding.
 
         A part has neither the columns that are padding in all its rows nor the columns after its last action. A part
         without any action is left out. Its width is rounded up to a multiple, by padding on the left.
         """
         if not len(self.sequences):
             return
-        lengths = self.attention_mask.sum(dim=1)
-        for index in lengths.argsort(stable=True).split(most_rows or len(lengths)):
-            part = self._rows(index)
+        order = self.attention_mask.sum(dim=1).argsort(stable=True)
+        lefts, rights = self._spans(order)
+        for columns in size.parts(lefts, rights):
+            part = self._rows(order[columns])
             if part.action_mask.any():
                 yield part._trimmed(width_multiple)
+
+    def _spans(self, order: Tensor) -> tuple[list[int], list[int]]:
+        """Return each row's columns before the first action column, padding left out, and those up to its last action.
+
+        The first number is negative for a row whose first token is to the right of that column.
+        """
+        mask, actions = self.attention_mask[order] != 0, self.action_mask[order]
+        before = self.sequences.shape[1] - actions.shape[1]
+        columns = torch.arange(1, actions.shape[1] + 1, device=actions.device)
+        firsts = mask.long().argmax(dim=1)
+        return (before - firsts).tolist(), (actions * columns).amax(dim=1).tolist()
 
     def _rows(self, index: Tensor) -> Self:
         rows = self._mapped(lambda column: column[index], lambda column: column[index])

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.types import Experience
 from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.pass_size import PassSize, default_tokens
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.losses import masked_mean, policy_loss, value_loss, whiten
 from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio
@@ -74,6 +75,7 @@ class Learner:
         step: int = 0,
         process_group: dist.ProcessGroup | None = None,
         on_phase: Callable[[str], None] = lambda phase: None,
+        on_out_of_memory: Callable[[], None] = lambda: None,
     ) -> None:
         """Take over the models; on several ranks, copy the weights from the group's first rank.
 
@@ -88,6 +90,8 @@ class Learner:
             process_group: The ranks that take each step together; None for this process alone.
             on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase, for each
                 micro-batch.
+            on_out_of_memory: Called when a micro-batch runs out of the device's memory; the step is then taken from its
+                start with micro-batches of half the tokens.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -104,11 +108,15 @@ class Learner:
         self._group = process_group
         self._on_phase = on_phase
         self._device = next(actor.parameters()).device
-        self._micro_batch_rows = trainer.micro_batch_size or (
-            _CPU_MICRO_BATCH_ROWS if self._device.type == "cpu" else None
+        self._micro_batch = PassSize(
+            "trainer.micro_batch_size",
+            most_rows=trainer.micro_batch_size or (_CPU_MICRO_BATCH_ROWS if self._device.type == "cpu" else None),
+            most_tokens=None if trainer.micro_batch_size else default_tokens(actor, self._device, backward=True),
+            on_out_of_memory=on_out_of_memory,
         )
         # Kernels and the allocator's blocks are chosen by shape: fewer shapes are prepared on a GPU.
         self._width_multiple = trainer.width_multiple or (1 if self._device.type == "cpu" else _GPU_WIDTH_MULTIPLE)
+        self._part_shape = torch.Size((0, 0))
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         self._optimizers = [
             ModelOptimizer(
@@ -138,6 +146,7 @@ class Learner:
         Raises:
             FieldError: If a field that the algorithm needs is missing, or actions are marked in the padding.
             ShapeError: If fields disagree in shape.
+            DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
         watch = Stopwatch(self._on_phase, self._synchronize)
         batches = [
@@ -147,7 +156,11 @@ class Learner:
         observed = [Observed.of(experience) for experience in experiences]
         with watch.during("reduce"):
             counts = Counts(*self._sum_over_ranks(count(batches, observed)))
-        own_sums, row_ratios = self._accumulate(batches, counts, watch)
+        while (accumulated := self._accumulate_if_it_fits(batches, counts, watch)) is None:
+            for optimizer in self._optimizers:
+                optimizer.clear()
+            self._micro_batch.halve(*self._part_shape)
+        own_sums, row_ratios = accumulated
         with watch.during("reduce"):
             sums = Sums(*self._sum_over_ranks(own_sums))
             norms = [optimizer.reduce() for optimizer in self._optimizers]
@@ -221,6 +234,16 @@ class Learner:
             for first in first_steps
         ]
 
+    def _accumulate_if_it_fits(
+        self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the result of `_accumulate`; None if it ran out of the device's memory."""
+        try:
+            return self._accumulate(batches, counts, watch)
+        except torch.OutOfMemoryError:
+            # Returned, not retried here: the traceback of the error holds the tensors of the pass.
+            return None
+
     def _accumulate(
         self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch
     ) -> tuple[Tensor, list[Tensor]]:
@@ -232,7 +255,8 @@ class Learner:
                 sums_of_advantages = [counts.actions_trained, counts.advantages, counts.squared_advantages]
                 moments = torch.tensor(sums_of_advantages, dtype=torch.float64)
                 batch = replace(batch, advantages=whiten(batch.advantages, batch.action_mask, moments))
-            for part in batch.micro_batches(self._micro_batch_rows, self._width_multiple):
+            for part in batch.micro_batches(self._micro_batch, self._width_multiple):
+                self._part_shape = part.sequences.shape
                 sums[:4] += self._actor_pass(part, counts.actions_trained, row_ratios, watch)
                 if self._critic is not None:
                     sums[4] += self._critic_pass(part, counts.actions_trained, watch)

@@ -30,6 +30,7 @@ class TrainerMetrics:
         self._version = writer.gauge("rlhfd_policy_version")
         self._ratio = writer.histogram("rlhfd_importance_ratio")
         self._kl = writer.histogram("rlhfd_kl_nats")
+        self._out_of_memory = writer.counter("rlhfd_out_of_memory_total", during="train")
         self._phases = {
             phase: writer.histogram("rlhfd_train_phase_duration_seconds", phase=phase)
             for phase in ("forward", "backward", "reduce", "optimizer")
@@ -83,6 +84,10 @@ class TrainerMetrics:
     def phase(self, name: str) -> None:
         """Set the heartbeat of a step in progress; in "reduce" the rank waits in a collective."""
         self._writer.set_in_collective(name == "reduce")
+
+    def out_of_memory(self) -> None:
+        """Count a micro-batch that ran out of the device's memory."""
+        self._out_of_memory.inc()
 
     @contextlib.contextmanager
     def in_collective(self) -> Iterator[None]:

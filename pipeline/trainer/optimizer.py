@@ -130,8 +130,10 @@ class ModelOptimizer:
         return learning_rate
 
     def clear(self) -> None:
-        """Clear the gradients."""
+        """Clear the gradients, also those of a backward pass that was not collected."""
         self._adamw.zero_grad()
+        for weight in self._weights:
+            weight.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return moments, step counts and float32 copies by name: the tensors that a step changes, not copies.

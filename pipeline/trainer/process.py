@@ -171,6 +171,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         kl_coef=config.trainer_kl_coef,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         on_phase=metrics.phase,
+        on_out_of_memory=metrics.out_of_memory,
     )
     resumption = Resumption(config, connection, learner, models, device)
     start = resumption.find()

@@ -356,6 +356,16 @@ class TestStatus:
             "rollout 1  –     failed   –         –           –        –        exit 78",
         ]
 
+    def test_a_rollout_in_progress_tells_rows_and_tokens(self) -> None:
+        buffer, worker, failed = STATUS["processes"]
+        rolling = worker | {"progress": {"rows_done": 12, "rows": 128, "tokens": 3412}}
+        passing = worker | {"index": 2, "progress": {"rows_done": 64, "rows": 128, "tokens": 0}}
+
+        lines = status_view.render(STATUS | {"processes": [buffer, rolling, failed, passing]}).splitlines()
+
+        (line,) = [line for line in lines if line.startswith("rollouts")]
+        assert line == "rollouts   rollout 0: 12 of 128 rows, 3,412 tokens; rollout 2: 64 of 128 rows"
+
     def test_nothing_to_look_at_is_not_shown(self) -> None:
         healthy = STATUS | {"needs_restart": [], "processes": STATUS["processes"][:1], "buffer": {"unaccounted": 0}}
 

@@ -55,6 +55,14 @@ class TestTop:
             ["rollout 1", "–", "failed", "–", "–", "–", "–", "–", "–", "–"],
         ]  # fmt: skip
 
+    def test_a_ticket_in_work_has_the_rows_and_tokens_done(self) -> None:
+        progress = {"progress": {"rows_done": 12, "rows": 128, "tokens": 3412}}
+        processes = [one | progress if one["role"] == "rollout" else one for one in STATUS["processes"]]
+
+        (row,) = [row for row in top_view.rows(STATUS | {"processes": processes}, WHY) if row[0] == "rollout 0"]
+
+        assert row[5] == "ticket 1,700: 12 of 128 rows, 3,412 tokens"
+
     def test_the_screen_has_panel_warnings_sentences_and_processes(self) -> None:
         console = Console(file=io.StringIO(), width=160, color_system=None)
 

@@ -28,6 +28,7 @@ from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fi
 from tests.support.experiences import made_up
 from tests.support.slabs import SLOTS, begun, value
 from tests.trainer.test_connection import House
+from tests.trainer.test_learner import TRAINER, experience_for, new_learner
 
 
 def long_llama():
@@ -223,6 +224,46 @@ def test_a_graph_computes_with_weights_that_were_replaced_in_place():
 
     expected = TransformersGenerator(other).generate(prompts, torch.ones_like(prompts), greedy)
     assert torch.equal(after.sequences, expected.sequences)
+
+
+def test_a_model_that_reads_back_from_the_gpu_is_found_before_the_capture_and_leaves_the_worker_whole(caplog):
+    model = tiny.llama().cuda()
+    model.model.layers[1].register_forward_pre_hook(lambda module, words: words[0].sum().item() and None)
+    prompts = torch.tensor([[7, 3, 11, 2]])
+    greedy = Sampling(max_length=60, pad_token_id=tiny.PAD, eos_token_ids=(), do_sample=False)
+    expected = TransformersGenerator(tiny.llama()).generate(prompts, torch.ones_like(prompts), greedy)
+    engine, stream = TransformersGenerator(model), torch.cuda.current_stream()
+
+    made = [engine.generate(prompts, torch.ones_like(prompts), greedy) for _ in range(2)]
+
+    assert all(torch.equal(responses.sequences, expected.sequences) for responses in made)
+    assert caplog.text.count("no CUDA graph of this model") == 1
+    assert torch.cuda.current_stream() == stream
+    assert torch.cuda.get_sync_debug_mode() == 0
+    torch.cuda.empty_cache()
+
+
+def test_a_step_that_runs_out_of_the_cards_memory_is_taken_in_halves():
+    """The limit is set so that the batch does not fit, and half of it does."""
+    whole, cut = (new_learner("grpo") for _ in range(2))
+    experience = experience_for(whole, "grpo")
+    expected = whole.update([experience])
+    told = []
+    card = Learner(TRAINER, "grpo", cut._actor.cuda(), kl_coef=0.05, on_out_of_memory=lambda: told.append(1))
+    hog = []
+
+    def grab(module, words, keywords):
+        if keywords["input_ids"].numel() > 44:
+            hog.append(
+                torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
+            )
+
+    card._actor.base_model.register_forward_pre_hook(grab, with_kwargs=True)
+    stats = card.update([experience])
+
+    assert told == [1]
+    assert stats.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert stats.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-3)
 
 
 def test_the_seconds_of_a_step_count_for_the_phase_that_computes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import torch
@@ -11,6 +12,7 @@ from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.rewards import FunctionReward
+from pipeline.telemetry.reader import MetricsReader
 from tests.rollout.test_worker import Bench
 from tests.rollout.test_worker import bench as bench
 from tests.support import tiny
@@ -34,6 +36,45 @@ def test_generation_tells_of_every_token() -> None:
     TransformersGenerator(tiny.llama(), told).generate(IDS, MASK, SAMPLING, batch_rows=1)
 
     assert told.calls == 2 * 6
+
+
+def test_generation_tells_how_many_rows_and_tokens_are_done() -> None:
+    told: list[tuple[int, int, int | None]] = []
+
+    def beat(*, rows_done: int, rows: int, tokens: int | None) -> None:
+        told.append((rows_done, rows, tokens))
+
+    responses = TransformersGenerator(tiny.llama(), beat).generate(
+        IDS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=tuple(range(1, 10))), group_size=4, batch_rows=4
+    )
+
+    done, rows, tokens = (list(column) for column in zip(*told, strict=True))
+    assert set(rows) == {8} and told[0] == (0, 8, 0)
+    assert done == sorted(done) and tokens == sorted(tokens)
+    first = responses.lengths[:4]
+    assert (4, int(first.sum())) in list(zip(done, tokens, strict=True)), "at the start of the second mini-batch"
+    ended_before = [int((first <= step).sum()) for step in range(int(first.max()))]
+    assert done[: len(ended_before)] == ended_before
+
+
+def test_a_worker_shows_rows_and_tokens_of_its_ticket_until_it_is_done(bench: Bench) -> None:
+    make, shown = bench.maker.make_experience, []
+
+    def value(name: str, **labels: str) -> float | None:
+        return MetricsReader(bench.slab).read().value(name, **labels)
+
+    def look(*words: object, **keywords: object) -> object:
+        bench.metrics.beat(rows_done=3, rows=8, tokens=41)
+        shown.append([value("rlhfd_ticket_rows", state=state) for state in ("done", "all")])
+        shown.append([value("rlhfd_ticket_tokens")])
+        return make(*words, **keywords)
+
+    bench.maker.make_experience = look
+    bench.ticket(1, prompts=1)
+    bench.worker.step()
+
+    assert shown == [[3, 8], [41]]
+    assert value("rlhfd_ticket_rows", state="all") == value("rlhfd_ticket_tokens") == 0
 
 
 def test_a_foreign_actor_tells_of_every_mini_batch() -> None:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
+from pipeline.config.sizes import row_bytes_bound
+from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.prompts import PromptSource
@@ -65,7 +66,7 @@ class Sent(list):
 class Bench:
     """A worker with everything around it."""
 
-    def __init__(self, folder, prompts=("AB", "ABCD", "ABCDEFGHIJKLM")):
+    def __init__(self, folder, prompts=("AB", "ABCD", "ABCDEFGHIJKLM"), max_length=MAX_LENGTH):
         path = folder / "prompts.jsonl"
         path.write_text("".join(json.dumps({"prompt": p, "answer": p.lower()}) + "\n" for p in prompts))
         Arena.create(folder / "arena", payload_bytes=1 << 16, ledger_bytes=4096, layout=1)
@@ -78,12 +79,12 @@ class Bench:
         self.publisher = WeightsPublisher(folder / "weights", self.model)
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
         self.roller = LocalRoller(
-            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7, max_length=MAX_LENGTH,
+            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7, max_length=max_length,
             template="none", generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY,
         )  # fmt: skip
+        self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.worker = RolloutWorker(
-            self.roller, self.arena, folder / "weights", self.sent,
-            RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function"),
+            self.roller, self.arena, folder / "weights", self.sent, self.metrics,
             index=0, clock=lambda: self.now_s,
         )  # fmt: skip
         self.worker.handle(Welcome(1))
@@ -263,6 +264,28 @@ def test_a_start_ends_where_the_first_rollouts_do_not_pass_the_gate(bench):
     changes = iter([bench.maker.change, bench.maker.change])
     bench.maker.change = lambda experience: next(changes, lambda experience: None)(experience)
     refuse_broken_reward(bench.roller, 4096)
+
+
+def test_a_start_tries_responses_of_16_tokens_at_most_and_their_room_at_full_length(tmp_path):
+    bench = Bench(tmp_path, max_length=500)
+    tried = []
+    make = bench.maker.make_experience
+
+    def look(*words, **keywords):
+        tried.append(keywords["max_length"] - words[0].shape[1])
+        return make(*words, **keywords)
+
+    bench.maker.make_experience = look
+    refuse_broken_reward(bench.roller, row_bytes_bound(500))
+    assert tried == [16]
+    bench.roller.roll(0, 1)
+    assert tried[1] > 16, "a ticket's responses are not cut"
+
+    with pytest.raises(
+        ConfigError, match=r"buffer\.row_bytes: extent of .* rows of a prompt at rollout\.max_length 500"
+    ):
+        refuse_broken_reward(bench.roller, row_bytes_bound(100))
+    bench.close()
 
 
 @pytest.mark.parametrize("log_texts", [False, True])

@@ -22,6 +22,7 @@ from pipeline.experience.batching import make_experience_batch, remove_padding_i
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.pass_size import PassSize
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio
@@ -482,7 +483,7 @@ def test_micro_batches_hold_every_action_once_without_columns_of_padding(micro_b
     experience = experience_of(tiny.llama(), "grpo")
     batch = TrainingBatch.of(experience, "grpo", CPU, needs_reference=True)
 
-    parts = list(batch.micro_batches(micro_batch_rows))
+    parts = list(batch.micro_batches(PassSize("", most_rows=micro_batch_rows)))
 
     assert [len(part.sequences) for part in parts] == ([3, 3, 2] if micro_batch_rows == 3 else [8])
     for part in parts:

@@ -1,10 +1,11 @@
 """Generation engines behind one interface.
 
-cuda_graphs   decoding steps of fixed shapes, on a GPU replayed as CUDA graphs
-engines       an engine by its name
-hf_generate   adapter for a `generate` method
-interface     the interface of an engine
-kv_cache      a key-value cache in preallocated buffers
-stops         stop sequences and the end of a response
-transformers  the engine over a transformers model: sampling with a key-value cache
+cuda_graphs    decoding steps of fixed shapes, on a GPU replayed as CUDA graphs
+engines        an engine by its name
+graph_capture  capture of steps, tried once an engine
+hf_generate    adapter for a `generate` method
+interface      the interface of an engine
+kv_cache       a key-value cache in preallocated buffers
+stops          stop sequences and the end of a response
+transformers   the engine over a transformers model: sampling with a key-value cache
 """

@@ -8,7 +8,6 @@ begin small and double, because attention to unused room costs as much as attent
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from pipeline.rollout.generation.graph_capture import Graph, GraphCapture
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 
 _LEAST_ROOM_TOKENS = 64
 _EAGER_STEPS = 2
 """Steps before the capture: libraries initialize in them, and initialization must not be captured."""
-
-log = logging.getLogger(__name__)
 
 
 class FixedShapeLayer(PreallocatedLayer):
@@ -67,6 +65,7 @@ class CudaGraphDecoder:
         mask: Tensor,
         filled: int,
         positions: Tensor,
+        capture: GraphCapture,
     ) -> None:
         """Take over a cache.
 
@@ -76,6 +75,7 @@ class CudaGraphDecoder:
             mask: ``(rows, columns)``, 1 where a token is real; as wide as the longest possible row.
             filled: Columns of the mask that are in the cache.
             positions: Positions of the next tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
+            capture: The engine's.
         """
         self.filled = filled
         self.room = min(mask.shape[1], filled + max(_LEAST_ROOM_TOKENS, filled))
@@ -86,11 +86,13 @@ class CudaGraphDecoder:
         self._mask = torch.zeros((len(mask), 1, 1, self.room), dtype=torch.bool, device=mask.device)
         self._mask[:, 0, 0, :filled] = mask[:, :filled] != 0
         layers: list[Any] = cache.layers
-        cache.layers = [FixedShapeLayer(layer, filled, self.room, self._column) for layer in layers]
+        for index, layer in enumerate(layers):
+            # In place, a layer at a time: old and new buffers of all layers at once would be half of the cache more.
+            layers[index] = FixedShapeLayer(layer, filled, self.room, self._column)
         self._logits: Tensor | None = None
-        self._graph: Any = None
+        self._graph: Graph | None = None
         self._steps = 0
-        self._captures = mask.is_cuda
+        self._capture = capture
 
     @property
     def full(self) -> bool:
@@ -100,12 +102,12 @@ class CudaGraphDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Return logits after one more token of each row, ``(rows, V)``; the next step overwrites them."""
         self._tokens.copy_(tokens.unsqueeze(1))
-        if self._captures and self._steps == _EAGER_STEPS:
-            self._capture()
-        if self._graph is None:
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._steps < _EAGER_STEPS:
             self._logits = self._run()
         else:
-            self._graph.replay()
+            self._graph, self._logits = self._capture.run_or_capture(self._run)
         self.filled += 1
         self._steps += 1
         assert self._logits is not None
@@ -114,22 +116,10 @@ class CudaGraphDecoder:
     def _run(self) -> Tensor:
         self._mask.index_fill_(3, self._column, True)
         logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
+        # Until here a step that raised has changed nothing that a second call does not write again.
         self._column += 1
         self._positions += 1
         return logits
-
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                # A capture computes nothing: the tensors keep their values.
-                self._logits = self._run()
-        except RuntimeError as error:
-            # A model that reads a value back from the GPU cannot be captured; its kernels are launched one by one.
-            log.warning("no CUDA graph of this model, its tokens take longer: %s", str(error).partition("\n")[0])
-            self._captures = False
-        else:
-            self._graph = graph
 
 
 def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:

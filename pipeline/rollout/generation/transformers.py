@@ -22,9 +22,12 @@ from pipeline.models.inputs import accepted_keywords, model_inputs
 from pipeline.models.vision_inputs import plain_tokens, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.progress import with_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from pipeline.rollout.generation.graph_capture import GraphCapture
 
 _DROP_SHARE = 8
 """Finished rows leave the batch once they are one row in this many: to leave costs a copy of the others' cache."""
@@ -73,7 +76,8 @@ class TransformersGenerator:
 
     Args:
         model: Called with `input_ids`, `attention_mask`, `position_ids` and a cache; its current weights are used.
-        on_progress: Called once a token.
+        on_progress: Called once a token, with those of the keywords of `pipeline.rollout.progress.ReportsProgress` that
+            its signature has.
         fixed_shapes: Whether steps run over tensors of fixed shapes (`pipeline.rollout.generation.cuda_graphs`), if the
             model allows it. None: on a GPU only, where the steps are CUDA graphs.
     """
@@ -81,15 +85,16 @@ class TransformersGenerator:
     def __init__(
         self,
         model: PreTrainedModel,
-        on_progress: Callable[[], None] = lambda: None,
+        on_progress: Callable[..., None] = lambda: None,
         *,
         fixed_shapes: bool | None = None,
     ) -> None:
         self._fixed_shapes = fixed_shapes
         self._model = model
-        self._on_progress = on_progress
+        self._report = with_numbers(on_progress)
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
         self._vision_backbone = vision_backbone(model)
+        self._capture: GraphCapture | None = None
 
     @torch.no_grad()
     def generate(
@@ -181,12 +186,15 @@ class TransformersGenerator:
         fixed = fixed and can_run_fixed_shapes(self._model, cache)
         drop_share = _FIXED_DROP_SHARE if fixed else _DROP_SHARE
         steps: CudaGraphDecoder | None = None
+        started = living = len(rows)
         for step in range(state.tokens.shape[1]):
-            self._on_progress()
+            self._report(rows_done=state.rows_done + started - living, rows=len(state.tokens), tokens=state.tokens_made)
+            state.tokens_made += living
             tokens = state.sample(logits, rows, alive, step, sampling)
             alive = alive & ~state.ended(rows, step, sampling)
             living = int(alive.sum())
             if living == 0 or step + 1 == state.tokens.shape[1]:
+                state.rows_done += started
                 return
             if (len(rows) - living) * drop_share >= len(rows):
                 kept = alive.nonzero().squeeze(1)
@@ -200,8 +208,19 @@ class TransformersGenerator:
                 logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
                 continue
             if steps is None or steps.full:
-                steps = CudaGraphDecoder(self._forward, cache, mask, width + step, next_position + step)
+                # The full buffers of the last one are released first, layer by layer.
+                steps = None
+                steps = CudaGraphDecoder(
+                    self._forward, cache, mask, width + step, next_position + step, self._graph_capture(mask.is_cuda)
+                )
             logits = steps.step(tokens)
+
+    def _graph_capture(self, on_gpu: bool) -> GraphCapture:
+        from pipeline.rollout.generation.graph_capture import CudaDevice, GraphCapture
+
+        if self._capture is None:
+            self._capture = GraphCapture(CudaDevice() if on_gpu else None)
+        return self._capture
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, **pixels: Tensor) -> Tensor:
         """Return ``(rows, V)`` float32 logits after the last token."""
@@ -219,13 +238,20 @@ class TransformersGenerator:
 
 
 class _State:
-    """The growing responses of one call, ``(B, A)``, and their random numbers."""
+    """The growing responses of one call, ``(B, A)``, and their random numbers.
+
+    Attributes:
+        rows_done: Rows of the mini-batches that have ended.
+        tokens_made: Tokens sampled so far.
+    """
 
     def __init__(self, tokens: Tensor, log_probs: Tensor, lengths: Tensor, noise: Tensor) -> None:
         self.tokens = tokens
         self.log_probs = log_probs
         self.lengths = lengths
         self._noise = noise
+        self.rows_done = 0
+        self.tokens_made = 0
 
     def sample(self, logits: Tensor, rows: Tensor, alive: Tensor, step: int, sampling: Sampling) -> Tensor:
         """Sample the next token of these rows, ``(rows,)``; finished rows keep their padding."""

@@ -1,0 +1,190 @@
+"""The size of a forward or backward pass: rows are cut into parts by tokens, and by halves where the device is full.
+
+A pass over R rows of width S holds activations of R x S tokens, and without a bound a batch of long rows needs more
+than a card has, or one call that takes longer than the hang timeout on a CPU. A default follows from the device and
+the model alone, so that each process of a run cuts the same rows in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from pipeline.errors import DeviceMemoryError
+
+_GPU_TOKENS = {False: 16_384, True: 8_192}
+"""Most tokens of a pass on a GPU, without and with a backward pass. Without checkpointing 0.5 B parameters save 1.6 MB
+a token (13 GB), 1.5 B 3.3 MB (27 GB), beside 10 and 31 GB of weights, gradients and optimizer: both fit 80 GB."""
+
+_CPU_TOKENS = {False: 4_096, True: 2_048}
+_CPU_OPERATIONS = 2**40
+"""Most floating-point operations of a pass on a CPU: about a minute on one slow core, and so a heartbeat a minute."""
+
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+def default_tokens(model: nn.Module, device: torch.device, *, backward: bool) -> int:
+    """Return the most tokens of one pass of a model on a device.
+
+    Args:
+        model: Its parameters count: 2 operations each a token, 6 with a backward pass.
+        device: The model's.
+        backward: Whether a backward pass follows, for which activations are kept.
+
+    Returns:
+        At least 1.
+    """
+    if device.type != "cpu":
+        return _GPU_TOKENS[backward]
+    operations = sum(parameter.numel() for parameter in model.parameters()) * (6 if backward else 2)
+    return min(_CPU_TOKENS[backward], max(1, _CPU_OPERATIONS // max(1, operations)))
+
+
+class PassSize:
+    """The bound of the passes of one model, halved for good when a pass runs out of the device's memory.
+
+    Args:
+        key: The configuration keys that lower the bound, for the error.
+        most_rows: Most rows of a pass; None for no bound.
+        most_tokens: Most tokens of a pass, padding included; None for no bound. A row longer than that is a pass of its
+            own.
+        on_out_of_memory: Called each time that the bound is halved.
+
+    Attributes:
+        most_rows: As above, now.
+        most_tokens: As above, now.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        most_rows: int | None = None,
+        most_tokens: int | None = None,
+        on_out_of_memory: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.most_rows = most_rows
+        self.most_tokens = most_tokens
+        self._key = key
+        self._on_out_of_memory = on_out_of_memory
+
+    def parts(self, lefts: Sequence[int], rights: Sequence[int]) -> Iterator[slice]:
+        """Yield consecutive rows in parts within the bound; a change of the bound counts from the next part on.
+
+        Args:
+            lefts: Columns of each row to the left of a common column, such as the tokens of its prompt.
+            rights: Columns of each row from there on. A part is as wide as its largest of both.
+        """
+        first = 0
+        while first < len(lefts):
+            end = self._end(first, lefts, rights)
+            yield slice(first, end)
+            first = end
+
+    def run(self, lefts: Sequence[int], rights: Sequence[int], step: Callable[[slice], None]) -> None:
+        """Call `step` for each part of `parts`; a part that runs out of memory is run again in halves.
+
+        Raises:
+            DeviceMemoryError: If a single row does not fit.
+        """
+        first = 0
+        while first < len(lefts):
+            part = slice(first, self._end(first, lefts, rights))
+            if _fits(step, part):
+                first = part.stop
+            else:
+                self.halve(part.stop - first, max(lefts[part]) + max(rights[part]))
+
+    def halve(self, rows: int, width: int) -> None:
+        """Lower the bound to half the tokens of a pass that ran out of memory, and release the memory it held.
+
+        Call it outside the handler of the error, whose traceback holds the tensors of the pass.
+
+        Raises:
+            DeviceMemoryError: If the pass was of one row.
+        """
+        release_memory()
+        if rows == 1:
+            raise DeviceMemoryError(
+                f"the device has no memory for one row of {width:,} tokens: lower rollout.max_length, "
+                f"or choose a smaller model or model.dtype = bfloat16 ({self._key} is 1 row already)"
+            )
+        self.most_tokens = rows * width // 2
+        self._on_out_of_memory()
+        log.warning("out of device memory, passes are halved from now on: rows=%d tokens=%d most_tokens=%d key=%s",
+                    rows, rows * width, self.most_tokens, self._key)  # fmt: skip
+
+    def _end(self, first: int, lefts: Sequence[int], rights: Sequence[int]) -> int:
+        end, left, right = first, lefts[first], rights[first]
+        while end < len(lefts) and (self.most_rows is None or end - first < self.most_rows):
+            left, right = max(left, lefts[end]), max(right, rights[end])
+            if end > first and self.most_tokens is not None and (end + 1 - first) * (left + right) > self.most_tokens:
+                break
+            end += 1
+        return end
+
+
+def _fits(step: Callable[[slice], None], part: slice) -> bool:
+    try:
+        step(part)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+class RowBound:
+    """The rows that are generated at once, halved for good when a call runs out of the device's memory.
+
+    Args:
+        key: The configuration key that lowers the bound, for the error.
+        on_out_of_memory: Called each time that the bound is halved.
+    """
+
+    def __init__(self, key: str, on_out_of_memory: Callable[[], None]) -> None:
+        self._key = key
+        self._on_out_of_memory = on_out_of_memory
+        self._most_rows: int | None = None
+
+    def run(self, rows: int, most_rows: int | None, call: Callable[[int | None], Result]) -> Result:
+        """Return the result of a call, repeated with half the rows as often as it runs out of memory.
+
+        Args:
+            rows: Rows in all.
+            most_rows: The configured bound; None for none.
+            call: Called with the bound, None for none.
+
+        Raises:
+            DeviceMemoryError: If one row at a time does not fit.
+        """
+        while True:
+            bounds = [bound for bound in (most_rows, self._most_rows) if bound is not None]
+            try:
+                return call(min(bounds, default=None))
+            except torch.OutOfMemoryError:
+                # Halved after this block: the traceback of the error holds the tensors of the call.
+                pass
+            self._halve(min([rows, *bounds]))
+
+    def _halve(self, rows: int) -> None:
+        release_memory()
+        if rows == 1:
+            raise DeviceMemoryError(
+                f"the device has no memory to generate one row: lower rollout.max_length, or choose a smaller model or "
+                f"model.dtype = bfloat16 ({self._key} is 1 row already)"
+            )
+        self._most_rows = rows // 2
+        self._on_out_of_memory()
+        log.warning("out of device memory, fewer rows are generated at once from now on: rows=%d most_rows=%d key=%s",
+                    rows, rows // 2, self._key)  # fmt: skip
+
+
+def release_memory() -> None:
+    """Return the free blocks of the GPU's allocator to the GPU, so that blocks of other sizes can be made of them."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
