@@ -11,7 +11,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, WeightsMismatchError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_tokenizer
-from pipeline.models.weights.pinned import pin_arena
 from pipeline.rollout.loader import RowCallback, load_roller
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import Roller
@@ -45,8 +44,6 @@ def run(config: Config, context: RoleContext, build: Builder | None = None) -> E
     torch.set_num_threads(config.rollout.threads)
     arena = Arena(context.folder / "arena")
     arena.populate()
-    pinned = pin_arena(arena, process_device())
-    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
     transport = "ray" if config.cluster.engine == "ray" else "shm"
     metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config), transport=transport)
     traffic = Traffic(context.metrics)
@@ -77,8 +74,6 @@ def run(config: Config, context: RoleContext, build: Builder | None = None) -> E
         raise
     finally:
         worker.close()
-        if pinned is not None:
-            pinned.close()
         outbox.close(linger_s=1.0)
         mailbox.close()
 

@@ -24,7 +24,6 @@ import torch
 from pipeline.errors import ConfigError, DeadlineError, UnreachableError
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
-from pipeline.models.weights.pinned import PinnedMemory, pin_arena
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime.lock import find
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer_name
@@ -90,7 +89,6 @@ class Connection:
         self._prefetcher = Prefetcher(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
         self._on_close = on_close
         self._closed = False
-        self._pinned: PinnedMemory | None = None
         self._session = BufferSession(
             receiver, sender, rank=rank, world_size=world_size, prefetch=prefetch,
             newest=self.newest() if rank == 0 else None,
@@ -318,19 +316,6 @@ class Connection:
         self._prefetcher.discard()
         self._session.start_over(published)
 
-    def pin(self, device: torch.device) -> int:
-        """Page-lock the arena for copies to a GPU.
-
-        Args:
-            device: The GPU; another device locks nothing.
-
-        Returns:
-            Number of page-locked bytes; 0 without a GPU.
-        """
-        if self._pinned is None:
-            self._pinned = pin_arena(self._arena, device)
-        return 0 if self._pinned is None else self._pinned.nbytes
-
     # The end.
 
     def close(self) -> None:
@@ -341,8 +326,6 @@ class Connection:
         self._prefetcher.close()
         self._session.close()
         self._versions.close()
-        if self._pinned is not None:
-            self._pinned.close()
         self._on_close()
 
     def __enter__(self) -> Connection:

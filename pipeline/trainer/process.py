@@ -51,7 +51,6 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         verify_checksum=config.buffer.checksum,
         traffic=Traffic(context.metrics),
     )
-    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(process_device()))
     join_ranks(config, context)
     trainer = new_trainer(config, context, connection)
     context.ready()
