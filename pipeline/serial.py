@@ -201,6 +201,7 @@ class _Serial:
             self._arena, workspace.weights_path,
             self._transport.outbox(trainer_name(0)), self._transport.outbox(BUFFER),
             rank=0, world_size=1, prefetch=batches_ahead(self._config),
+            needs_reference=self._config.trainer_kl_coef > 0,
         )  # fmt: skip
         return new_trainer(self._config, self._context("trainer", workspace), connection)
 

@@ -43,12 +43,19 @@ class Batch(NamedTuple):
         lease: The lease's number.
         for_version: The policy version that is trained on the batch.
         position: Every prompt before this position is trained, dropped, or in a lease up to this one.
+        on_host: The rows as they were gathered, on the CPU; None if `experience` is.
     """
 
     experience: Experience
     lease: int
     for_version: int
     position: int = 0
+    on_host: Experience | None = None
+
+    @property
+    def host_experience(self) -> Experience:
+        """The rows on the CPU."""
+        return self.experience if self.on_host is None else self.on_host
 
 
 class Connection:
@@ -66,6 +73,7 @@ class Connection:
         prefetch: int = 2,
         verify_checksum: bool = True,
         copy_ahead: bool | None = None,
+        needs_reference: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Send this rank's hello to the buffer; users call `connect`.
@@ -80,13 +88,16 @@ class Connection:
             prefetch: Batches leased ahead, including the batch in hand.
             verify_checksum: Whether each extent's checksum is verified before its rows are used.
             copy_ahead: Whether the next batch is copied while the current one is trained; None for yes on a GPU only.
+            needs_reference: Whether rows without the reference's log-probs are refused.
             on_close: Called once by `close`.
         """
         self.rank = rank
         self.world_size = world_size
         self._arena = arena
         self._versions = PolicyVersions(weights_path)
-        self._prefetcher = Prefetcher(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
+        self._prefetcher = Prefetcher(
+            arena, verify_checksum=verify_checksum, ahead=copy_ahead, needs_reference=needs_reference
+        )
         self._on_close = on_close
         self._closed = False
         self._session = BufferSession(
@@ -186,7 +197,7 @@ class Connection:
             self.receive(0.0)
             if (following := self._session.next_lease) is not None:
                 self._prefetcher.begin(following, device)
-        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position)
+        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position, fetched.on_host)
 
     def acknowledge(self) -> None:
         """Count the batches in hand as trained; without a batch in hand, do nothing."""
@@ -375,6 +386,7 @@ def open_connection(
     world_size: int,
     prefetch: int = 2,
     verify_checksum: bool = True,
+    needs_reference: bool = False,
     traffic: Traffic | None = None,
 ) -> Connection:
     """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`; `traffic` counts the messages."""
@@ -392,7 +404,8 @@ def open_connection(
 
     return Connection(
         arena, folder / "weights", mailbox, outbox,
-        rank=rank, world_size=world_size, prefetch=prefetch, verify_checksum=verify_checksum, on_close=on_close,
+        rank=rank, world_size=world_size, prefetch=prefetch, verify_checksum=verify_checksum,
+        needs_reference=needs_reference, on_close=on_close,
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         world_size=config.trainer.world_size,
         prefetch=batches_ahead(config),
         verify_checksum=config.buffer.checksum,
+        needs_reference=config.trainer_kl_coef > 0,
         traffic=Traffic(context.metrics),
     )
     join_ranks(config, context)
@@ -136,7 +137,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         on_phase=metrics.phase,
     )
-    resumption = Resumption(config, connection, learner, models, device)
+    resumption = Resumption(config, connection, learner, models, device, agree=agree)
     start = resumption.find()
     # A barrier: the first rank replaces nothing that another rank still reads.
     agree(True)

@@ -171,11 +171,13 @@ class Trainer:
             self._agreed_to_stop = True
             return
         experiences = [batch.experience for batch in self._batches]
+        # On the CPU: digest and metrics copy nothing back from a card.
+        gathered = [batch.host_experience for batch in self._batches]
         with self._metrics.training():
             stats = self._learner.update(experiences)
         self.progress = Progress(
             self.step + 1,
-            digest_after(self.progress.digest, experiences),
+            digest_after(self.progress.digest, gathered),
             # The newest batch's position, even if it is lower: a rollback may have re-issued prompts. On several ranks
             # the first rank's position is the lowest: at worst the other ranks' prompts of one step are rolled out
             # again; no prompt is left out.
@@ -184,7 +186,7 @@ class Trainer:
         self._batches = []
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
-        self._metrics.stepped(stats, experiences, batch.for_version)
+        self._metrics.stepped(stats, gathered, batch.for_version)
         self._warn_if_idle(stats)
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.

@@ -11,6 +11,7 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer import prefetch
 from pipeline.trainer.prefetch import Prefetcher
+from pipeline.trainer.state import digest_after
 from tests.support.experiences import made_up
 
 LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
@@ -126,3 +127,39 @@ def test_on_a_card_batches_are_whole_while_it_computes(shelf):
 
     for number, reward in enumerate(held):
         assert torch.equal(reward.cpu(), shelf.made[number].reward)
+
+
+def test_a_batch_for_another_device_keeps_its_rows_on_the_cpu_for_the_digest(shelf):
+    prefetcher, lease = Prefetcher(shelf.arena), shelf.lease(0)
+
+    moved, stayed = prefetcher.take(lease, torch.device("meta")), prefetcher.take(lease, CPU)
+
+    assert moved.experience.sequences.device.type == "meta"
+    assert digest_after(7, [moved.on_host]) == digest_after(7, [stayed.experience])
+    assert stayed.on_host is None
+    prefetcher.close()
+
+
+@pytest.mark.parametrize(("needed", "rows_have_it", "refused"), [
+    (True, [True, True], set()), (True, [True, False], {1}), (True, [False, False], {0, 1}),
+    (False, [True, False], {1}), (False, [False, False], set()),
+])  # fmt: skip
+def test_rows_without_log_probs_of_the_reference_are_refused_where_a_kl_or_the_batch_has_them(
+    shelf, needed, rows_have_it, refused
+):
+    parts = []
+    for number, has_it in enumerate(rows_have_it):
+        made = made_up(rows=4, seed=number)
+        if not has_it:
+            made.base_action_log_probs = None
+        offset = number << 14
+        encoded = codec.encode(made, shelf.arena.extent(offset, 1 << 14))
+        parts.append(ExtentRows(offset, encoded.nbytes, encoded.checksum, 3, number, [0, 1, 2, 3]))
+    prefetcher = Prefetcher(shelf.arena, needs_reference=needed)
+
+    fetched = prefetcher.take(Lease(1, 0, 3, parts), CPU)
+
+    assert fetched.damaged.keys() == refused
+    assert all("no log-probs of the reference model" in reason for reason in fetched.damaged.values())
+    assert (fetched.experience is None) == bool(refused)
+    prefetcher.close()
