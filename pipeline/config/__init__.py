@@ -3,6 +3,7 @@
 advice          the key that a mistyped key or value was meant to be
 changes         the keys that a reload may change
 conflicts       conflicts between keys
+identity        the identity of a run, and its folder
 load            file, environment and --set merged into one configuration
 reference       docs/configuration.md
 schema          every key with type, bound, unit and description

@@ -7,7 +7,6 @@ force.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Final, Literal
 
@@ -432,13 +431,3 @@ class Config(_Section):
             text = "; ".join(f"{conflict.keys[0]}: {conflict.message}" for conflict in found)
             raise PydanticCustomError("conflict", "{text}", {"text": text})
         return self
-
-
-def identity_of(config: Config) -> str:
-    """Return a digest of the settings that identify a run: models, prompts, seed, algorithm and batches."""
-    parts = (
-        config.daemon.seed, config.model.model_dump_json(), config.prompts.model_dump_json(), config.rollout.algorithm,
-        config.rollout.num_generations, config.rollout.max_length, config.sample_batch_size, config.prompts_per_ticket,
-        config.trainer.world_size, config.trainer.kind, config.buffer.arena_bytes,
-    )  # fmt: skip
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.identity import identity_of
+from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.models.critic import Critic
 from pipeline.models.weights.store import WeightsPublisher
