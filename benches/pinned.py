@@ -1,9 +1,9 @@
-"""Copies between a card and the arena, page-locked and not, against the card's own page-locked memory."""
+"""Copies between a card and shared memory through the ring of page-locked buffers, against the card's own memory."""
 
 from __future__ import annotations
 
-import resource
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,71 +11,57 @@ import torch
 
 from benches.measure import Sample, interleaved
 from benches.report import Section, Table
-from pipeline.models.weights.pinned import pin_arena
-from pipeline.storage.arena import Arena
+from pipeline.models.weights.pinned import process_ring
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 
-_TITLE = "The arena page-locked: copies to and from a card"
+_TITLE = "Copies between a card and shared memory"
+_TENSORS = 64
 
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Measure bandwidth in both directions; without a card, the section has no figures."""
     if not torch.cuda.is_available():
         return [Section("pinned", _TITLE, "Not measured: this machine has no card that PyTorch can use.", [])]
-    nbytes = 1 << (26 if quick else 30)
-    device = torch.device("cuda:0")
-    on_card = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    nbytes = 1 << (28 if quick else 32)
+    on_card = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
     own = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    tensors = {f"actor.{index}": part for index, part in enumerate(on_card.chunk(_TENSORS))}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rlhfd-bench-") as folder:
-        path = Path(folder) / "arena"
-        Arena.create(path, payload_bytes=nbytes, ledger_bytes=4096, layout=1)
-        locked_arena, plain_arena = Arena(path), Arena(path)
-        pinned = pin_arena(locked_arena, device)
-        assert pinned is not None
-        for arena in (locked_arena, plain_arena):
-            arena.populate()
-        places = {
-            "the card's own page-locked memory": own,
-            "the arena, registered" if pinned.nbytes else "the arena, could not be registered": _bytes(locked_arena),
-            "the arena, not registered": _bytes(plain_arena),
-        }
+        path = Path(folder) / "weights"
+        publisher, version = WeightsPublisher(path, tensors, slots=2), iter(range(1, 1 << 30))
+        publisher.publish(next(version), tensors)
+        reader = WeightsReader(path)
         ways = {
-            (direction, name): _copy(host, on_card, direction)
-            for name, host in places.items()
-            for direction in ("to the card", "from the card")
+            ("from the card", "the card's own page-locked memory"): _timed(lambda: own.copy_(on_card)),
+            ("from the card", "a publish, with its fingerprint"): _timed(
+                lambda: publisher.publish(next(version), tensors)
+            ),
+            ("to the card", "the card's own page-locked memory"): _timed(lambda: on_card.copy_(own)),
+            ("to the card", "a fetch, with its fingerprint"): _timed(lambda: reader.fetch(tensors)),
         }
         found = {way: Sample.of(values) for way, values in interleaved(ways, 3 if quick else 7).items()}
-        rows = [
-            (direction, name, str(Sample.of(nbytes / 1e9 / value for value in taken.values)),
-             str(found[direction, "the card's own page-locked memory"].over(taken)))
-            for (direction, name), taken in found.items()
-        ]  # fmt: skip
-        del places, ways
-        pinned.close()
-        locked_arena.close()
-        plain_arena.close()
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "none" if soft == resource.RLIM_INFINITY else f"{soft:,} B"
+        publisher.close()
+        reader.close()
+    rows = [
+        (direction, name, str(Sample.of(nbytes / 1e9 / value for value in taken.values)),
+         str(found[direction, "the card's own page-locked memory"].over(taken)))
+        for (direction, name), taken in found.items()
+    ]  # fmt: skip
+    ring = process_ring()
     text = (
-        f"{nbytes >> 20:,} MiB at a time, limit on locked memory: {limit}. A share is relative to the card's own memory"
-        " in that round."
+        f"{nbytes >> 20:,} MiB at a time in {_TENSORS} tensors; the ring has {ring.buffers} buffers of "
+        f"{ring.buffer_bytes >> 20} MiB. A share is relative to the card's own memory in that round."
     )
-    header = ("direction", "host memory", "GB/s", "share")
+    header = ("direction", "way", "GB/s", "share")
     return [Section("pinned", _TITLE, text, [Table(header, sorted(rows))], torch.cuda.get_device_name())]
 
 
-def _bytes(arena: Arena) -> torch.Tensor:
-    return torch.frombuffer(arena.payload, dtype=torch.uint8)
-
-
-def _copy(host: torch.Tensor, on_card: torch.Tensor, direction: str) -> Callable[[], float]:
-    source, target = (host, on_card) if direction == "to the card" else (on_card, host)
-
-    def copy() -> float:
-        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begins.record()
-        target.copy_(source, non_blocking=True)
-        ends.record()
+def _timed(copy: Callable[[], object]) -> Callable[[], float]:
+    def timed() -> float:
         torch.cuda.synchronize()
-        return begins.elapsed_time(ends) / 1e3
+        started_s = time.monotonic()
+        copy()
+        torch.cuda.synchronize()
+        return time.monotonic() - started_s
 
-    return copy
+    return timed

@@ -44,6 +44,7 @@ from pipeline.telemetry.run_log import RunLog
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer import setup
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.process import batches_ahead, new_trainer
 from pipeline.trainer.trainer import Trainer
 
@@ -202,6 +203,7 @@ class _Serial:
             self._arena, workspace.weights_path,
             self._transport.outbox(trainer_name(0)), self._transport.outbox(BUFFER),
             rank=0, world_size=1, prefetch=batches_ahead(self._config),
+            gathering=Gathering(needs_reference=self._config.trainer_kl_coef > 0),
         )  # fmt: skip
         return new_trainer(self._config, self._context("trainer", workspace), connection)
 

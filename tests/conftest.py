@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.leaks import Holdings, mark_descendants
+from tests.support.leaks import Holdings, mark_descendants, open_cuda
 
 mark_descendants()
 # As at a terminal, though a shell that runs the tests in the background, or nohup, has these ignored: what a test
@@ -86,7 +86,10 @@ def _zmq_context(_session_leaves_nothing: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _test_leaves_nothing(_zmq_context: None) -> Iterator[None]:
+def _test_leaves_nothing(request: pytest.FixtureRequest, _zmq_context: None) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu"):
+        # What CUDA keeps open for the life of a process is no leak of the first test that uses a card.
+        open_cuda()
     before = Holdings.now()
     yield
     _fail_on(before)

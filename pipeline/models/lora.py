@@ -7,9 +7,10 @@ both have the base model and compute this in the same way, unmerged, so that the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,6 +92,19 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Compute with the base model alone inside the block; a model without adapters is not changed."""
+    adapted: list[Any] = [layer for layer in model.modules() if hasattr(layer, "lora_scale")]
+    for layer in adapted:
+        layer.lora_is_off = True
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            layer.lora_is_off = False
+
+
 class Saved:
     """An adapted model in a checkpoint: merged weights for general use, and the adapter, for resuming and for peft.
 
@@ -154,11 +168,14 @@ def _add(layer: nn.Linear, rank: int, scale: float, draws: torch.Generator) -> N
         down.weight.copy_(torch.rand(down.weight.shape, generator=draws) * 2 * bound - bound)
         up.weight.zero_()
     layer.lora_A, layer.lora_B, layer.lora_scale = down, up, scale  # type: ignore[assignment]
+    layer.lora_is_off = False  # type: ignore[assignment]
     # A hook, not a layer of another class: the base keeps its names, and a search for linear layers still finds it.
     layer.register_forward_hook(_adapted)
 
 
 def _adapted(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    if layer.lora_is_off:
+        return output
     change: Tensor = layer.lora_B(layer.lora_A(inputs[0]))
     total: Tensor = output + layer.lora_scale * change
     return total

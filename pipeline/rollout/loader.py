@@ -83,7 +83,7 @@ def load_roller(
     device = device or process_device()
     reward = load_reward(config, device, functions)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
-    reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
+    reference = load_reference(config, actor, device)
     critic = None
     if config.rollout.algorithm == "ppo":
         critic = (
@@ -144,7 +144,6 @@ def load_roller(
             "top_k": rollout.top_k,
             "stop_token_ids": rollout.stop_token_ids,
         },
-        device=device,
         vision=vision,
         log_texts=config.daemon.log_texts,
     )
@@ -160,6 +159,16 @@ def load_roller(
             raise ConfigError(f"rollout.reward_functions: {message}") from error
         undone.pop_all()
     return roller
+
+
+def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
+    """Return the reference model: None if no KL weight is above 0, and with LoRA the actor, whose base is frozen."""
+    if config.rollout_kl_coef == 0 and config.trainer_kl_coef == 0:
+        return None
+    path = config.model.reference or config.model.actor
+    if config.model.lora_rank and path == config.model.actor:
+        return actor
+    return load_actor(path, dtype=config.model.dtype, device=device, field="model.reference")
 
 
 def weights_check(config: Config, actor: Any, tokenizer: Any, device: torch.device) -> Callable[[WeightsVersion], None]:

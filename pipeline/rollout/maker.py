@@ -31,6 +31,7 @@ from pipeline.experience.advantages import (
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows, take_vision
 from pipeline.models.inputs import is_transformers_model
+from pipeline.models.lora import without_adapters
 from pipeline.models.pass_size import PassSize, RowBound
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
@@ -78,7 +79,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         reward_model: ``reward_model(input_ids=, attention_mask=, response_start=, response_end=, gt_answer=)`` ->
             ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included. Pixels are
             passed only if its signature names them (`pipeline.rollout.rewards.vision_keywords`).
-        initial_model: The reference model, called as the actor for ``.logits``; None only if `kl_coef` is 0.
+        initial_model: The reference model, called as the actor for ``.logits``; None only if `kl_coef` is 0. If it is
+            the actor itself, it is called without its LoRA adapters.
         tokenizer: Its pad and eos token ids are used; eos replaces a missing pad.
         kl_coef: Weight of the KL term in the reward.
         gamma: Discount of GAE.
@@ -283,7 +285,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                     log_probs = self._passes.log_probs("actor", self.actor, rows, sampling.temperature)
             base_log_probs = None
             if self.initial_model is not None:
-                with self._stage("ref_logprob"):
+                with self._stage("ref_logprob"), self._reference_weights():
                     base_log_probs = self._passes.log_probs(
                         "initial_model", self.initial_model, rows, sampling.temperature
                     )
@@ -312,6 +314,10 @@ class NaiveExperienceMaker(ExperienceMaker):
             functools.partial(self._on_out_of_memory, "pass"),
             self._sizes,
         )
+
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        is_actor = self.initial_model is self.actor and isinstance(self.actor, nn.Module)
+        return without_adapters(self.actor) if is_actor else contextlib.nullcontext()
 
     def _read(self, generate_kwargs: dict[str, Any], prompt_width: int) -> tuple[Sampling, dict[str, Any]]:
         """Return the sampling parameters, and the keywords that only the actor takes."""

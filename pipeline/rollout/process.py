@@ -11,7 +11,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, WeightsMismatchError
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
-from pipeline.models.weights.pinned import pin_arena
 from pipeline.rollout.loader import RowCallback, load_roller
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import Roller
@@ -51,8 +50,6 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     device = process_device()
     arena = Arena(context.folder / "arena")
     arena.populate()
-    pinned = pin_arena(arena, device)
-    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)
@@ -82,8 +79,6 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         raise
     finally:
         worker.close()
-        if pinned is not None:
-            pinned.close()
         outbox.close(linger_s=1.0)
         mailbox.close()
 

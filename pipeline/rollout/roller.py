@@ -138,7 +138,6 @@ class LocalRoller:
         vocabulary: int,
         template: str,
         generate_kwargs: Mapping[str, Any],
-        device: torch.device,
         vision: VisionPrompts | None = None,
         log_texts: bool = False,
     ) -> None:
@@ -154,7 +153,6 @@ class LocalRoller:
             vocabulary: Tokens of the model; ids are below it.
             template: As in `pipeline.prompts.render`.
             generate_kwargs: Passed to the maker with each batch.
-            device: Of the batches.
             vision: Renders prompts with images; None for a model of text alone.
             log_texts: Whether the log may quote prompts.
         """
@@ -169,7 +167,6 @@ class LocalRoller:
         self._vocabulary = vocabulary
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
-        self._device = device
 
     def roll(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
@@ -253,7 +250,8 @@ class LocalRoller:
         for row, ids in enumerate(rows):
             input_ids[row, width - len(ids) :] = torch.tensor(ids)
             mask[row, width - len(ids) :] = 1
-        return input_ids.to(self._device), mask.to(self._device)
+        # On the CPU: the maker copies each mini-batch to the device of its model.
+        return input_ids, mask
 
 
 def _vision_keywords(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ no handler repairs that; a failed allocation is an error with both sizes.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -97,10 +96,6 @@ class Arena:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.payload_bytes:
             raise LedgerError(f"extent {offset:,}+{nbytes:,} B lies outside an arena of {self.payload_bytes:,} B")
         return self.payload[offset : offset + nbytes]
-
-    def address(self) -> int:
-        """Return the address of the first payload byte in this process, an argument of cudaHostRegister."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + int(self.payload_offset)
 
     def close(self) -> None:
         """Unmap. Views of it that exist (tensors too) keep the mapping alive until they are freed."""

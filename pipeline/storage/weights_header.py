@@ -91,22 +91,29 @@ def unpack_version(marks: memoryview[int], slot: int) -> WeightsVersion:
     return WeightsVersion(version, fingerprint, through, bool(rollback), history, probe, max(rollback, 1) - 2)
 
 
-def newest_version(path: Path) -> WeightsVersion | None:
+def newest_version(path: Path, *, attempts: int = 1) -> WeightsVersion | None:
     """Return the newest version of a weights file; None before the first publish, or during a write of the header.
 
     Args:
         path: Path of the file; it need not exist.
+        attempts: Reads of a header that is being written; a write of it takes microseconds.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        # Two reads: they differ if the page is written in between.
-        page, again = os.pread(descriptor, PAGE_BYTES, 0), os.pread(descriptor, PAGE_BYTES, 0)
+        page = os.pread(descriptor, PAGE_BYTES, 0)
+        for _ in range(attempts):
+            # Two reads: they differ if the page is written in between.
+            before, page = page, os.pread(descriptor, PAGE_BYTES, 0)
+            if page == before:
+                break
+        else:
+            return None
     finally:
         os.close(descriptor)
-    if page != again or len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
+    if len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
         return None
     marks = memoryview(page).cast("Q")
     slot = marks[NEWEST] - 1

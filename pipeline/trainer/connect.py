@@ -16,6 +16,7 @@ from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
 from pipeline.trainer.connection import Check, Connection
 from pipeline.trainer.external_metrics import ExternalMetrics
+from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.publish_check import PublishCheck
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -63,7 +64,7 @@ def open_connection(
     rank: int,
     world_size: int,
     prefetch: int = 2,
-    verify_checksum: bool = True,
+    gathering: Gathering = Gathering(),  # noqa: B008 - immutable
     traffic: Traffic | None = None,
     check: Check = lambda actor, critic: None,
     external: Config | None = None,
@@ -75,7 +76,7 @@ def open_connection(
         rank: This process's rank.
         world_size: Number of ranks.
         prefetch: Batches leased ahead, including the batch in hand.
-        verify_checksum: Whether each extent's checksum is verified before its rows are used.
+        gathering: The way in which the rows of leases are gathered.
         traffic: Counts the messages.
         check: Called with the state dicts of each publish; raises if they must not be published.
         external: Configuration of the run whose external trainer this rank is; None for the built-in trainer.
@@ -97,7 +98,7 @@ def open_connection(
 
     return Connection(
         arena, folder / "weights", mailbox, outbox,
-        rank=rank, world_size=world_size, prefetch=prefetch, verify_checksum=verify_checksum,
+        rank=rank, world_size=world_size, prefetch=prefetch, gathering=gathering,
         on_close=on_close, check=check, metrics=metrics,
     )  # fmt: skip
 

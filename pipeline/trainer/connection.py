@@ -23,13 +23,12 @@ import torch
 from pipeline.errors import DeadlineError
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
-from pipeline.models.weights.pinned import PinnedMemory, pin_arena
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime.transport import Sender
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.external_metrics import ExternalMetrics
-from pipeline.trainer.prefetch import Prefetcher
+from pipeline.trainer.prefetch import Gathering, Prefetcher
 from pipeline.trainer.session import BufferSession, Receiver
 
 Check = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor] | None], None]
@@ -44,12 +43,19 @@ class Batch(NamedTuple):
         lease: The lease's number.
         for_version: The policy version that is trained on the batch.
         position: Every prompt before this position is trained, dropped, or in a lease up to this one.
+        on_host: The rows as they were gathered, on the CPU; None if `experience` is.
     """
 
     experience: Experience
     lease: int
     for_version: int
     position: int = 0
+    on_host: Experience | None = None
+
+    @property
+    def host_experience(self) -> Experience:
+        """The rows on the CPU."""
+        return self.experience if self.on_host is None else self.on_host
 
 
 class Connection:
@@ -65,8 +71,7 @@ class Connection:
         rank: int,
         world_size: int,
         prefetch: int = 2,
-        verify_checksum: bool = True,
-        copy_ahead: bool | None = None,
+        gathering: Gathering = Gathering(),  # noqa: B008 - immutable
         on_close: Callable[[], None] = lambda: None,
         check: Check = lambda actor, critic: None,
         metrics: ExternalMetrics | None = None,
@@ -81,8 +86,7 @@ class Connection:
             rank: This rank.
             world_size: Number of ranks, as in the daemon's configuration.
             prefetch: Batches leased ahead, including the batch in hand.
-            verify_checksum: Whether each extent's checksum is verified before its rows are used.
-            copy_ahead: Whether the next batch is copied while the current one is trained; None for yes on a GPU only.
+            gathering: The way in which the rows of leases are gathered.
             on_close: Called once by `close`.
             check: Called with the state dicts of each publish; raises if they must not be published.
             metrics: The rank's metrics, if it is an external trainer's.
@@ -91,12 +95,11 @@ class Connection:
         self.world_size = world_size
         self._arena = arena
         self._versions = PolicyVersions(weights_path)
-        self._prefetcher = Prefetcher(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
+        self._prefetcher = Prefetcher(arena, gathering)
         self._on_close = on_close
         self._check = check
         self._metrics = metrics
         self._closed = False
-        self._pinned: PinnedMemory | None = None
         self._session = BufferSession(
             receiver, sender, rank=rank, world_size=world_size, prefetch=prefetch,
             newest=self.newest() if rank == 0 else None,
@@ -197,7 +200,7 @@ class Connection:
             self.receive(0.0)
             if (following := self._session.next_lease) is not None:
                 self._prefetcher.begin(following, device)
-        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position)
+        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position, fetched.on_host)
 
     def acknowledge(self) -> None:
         """Count the batches in hand as trained; without a batch in hand, do nothing."""
@@ -335,19 +338,6 @@ class Connection:
         self._prefetcher.discard()
         self._session.start_over(published)
 
-    def pin(self, device: torch.device) -> int:
-        """Page-lock the arena for copies to a GPU.
-
-        Args:
-            device: The GPU; another device locks nothing.
-
-        Returns:
-            Number of page-locked bytes; 0 without a GPU.
-        """
-        if self._pinned is None:
-            self._pinned = pin_arena(self._arena, device)
-        return 0 if self._pinned is None else self._pinned.nbytes
-
     # The end.
 
     def close(self) -> None:
@@ -360,8 +350,6 @@ class Connection:
         self._versions.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._pinned is not None:
-            self._pinned.close()
         self._on_close()
 
     def __enter__(self) -> Connection:

@@ -7,6 +7,7 @@ computation waits for it.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from pipeline.experience.types import Experience
 from pipeline.runtime.messages import Lease
 from pipeline.storage.arena import Arena
 
+_REFERENCE = "base_action_log_probs"
+
 
 class Fetched(NamedTuple):
     """The batch of a lease, or, if extents are damaged, their tickets with the reasons.
@@ -26,28 +29,37 @@ class Fetched(NamedTuple):
         experience: The batch; None if an extent is damaged.
         damaged: Reason by ticket, for each damaged extent.
         copied: Event at the end of the copy to a GPU; None without such a copy.
+        on_host: The batch as it was gathered, on the CPU; None if `experience` is.
     """
 
     experience: Experience | None
     damaged: dict[int, str]
     copied: torch.cuda.Event | None = None
+    on_host: Experience | None = None
+
+
+class Gathering(NamedTuple):
+    """The way in which the rows of leases are gathered.
+
+    Attributes:
+        verify_checksum: Whether each extent's checksum is verified before its rows are used.
+        ahead: Whether the next batch is gathered in the background; None for yes on a GPU, where the copy runs beside
+            the computation, and no on a CPU, where the copy would take cores from the computation.
+        needs_reference: Whether an extent without the reference's log-probs is reported as damaged. It is in any case
+            if other extents of its batch have them: a batch has the same fields in all its rows.
+    """
+
+    verify_checksum: bool = True
+    ahead: bool | None = None
+    needs_reference: bool = False
 
 
 class Prefetcher:
-    """Gathers the batches of leases; used by one thread."""
+    """Gathers the batches of leases from an arena that is mapped with its payload; used by one thread."""
 
-    def __init__(self, arena: Arena, *, verify_checksum: bool = True, ahead: bool | None = None) -> None:
-        """Gather from an arena.
-
-        Args:
-            arena: Mapped with its payload.
-            verify_checksum: Whether each extent's checksum is verified before its rows are used.
-            ahead: Whether to gather the next batch in the background; None for yes on a GPU, where the copy runs beside
-                the computation, and no on a CPU, where the copy would take cores from the computation.
-        """
+    def __init__(self, arena: Arena, gathering: Gathering = Gathering()) -> None:  # noqa: B008 - immutable
         self._arena = arena
-        self._verify_checksum = verify_checksum
-        self._ahead = ahead
+        self._verify_checksum, self._ahead, self._needs_reference = gathering
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._next: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -100,22 +112,33 @@ class Prefetcher:
                 readers.append(codec.ExtentReader(memory, checksum=part.checksum if self._verify_checksum else 0))
             except DecodeError as error:
                 damaged[part.ticket] = str(error)
+        has_reference = [any(field.name == _REFERENCE for field in reader.header.fields) for reader in readers]
+        if not damaged and (self._needs_reference or any(has_reference)):
+            # Rows of a time when every KL weight was 0, from a spool or from before a restart.
+            damaged = {
+                part.ticket: "its rows have no log-probs of the reference model: no KL weight was above 0"
+                for part, found in zip(lease.parts, has_reference, strict=True)
+                if not found
+            }
         if damaged:
             return Fetched(None, damaged)
         parts = [(reader, part.rows) for reader, part in zip(readers, lease.parts, strict=True)]
         versions = np.repeat([part.policy_version for part in lease.parts], [len(part.rows) for part in lease.parts])
         experience = codec.gather(parts, pin_memory=device.type == "cuda")
         experience.info = {**(experience.info or {}), "policy_version": torch.from_numpy(versions)}
-        if device.type != "cuda":
-            if device.type != "cpu":
-                experience.to_device(device)
+        if device.type == "cpu":
             return Fetched(experience, {})
+        # Kept for the digest, which needs the bytes on the CPU; the tensors are moved in `experience` alone.
+        on_host = copy.copy(experience)
+        if device.type != "cuda":
+            experience.to_device(device)
+            return Fetched(experience, {}, None, on_host)
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(self._streams[device]):
             # The page-locked tensors return to torch's allocator, which keeps them until the copies are complete.
             experience.to_device(device, non_blocking=True)
-            return Fetched(experience, {}, self._streams[device].record_event())
+            return Fetched(experience, {}, self._streams[device].record_event(), on_host)
 
 
 def _wait_for(begun: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None) -> None:

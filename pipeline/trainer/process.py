@@ -29,6 +29,7 @@ from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
@@ -55,10 +56,9 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         rank=context.index,
         world_size=config.trainer.world_size,
         prefetch=batches_ahead(config),
-        verify_checksum=config.buffer.checksum,
+        gathering=Gathering(config.buffer.checksum, needs_reference=config.trainer_kl_coef > 0),
         traffic=Traffic(context.metrics),
     )
-    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(device))
     join_ranks(config, context)
     trainer = new_trainer(config, context, connection)
     context.ready(device_name(device))
@@ -173,7 +173,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         on_phase=metrics.phase,
         on_out_of_memory=metrics.out_of_memory,
     )
-    resumption = Resumption(config, connection, learner, models, device)
+    resumption = Resumption(config, connection, learner, models, device, agree=agree)
     start = resumption.find()
     # A barrier: the first rank replaces nothing that another rank still reads.
     agree(True)

@@ -12,9 +12,9 @@ A checkpoint that fails its verification is skipped for the previous one, with a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,6 +36,8 @@ from pipeline.trainer.connection import Connection
 from pipeline.trainer.state import LearnerProtocol, Progress, restore_random_state, tensors_of
 
 _FRESH = "`rlhfd start --fresh` starts anew"
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class Resumption:
         learner: LearnerProtocol,
         models: Mapping[str, torch.nn.Module],
         device: torch.device,
+        *,
+        agree: Callable[[bool], bool] = lambda ready: ready,
     ) -> None:
         """Store the arguments; nothing is read yet.
 
@@ -82,7 +86,9 @@ class Resumption:
             learner: `find` sets its tensors and its step.
             models: ``actor`` and, with PPO, ``critic``, as they are at the start of a run; `find` sets their weights.
             device: Device of the models.
+            agree: A collective of all ranks; returns True if every rank passed True.
         """
+        self._agree = agree
         self._config = config
         self._connection = connection
         self._learner = learner
@@ -122,18 +128,18 @@ class Resumption:
 
     def _after_death(self, newest: WeightsVersion) -> Start:
         latest = read_latest(self._root)
+        progress, unusable = None, None
         try:
             progress = self._from_shared_memory(newest)
         except WeightsError as error:
             self._log(logging.ERROR, "a dead trainer's state in shared memory is unusable: %s", str(error))
-            found = self._newest_usable(latest)
-            if found is None:
-                # The failed restore may have overwritten models and moments: a start at version 0 is impossible, too.
-                raise
-        else:
-            if progress is not None:
-                return Start(progress, None, saved_step=0 if latest is None else latest.step)
-            found = self._newest_usable(latest)
+            unusable = error
+        if self._agree(progress is not None) and progress is not None:
+            return Start(progress, None, saved_step=0 if latest is None else latest.step)
+        found = self._newest_usable(latest)
+        if found is None and unusable is not None:
+            # The failed restore may have overwritten models and moments: a start at version 0 is impossible, too.
+            raise unusable
         if found is None:
             self._log(logging.WARNING, "no training state and no checkpoint: rolled back to the start, version=%d -> 0",
                       newest.version)  # fmt: skip
@@ -184,13 +190,28 @@ class Resumption:
 
     def _newest_usable(self, latest: Latest | None) -> tuple[Path, CheckpointNote, Progress] | None:
         for folder in () if latest is None else earlier_of_run(self._root, latest):
-            try:
-                note = read_note(folder)
-                verify(folder, note)
-                return folder, note, self._load(folder)
-            except CheckpointError as error:
-                self._log(logging.ERROR, "a checkpoint cannot be used, trying the one before it: %s", str(error))
+            # Agreed before the load: what one rank has found damaged, no rank reads.
+            note = self._on_all_ranks(self._verified, folder)
+            progress = None if note is None else self._on_all_ranks(self._load, folder)
+            if note is not None and progress is not None:
+                return folder, note, progress
         return None
+
+    def _on_all_ranks(self, call: Callable[[Path], _T], folder: Path) -> _T | None:
+        """Return the result of a call that succeeds on every rank; None if it fails on one."""
+        result = None
+        try:
+            result = call(folder)
+        except CheckpointError as error:
+            self._log(logging.ERROR, "a checkpoint cannot be used, trying the one before it: %s", str(error))
+        return result if self._agree(result is not None) else None
+
+    def _verified(self, folder: Path) -> CheckpointNote:
+        note = read_note(folder)
+        if self._connection.rank == 0:
+            # Once: all ranks read the same files.
+            verify(folder, note)
+        return note
 
     def _load(self, folder: Path) -> Progress:
         state = tensors_of(self._learner, Progress(), self._device)

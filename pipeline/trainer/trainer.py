@@ -195,10 +195,12 @@ class Trainer:
             self._agreed_to_stop = True
             return
         experiences = [batch.experience for batch in self._batches]
+        # On the CPU: digest and metrics copy nothing back from a card.
+        gathered = [batch.host_experience for batch in self._batches]
         with self._metrics.training():
             stats = self._learner.update(experiences)
         # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
-        own = RankProgress(digest_after(self.progress.digest, experiences), batch.position)
+        own = RankProgress(digest_after(self.progress.digest, gathered), batch.position)
         self.progress = after_step(self.step + 1, self._ranks.gather(own))
         self._batches = []
         if self._step_log is not None:
@@ -206,7 +208,7 @@ class Trainer:
             self._step_log.append(self.step, stats)
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
-        self._metrics.stepped(stats, experiences, batch.for_version)
+        self._metrics.stepped(stats, gathered, batch.for_version)
         self._warn_if_idle(stats)
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.

@@ -11,13 +11,12 @@ from transformers import LlamaForCausalLM
 from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
 from pipeline.models.log_probs import action_log_probs
-from pipeline.models.weights.pinned import PinnedMemory, pin_arena
+from pipeline.models.weights.pinned import PinnedRing, process_ring
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.storage.arena import Arena
 from pipeline.supervisor.gpus import LIBRARY, Nvml
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
@@ -148,38 +147,40 @@ def test_a_process_that_has_asked_cuda_for_its_devices_serves_no_forks():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
 
 
-def test_the_arena_is_page_locked_once_and_given_back(tmp_path):
-    Arena.create(tmp_path / "arena", payload_bytes=1 << 22, ledger_bytes=4096, layout=1)
-    arena = Arena(tmp_path / "arena")
-    arena.populate()
+def test_the_buffers_of_the_ring_are_page_locked():
+    buffer = process_ring().buffer(0)
 
-    pinned = pin_arena(arena, torch.device("cuda:0"))
-
-    view = torch.frombuffer(arena.payload, dtype=torch.uint8)
-    assert pinned.nbytes == arena.payload_bytes
-    assert view.is_pinned()
-    view.fill_(7)
-    assert (view.to("cuda", non_blocking=True).cpu() == 7).all()
-    pinned.close()
-    assert not view.is_pinned()
-    del view
-    arena.close()
+    assert buffer.tensor.is_pinned()
+    assert len(buffer.tensor) == process_ring().buffer_bytes
 
 
-def test_memory_that_cannot_be_locked_is_a_warning_and_the_card_goes_on(caplog):
-    refused = PinnedMemory(4096, 1 << 40, "an impossible range")
+def test_page_locked_memory_that_cuda_refuses_is_a_warning_and_the_card_goes_on(caplog, monkeypatch):
+    real = torch.empty
+    monkeypatch.setattr(
+        "torch.empty",
+        lambda nbytes, pin_memory=False, **options: real(
+            1 << 46 if pin_memory else nbytes, pin_memory=pin_memory, **options
+        ),
+    )
+    ring = PinnedRing(buffers=2, buffer_bytes=1 << 16)
 
-    assert refused.nbytes == 0
-    assert "could not be page-locked" in caplog.text
+    buffer = ring.buffer(0)
+    with ring.held():
+        buffer.copy_in(7, torch.full((100,), 5, dtype=torch.uint8, device="cuda"))
+        buffer.record()
+        buffer.wait()
+
+    assert "no page-locked memory" in caplog.text
+    assert buffer.tensor[7:107].tolist() == [5] * 100
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 @pytest.mark.parametrize("publisher_device", ["cuda", "cpu"])
 @pytest.mark.parametrize("worker_device", ["cuda", "cpu"])
 def test_weights_travel_between_any_devices_whole(tmp_path, publisher_device, worker_device):
-    """Larger than the part copied before the first event, so that hashing and copies run beside each other."""
+    """Larger than all buffers of the ring together, so that each is used again, and hashing and copies overlap."""
     draws = torch.Generator().manual_seed(0)
-    given = {f"actor.{i}": torch.randn(3_000_001, generator=draws).to(publisher_device) for i in range(12)}
+    given = {f"actor.{i}": torch.randn(6_000_001, generator=draws).to(publisher_device) for i in range(12)}
     target = {name: torch.zeros(tensor.shape, device=worker_device) for name, tensor in given.items()}
     publisher = WeightsPublisher(tmp_path / "weights", given)
     reader = WeightsReader(tmp_path / "weights")

@@ -10,7 +10,16 @@ from transformers import LlamaForCausalLM
 
 from pipeline.config.schema import TrainerConfig
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.models.lora import Saved, adapt, adapter_of, load_adapter, merged, published, without_peft_names
+from pipeline.models.lora import (
+    Saved,
+    adapt,
+    adapter_of,
+    load_adapter,
+    merged,
+    published,
+    without_adapters,
+    without_peft_names,
+)
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.trainer.learner import Learner
@@ -45,6 +54,23 @@ def test_a_layer_computes_what_the_paper_says():
     torch.testing.assert_close(layer(x), expected)
     assert layer.lora_A.weight.shape == (4, 16)
     assert layer.lora_B.weight.shape == (16, 4)
+
+
+@torch.no_grad()
+def test_without_its_adapters_a_model_computes_as_its_base_and_with_them_again_afterwards():
+    model, base = trained(), tiny.llama()
+    before = model(input_ids=PROMPTS).logits
+
+    def fail():
+        with without_adapters(model):
+            assert torch.equal(model(input_ids=PROMPTS).logits, base(input_ids=PROMPTS).logits)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+
+    assert not torch.equal(before, base(input_ids=PROMPTS).logits)
+    assert torch.equal(model(input_ids=PROMPTS).logits, before)
 
 
 @torch.no_grad()

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.support.leaks import Holdings
+from tests import conftest
+from tests.support.leaks import Holdings, open_cuda
 
 # Starts a child of its own, tells its pid and dies: an orphan remains.
 ORPHANING = """
@@ -119,3 +121,27 @@ def test_an_open_file_descriptor_is_found_until_it_is_closed() -> None:
         f"file descriptor {number} is still open" for number in (reading, writing)
     ]
     assert before.leaks() == []
+
+
+def test_what_cuda_keeps_open_is_no_leak_of_the_test_that_uses_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a library in CUDA's place that opens a pipe at its first use."""
+    pipes: list[tuple[int, int]] = []
+    monkeypatch.setattr(conftest, "open_cuda", lambda: pipes.append(os.pipe()))
+    request = SimpleNamespace(node=SimpleNamespace(get_closest_marker=lambda name: name == "gpu"))
+
+    check = conftest._test_leaves_nothing.__wrapped__(request, None)
+    next(check)
+    assert len(pipes) == 1
+    assert next(check, "passed") == "passed"
+
+    for number in pipes[0]:
+        os.close(number)
+
+
+@pytest.mark.gpu
+def test_a_second_use_of_cuda_opens_no_descriptor_of_unknown_owner() -> None:
+    before = Holdings.now()
+
+    open_cuda.__wrapped__()
+
+    assert before.leaks(grace_s=0) == []

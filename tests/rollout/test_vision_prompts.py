@@ -145,7 +145,7 @@ def new_roller(source: PromptSource, model_directory: Path, *, sees: bool = True
     )
     return LocalRoller(
         maker, source, tokenizer, ModelWeights({}), seed=1, max_length=32, template="auto", generate_kwargs={},
-        device=torch.device("cpu"), vocabulary=actor.config.get_text_config().vocab_size,
+        vocabulary=actor.config.get_text_config().vocab_size,
         vision=VisionPrompts(model_directory, tokenizer) if sees else None,
     )  # fmt: skip
 

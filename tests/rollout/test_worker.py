@@ -80,7 +80,7 @@ class Bench:
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
         self.roller = LocalRoller(
             self.maker, self.source, Letters(), ModelWeights(self.model), seed=7, max_length=max_length,
-            template="none", generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY,
+            template="none", generate_kwargs={}, vocabulary=VOCABULARY,
         )  # fmt: skip
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.worker = RolloutWorker(
@@ -297,7 +297,7 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
     with contextlib.closing(PromptSource(path, 0)) as source:
         roller = LocalRoller(
             maker, source, Chatty(), ModelWeights({}), seed=7, max_length=MAX_LENGTH, template="auto",
-            generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
+            generate_kwargs={}, vocabulary=VOCABULARY, log_texts=log_texts,
         )  # fmt: skip
         rolled = roller.roll(0, 3)
 

@@ -8,6 +8,7 @@ running beside this one is not taken for a leak.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -21,7 +22,7 @@ _SEGMENT_PREFIX = "rlhfd"
 # Longer than the time between two lives of a daemon of another test session, when no process holds its segments.
 _GRACE_S = 10.0
 # Opened once by a library and kept for the life of the process.
-_LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
+_LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/dri/", "/dev/shm/cuda", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
 
 
 def mark_descendants() -> None:
@@ -29,6 +30,28 @@ def mark_descendants() -> None:
     os.environ[_MARK] = str(os.getpid())
     # setproctitle would write the title over the environment that the mark is read from.
     os.environ["SPT_NOENV"] = "1"
+
+
+@functools.cache
+def open_cuda() -> None:
+    """Use each part of CUDA once that opens pipes, sockets and event descriptors at its first use and keeps them.
+
+    CUDA's devices are known by their names; of these descriptors no name tells the owner.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    one = torch.ones(64, 64, device="cuda")
+    torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).cuda(non_blocking=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (one @ one).sum().item()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one + one
+    graph.replay()
+    torch.cuda.current_stream().record_event().synchronize()
+    torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)

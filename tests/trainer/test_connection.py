@@ -15,6 +15,7 @@ from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.prefetch import Gathering
 from tests.buffer.test_buffer import Counts
 from tests.support.experiences import made_up
 
@@ -95,7 +96,7 @@ class House:
             self.post.outbox("buffer"),
             rank=0,
             world_size=1,
-            **({"copy_ahead": self.copy_ahead} | options),
+            **({"gathering": Gathering(ahead=self.copy_ahead)} | options),
         )
         self.connections.append(connection)
         return connection

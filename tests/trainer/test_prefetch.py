@@ -10,7 +10,8 @@ from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer import prefetch
-from pipeline.trainer.prefetch import Prefetcher
+from pipeline.trainer.prefetch import Gathering, Prefetcher
+from pipeline.trainer.state import digest_after
 from tests.support.experiences import made_up
 
 LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
@@ -44,7 +45,7 @@ def shelf(tmp_path):
 
 
 def test_what_was_begun_is_copied_before_it_is_taken(shelf):
-    prefetcher, lease = Prefetcher(shelf.arena, ahead=True), shelf.lease(0)
+    prefetcher, lease = Prefetcher(shelf.arena, Gathering(ahead=True)), shelf.lease(0)
     prefetcher.begin(lease, CPU)
     prefetcher._next[2].result()
     shelf.damage(0)
@@ -58,7 +59,7 @@ def test_what_was_begun_is_copied_before_it_is_taken(shelf):
 
 
 def test_a_batch_is_never_taken_for_another(shelf):
-    prefetcher, leases = Prefetcher(shelf.arena, ahead=True), [shelf.lease(number) for number in range(2)]
+    prefetcher, leases = Prefetcher(shelf.arena, Gathering(ahead=True)), [shelf.lease(number) for number in range(2)]
     prefetcher.begin(leases[0], CPU)
 
     fetched = prefetcher.take(leases[1], CPU)
@@ -70,7 +71,7 @@ def test_a_batch_is_never_taken_for_another(shelf):
 
 
 def test_damage_that_is_found_ahead_is_told_when_the_batch_is_taken(shelf):
-    prefetcher, lease = Prefetcher(shelf.arena, ahead=True), shelf.lease(0)
+    prefetcher, lease = Prefetcher(shelf.arena, Gathering(ahead=True)), shelf.lease(0)
     shelf.damage(0)
     prefetcher.begin(lease, CPU)
 
@@ -82,7 +83,7 @@ def test_damage_that_is_found_ahead_is_told_when_the_batch_is_taken(shelf):
 
 @pytest.mark.parametrize("ending", ["discard", "close"])
 def test_once_it_is_discarded_nothing_of_the_arena_is_read(shelf, monkeypatch, ending):
-    prefetcher, lease = Prefetcher(shelf.arena, ahead=True), shelf.lease(0)
+    prefetcher, lease = Prefetcher(shelf.arena, Gathering(ahead=True)), shelf.lease(0)
     go_on, reading, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow(*args, **kwargs):
@@ -126,3 +127,39 @@ def test_on_a_card_batches_are_whole_while_it_computes(shelf):
 
     for number, reward in enumerate(held):
         assert torch.equal(reward.cpu(), shelf.made[number].reward)
+
+
+def test_a_batch_for_another_device_keeps_its_rows_on_the_cpu_for_the_digest(shelf):
+    prefetcher, lease = Prefetcher(shelf.arena), shelf.lease(0)
+
+    moved, stayed = prefetcher.take(lease, torch.device("meta")), prefetcher.take(lease, CPU)
+
+    assert moved.experience.sequences.device.type == "meta"
+    assert digest_after(7, [moved.on_host]) == digest_after(7, [stayed.experience])
+    assert stayed.on_host is None
+    prefetcher.close()
+
+
+@pytest.mark.parametrize(("needed", "rows_have_it", "refused"), [
+    (True, [True, True], set()), (True, [True, False], {1}), (True, [False, False], {0, 1}),
+    (False, [True, False], {1}), (False, [False, False], set()),
+])  # fmt: skip
+def test_rows_without_log_probs_of_the_reference_are_refused_where_a_kl_or_the_batch_has_them(
+    shelf, needed, rows_have_it, refused
+):
+    parts = []
+    for number, has_it in enumerate(rows_have_it):
+        made = made_up(rows=4, seed=number)
+        if not has_it:
+            made.base_action_log_probs = None
+        offset = number << 14
+        encoded = codec.encode(made, shelf.arena.extent(offset, 1 << 14))
+        parts.append(ExtentRows(offset, encoded.nbytes, encoded.checksum, 3, number, [0, 1, 2, 3]))
+    prefetcher = Prefetcher(shelf.arena, Gathering(needs_reference=needed))
+
+    fetched = prefetcher.take(Lease(1, 0, 3, parts), CPU)
+
+    assert fetched.damaged.keys() == refused
+    assert all("no log-probs of the reference model" in reason for reason in fetched.damaged.values())
+    assert (fetched.experience is None) == bool(refused)
+    prefetcher.close()

@@ -1,17 +1,22 @@
 """The start of a trainer: with real models, a real learner, a real buffer, and checkpoints on a real disk."""
 
+import functools
 import logging
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.config.identity import identity_of
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, WeightsError
+from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.models.critic import Critic
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.trainer import checkpoints, resume
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.resume import Resumption, Start
@@ -172,6 +177,52 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it_and_the_buffer_h
     assert trainer.holds(saved)
     assert "step-000073/trainer_state.safetensors has 0 B" in caplog.text
     assert read_latest(site.root).path == "step-000050"
+
+
+@pytest.mark.parametrize("damaged_for", ["both", "the second rank alone"])
+def test_ranks_verify_a_checkpoint_once_and_find_the_same_start(site, monkeypatch, damaged_for):
+    """Two ranks in two threads, which agree as in a collective."""
+    expected = site.save(4)
+    site.save(5)
+    broken = site.root / "step-000005" / "trainer_state.safetensors"
+    if damaged_for == "both":
+        broken.write_bytes(broken.read_bytes()[:-1] + b"x")
+    met, said, verified = threading.Barrier(2, timeout=60), {}, []
+    first, second = site.trainer(), site.trainer(seed=1)
+    second.resumption._connection = SimpleNamespace(rank=1, newest=first.connection.newest)
+
+    def agree(rank):
+        def agreed(ready):
+            said[rank] = ready
+            met.wait()
+            both = all(said.values())
+            met.wait()
+            return both
+
+        return agreed
+
+    def verify_and_count(folder, note):
+        verified.append(folder.name)
+        checkpoints.verify(folder, note)
+
+    def load(rank, folder):
+        if (rank, folder.name, damaged_for) == (1, "step-000005", "the second rank alone"):
+            raise CheckpointError("this rank cannot read it")
+        return Resumption._load(trainers[rank].resumption, folder)
+
+    trainers = [first, second]
+    monkeypatch.setattr(resume, "verify", verify_and_count)
+    for rank, trainer in enumerate(trainers):
+        trainer.resumption._agree = agree(rank)
+        trainer.resumption._load = functools.partial(load, rank)
+
+    with ThreadPoolExecutor(2) as threads:
+        starts = list(threads.map(lambda trainer: trainer.resumption.find(), trainers))
+
+    assert verified == ["step-000005", "step-000004"]
+    assert starts[0] == starts[1]
+    assert starts[0].progress.step == 4
+    assert first.holds(expected) and second.holds(expected)
 
 
 def test_when_no_checkpoint_can_be_used_the_start_is_refused(site):

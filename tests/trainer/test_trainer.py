@@ -58,7 +58,14 @@ class Bench:
         self.saved = []
 
     def trainer(
-        self, *, agree=lambda ready: ready, leave=lambda: None, gather=lambda own: [own], step_log=None, **settings
+        self,
+        *,
+        agree=lambda ready: ready,
+        leave=lambda: None,
+        gather=lambda own: [own],
+        step_log=None,
+        device="cpu",
+        **settings,
     ):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
@@ -69,7 +76,7 @@ class Bench:
             self.house.connect(prefetch=steps + 1),
             {"actor": self.model},
             TrainerMetrics(self.slab.writer("trainer", 0), rank=0, reward_source="function"),
-            device=torch.device("cpu"),
+            device=torch.device(device),
             ranks=Ranks(agree, leave, gather),
             step_log=step_log,
             save=lambda progress, version, complete: self.saved.append(progress.step) or self.house.weights_path,
@@ -195,6 +202,28 @@ def test_equal_experience_gives_an_equal_digest(tmp_path):
         bench.close()
 
     assert digests[0] == digests[1] != 0
+
+
+def test_the_digest_of_batches_on_a_card_is_of_the_rows_as_they_were_gathered(tmp_path, monkeypatch):
+    """On the meta device, which has no bytes to copy back."""
+    monkeypatch.setattr(CountingLearner, "update", lambda self, experiences: _idle(experiences))
+    digests = {}
+    for device in ("cpu", "meta"):
+        (tmp_path / device).mkdir()
+        bench = Bench(tmp_path / device)
+        trainer = bench.trainer(max_steps=2, device=device)
+        bench.run(trainer)
+        assert trainer.complete
+        digests[device] = trainer.progress.digest
+        bench.close()
+
+    assert digests["meta"] == digests["cpu"] != 0
+
+
+def _idle(experiences):
+    zeros = {field.name: 0.0 for field in dataclasses.fields(StepStats)}
+    rows = {"nonfinite": (), "row_importance_ratios": (), "row_kl_nats": (), "row_rewards": ()}
+    return StepStats(**{**zeros, **rows, "step": 1, "rows": len(experiences), "tokens_trained": 1})
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -2,16 +2,20 @@
 
 A slot is copied and hashed block by block, so that a block is hashed while it is still in the cache. A large slot is
 copied by several threads, because one core does not saturate the memory bus. The fingerprint is the xxh3-64 of the
-blocks' xxh3-64 digests, in order. GPU copies run concurrently with the hashing, at full speed if the slot is
-page-locked (`pipeline.models.weights.pinned`).
+blocks' xxh3-64 digests, in order.
+
+Tensors on a GPU are copied through the ring of page-locked buffers (`pipeline.models.weights.pinned`), a piece of the
+slot of one buffer's size at a time. The GPU copies the next pieces while threads copy and hash the present one, and
+each piece is waited for once: the number of synchronizations grows linearly with the size of the slot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,20 +23,27 @@ import torch
 import xxhash
 
 from pipeline.errors import WeightsError
+from pipeline.models.weights.pinned import PinnedRing, RingBuffer, process_ring
 
 _BLOCK_BYTES = 1 << 20
 _THREADS_FROM_BYTES = 1 << 25
 _MAX_THREADS = 4
-_EVENT_BYTES = 1 << 26
+
+_Digests = Callable[[Callable[[int], int], Sequence[int]], list[int]]
+"""Calls a function with each of these blocks; returns the results in their order."""
 
 
 class _Segment(NamedTuple):
-    """The part of a tensor in one block: its bytes in the slot, and its start in the tensor."""
+    """The part of a tensor in one block or piece: its bytes in the slot, and its start in the tensor."""
 
     name: str
     start: int
     end: int
     tensor_start: int
+
+    @property
+    def in_tensor(self) -> slice:
+        return slice(self.tensor_start, self.tensor_start + self.end - self.start)
 
 
 class Slot:
@@ -41,15 +52,17 @@ class Slot:
     Args:
         memory: The whole slot.
         views: The tensors over `memory` by name, in the order of their offsets.
+        ring: Carries the copies of tensors on a GPU; None for the process's ring.
     """
 
-    def __init__(self, memory: memoryview, views: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, memory: memoryview, views: Mapping[str, torch.Tensor], *, ring: PinnedRing | None = None
+    ) -> None:
         self.views = dict(views)
         self._memory = memory
+        self._ring = process_ring() if ring is None else ring
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).numpy()
-        self._blocks = [
-            (start, min(start + _BLOCK_BYTES, len(memory))) for start in range(0, len(memory), _BLOCK_BYTES)
-        ]
+        self._blocks = _pieces(len(memory), _BLOCK_BYTES)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Copy tensors in, from any device, and return the fingerprint of the slot.
@@ -58,83 +71,169 @@ class Slot:
             WeightsError: If a tensor is missing or of another shape; the slot is then unchanged.
         """
         given = self._matching(tensors, "expected")
-        plain = {name: flat for name, tensor in given.items() if (flat := self._flat_bytes(name, tensor)) is not None}
-        copied: list[tuple[int, Any]] = []
-        pending, issued = 0, 0
-        for name, tensor in given.items():
-            if name in plain:
-                continue
-            self.views[name].copy_(tensor.detach(), non_blocking=True)
-            if tensor.is_cuda:
-                # Offsets are in order: once the event has completed, all bytes before this one have been copied.
-                place = self._end_of(name)
-                pending, issued = pending + place - issued, place
-                if pending >= _EVENT_BYTES:
-                    copied.append((place, torch.cuda.current_stream(tensor.device).record_event()))
-                    pending = 0
-        if pending:
-            last = next(tensor for tensor in reversed(given.values()) if tensor.is_cuda)
-            copied.append((issued, torch.cuda.current_stream(last.device).record_event()))
+        plain, on_gpu, other = self._by_way(given)
+        for name in other:
+            self.views[name].copy_(given[name].detach())
 
-        def block(index: int) -> int:
+        def copy(index: int) -> None:
             for segment in self._segments[index]:
                 if (source := plain.get(segment.name)) is not None:
-                    length = segment.end - segment.start
-                    self._bytes[segment.start : segment.end] = source[
-                        segment.tensor_start : segment.tensor_start + length
-                    ]
-            self._wait_for(copied, self._blocks[index][1])
-            return self._hash(index)
+                    self._bytes[segment.start : segment.end] = source[segment.in_tensor]
 
-        return self._fingerprint(block)
+        with self._threads() as digests:
+            return combined(self._write_pieces(on_gpu, copy, digests))
 
     def read(self, into: Mapping[str, torch.Tensor]) -> int:
         """Copy all tensors out, to any device, and return the fingerprint of the copied bytes.
+
+        No copy is in flight afterwards: the caller reads the slot's sequence next.
 
         Raises:
             WeightsError: If a target is missing or of another shape.
         """
         targets = self._matching(into, "published as")
-        plain = {name: flat for name, target in targets.items() if (flat := self._flat_bytes(name, target)) is not None}
-        devices = set()
-        with torch.no_grad():
-            for name, target in targets.items():
-                if name not in plain:
-                    target.copy_(self.views[name], non_blocking=True)
-                    if target.is_cuda:
-                        devices.add(target.device)
+        plain, on_gpu, other = self._by_way(targets)
 
-        def block(index: int) -> int:
+        def copy(index: int) -> None:
             for segment in self._segments[index]:
                 if (target := plain.get(segment.name)) is not None:
-                    length = segment.end - segment.start
-                    target[segment.tensor_start : segment.tensor_start + length] = self._bytes[
-                        segment.start : segment.end
-                    ]
-            return self._hash(index)
+                    target[segment.in_tensor] = self._bytes[segment.start : segment.end]
 
-        found = self._fingerprint(block)
-        for device in devices:
-            # The caller reads the slot's sequence next: no copy may still be in flight then.
-            torch.cuda.current_stream(device).synchronize()
+        with self._threads() as digests, torch.no_grad():
+            for name in other:
+                targets[name].copy_(self.views[name])
+            return combined(self._read_pieces(on_gpu, copy, digests))
+
+    def _write_pieces(
+        self, on_gpu: Mapping[str, torch.Tensor], copy: Callable[[int], None], digests: _Digests
+    ) -> list[int]:
+        """Call `copy` with each block, and copy the tensors on a GPU; return the blocks' digests."""
+        if not on_gpu:
+            return digests(lambda index: self._copied_and_hashed(copy, index), range(len(self._blocks)))
+        ring, found, begun = self._ring, list[int](), 0
+        flat: dict[str, torch.Tensor] = {}
+        with ring.held():
+            for number, (start, end) in enumerate(self._pieces):
+                while begun < min(number + ring.buffers, len(self._pieces)):
+                    self._fill(ring.buffer(begun), begun, on_gpu, flat)
+                    begun += 1
+                buffer = ring.buffer(number)
+                buffer.wait()
+                found += digests(
+                    functools.partial(self._block_from, buffer, start, on_gpu.keys(), copy), _blocks_of(start, end)
+                )
         return found
 
-    def _fingerprint(self, block: Any) -> int:
-        indices = range(len(self._blocks))
-        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        if len(self._memory) < _THREADS_FROM_BYTES or threads == 1:
-            return combined([block(index) for index in indices])
-        # Parts of equal size: each thread reads and writes its own range.
-        bounds = [len(indices) * part // threads for part in range(threads + 1)]
-        with ThreadPoolExecutor(threads) as pool:
-            parts = pool.map(
-                lambda part: [block(index) for index in indices[bounds[part] : bounds[part + 1]]], range(threads)
-            )
-            return combined([digest for part in parts for digest in part])
+    def _read_pieces(
+        self, on_gpu: Mapping[str, torch.Tensor], copy: Callable[[int], None], digests: _Digests
+    ) -> list[int]:
+        """Call `copy` with each block, and copy the tensors on a GPU; return the blocks' digests."""
+        if not on_gpu:
+            return digests(lambda index: self._copied_and_hashed(copy, index), range(len(self._blocks)))
+        ring, found = self._ring, list[int]()
+        flat: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        with ring.held():
+            for number, (start, end) in enumerate(self._pieces):
+                buffer = ring.buffer(number)
+                buffer.wait()
+                found += digests(
+                    functools.partial(self._block_into, buffer, start, on_gpu.keys(), copy), _blocks_of(start, end)
+                )
+                self._empty(buffer, number, on_gpu, flat)
+        return found
 
-    def _hash(self, index: int) -> int:
+    def _fill(
+        self,
+        buffer: RingBuffer,
+        number: int,
+        on_gpu: Mapping[str, torch.Tensor],
+        flat: dict[str, torch.Tensor],
+    ) -> None:
+        """Begin the copies of one piece from the GPU; `flat` keeps the bytes of a tensor that the next piece needs."""
+        for segment in self._piece_segments[number]:
+            if (tensor := on_gpu.get(segment.name)) is None:
+                continue
+            if segment.tensor_start == 0:
+                # Converted on the GPU, if at all: the buffers hold bytes.
+                as_published = tensor.detach().to(self.views[segment.name].dtype)
+                flat[segment.name] = as_published.contiguous().reshape(-1).view(torch.uint8)
+            source = flat[segment.name]
+            buffer.copy_in(segment.start - self._pieces[number][0], source[segment.in_tensor])
+            if segment.in_tensor.stop == len(source):
+                del flat[segment.name]
+        buffer.record()
+
+    def _empty(
+        self,
+        buffer: RingBuffer,
+        number: int,
+        on_gpu: Mapping[str, torch.Tensor],
+        flat: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Begin the copies of one piece to the GPU; `flat` keeps the targets that the next piece needs."""
+        for segment in self._piece_segments[number]:
+            if (target := on_gpu.get(segment.name)) is None:
+                continue
+            if segment.tensor_start == 0:
+                held = self._same_layout(segment.name, target)
+                flat[segment.name] = held, held.reshape(-1).view(torch.uint8)
+            held, into = flat[segment.name]
+            buffer.copy_out(segment.start - self._pieces[number][0], into[segment.in_tensor])
+            if segment.in_tensor.stop == len(into):
+                if held.data_ptr() != target.data_ptr():
+                    self._ring.convert(target, held)
+                del flat[segment.name]
+        buffer.record()
+
+    def _block_from(
+        self, buffer: RingBuffer, piece_start: int, on_gpu: Collection[str], copy: Callable[[int], None], index: int
+    ) -> int:
+        for segment in self._segments[index]:
+            if segment.name in on_gpu:
+                place = slice(segment.start - piece_start, segment.end - piece_start)
+                self._bytes[segment.start : segment.end] = buffer.array[place]
+        return self._copied_and_hashed(copy, index)
+
+    def _block_into(
+        self, buffer: RingBuffer, piece_start: int, on_gpu: Collection[str], copy: Callable[[int], None], index: int
+    ) -> int:
+        if not any(segment.name in on_gpu for segment in self._segments[index]):
+            return self._copied_and_hashed(copy, index)
+        copy(index)
+        start, end = self._blocks[index]
+        copied = buffer.array[start - piece_start : end - piece_start]
+        copied[:] = self._bytes[start:end]
+        # The digest is of the copied bytes: a publisher may overwrite the slot meanwhile.
+        return xxhash.xxh3_64_intdigest(copied)
+
+    def _copied_and_hashed(self, copy: Callable[[int], None], index: int) -> int:
+        copy(index)
         start, end = self._blocks[index]
         return xxhash.xxh3_64_intdigest(self._memory[start:end])
+
+    def _same_layout(self, name: str, target: torch.Tensor) -> torch.Tensor:
+        """Return the target, or, if a copy of bytes is no copy of the tensor, memory beside it on its device."""
+        if target.dtype == self.views[name].dtype and target.is_contiguous():
+            return target.detach()
+        return torch.empty(target.shape, dtype=self.views[name].dtype, device=target.device)
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[_Digests]:
+        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        if len(self._memory) < _THREADS_FROM_BYTES or threads == 1:
+            yield lambda block, indices: [block(index) for index in indices]
+            return
+        with ThreadPoolExecutor(threads) as pool:
+
+            def digests(block: Callable[[int], int], indices: Sequence[int]) -> list[int]:
+                # Every n-th block, not a contiguous part: all threads end at nearly the same time.
+                parts = pool.map(lambda part: [block(index) for index in indices[part::threads]], range(threads))
+                found = [0] * len(indices)
+                for part, values in enumerate(parts):
+                    found[part::threads] = values
+                return found
+
+            yield digests
 
     def _matching(self, tensors: Mapping[str, torch.Tensor], expected: str) -> dict[str, torch.Tensor]:
         found = {}
@@ -146,35 +245,53 @@ class Slot:
             found[name] = tensor
         return found
 
+    def _by_way(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
+        """Return flat arrays of the tensors that are copied as bytes, those on a GPU, and the names of all others."""
+        plain: dict[str, Any] = {}
+        on_gpu: dict[str, torch.Tensor] = {}
+        other = []
+        for name, tensor in tensors.items():
+            if not tensor.numel():
+                continue
+            if self._ring.holds(tensor):
+                on_gpu[name] = tensor
+            elif (flat := self._flat_bytes(name, tensor)) is not None:
+                plain[name] = flat
+            else:
+                other.append(name)
+        return plain, on_gpu, other
+
     def _flat_bytes(self, name: str, tensor: torch.Tensor) -> Any:
         """Return the tensor's memory as a flat array; None unless a copy of its bytes is a copy of the tensor."""
         if tensor.device.type != "cpu" or tensor.dtype != self.views[name].dtype or not tensor.is_contiguous():
             return None
         return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
-    def _end_of(self, name: str) -> int:
-        view = self.views[name]
-        return int(view.data_ptr() - self._bytes.ctypes.data) + view.numel() * view.element_size()
-
-    @staticmethod
-    def _wait_for(copied: list[tuple[int, Any]], end: int) -> None:
-        """Wait until all bytes before `end` have been copied; events are in the order of their bytes."""
-        for place, event in copied:
-            event.synchronize()
-            if place >= end:
-                return
-
     @functools.cached_property
     def _segments(self) -> list[list[_Segment]]:
         """For each block the parts of the tensors that overlap it."""
-        segments: list[list[_Segment]] = [[] for _ in self._blocks]
+        return self._segments_of(self._blocks)
+
+    @functools.cached_property
+    def _pieces(self) -> list[tuple[int, int]]:
+        """The pieces of the slot that pass through the ring; each is whole blocks."""
+        return _pieces(len(self._memory), self._ring.buffer_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
+
+    @functools.cached_property
+    def _piece_segments(self) -> list[list[_Segment]]:
+        """For each piece the parts of the tensors in it."""
+        return self._segments_of(self._pieces)
+
+    def _segments_of(self, pieces: list[tuple[int, int]]) -> list[list[_Segment]]:
+        segments: list[list[_Segment]] = [[] for _ in pieces]
+        nbytes = pieces[0][1] - pieces[0][0]
         for name, view in self.views.items():
             if not view.numel():
                 continue
-            end = self._end_of(name)
-            begin = end - view.numel() * view.element_size()
-            for index in range(begin // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)):
-                first, last = max(begin, self._blocks[index][0]), min(end, self._blocks[index][1])
+            begin = int(view.data_ptr() - self._bytes.ctypes.data)
+            end = begin + view.numel() * view.element_size()
+            for index in range(begin // nbytes, -(-end // nbytes)):
+                first, last = max(begin, pieces[index][0]), min(end, pieces[index][1])
                 segments[index].append(_Segment(name, first, last, first - begin))
         return segments
 
@@ -185,3 +302,11 @@ def combined(digests: list[int]) -> int:
     The fingerprint is below 2**63, so that it fits a signed 64-bit integer of any reader.
     """
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests)) >> 1
+
+
+def _pieces(nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:
+    return [(start, min(start + piece_bytes, nbytes)) for start in range(0, nbytes, piece_bytes)]
+
+
+def _blocks_of(start: int, end: int) -> range:
+    return range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES))

@@ -18,7 +18,6 @@ its number.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 import mmap
@@ -33,7 +32,6 @@ import numpy.typing as npt
 import torch
 
 from pipeline.errors import WeightsError
-from pipeline.models.weights.pinned import PinnedMemory
 from pipeline.models.weights.slot_copy import Slot
 from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
 from pipeline.storage.weights_header import (
@@ -93,7 +91,6 @@ class _Mapping:
         manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
         self.places = msgspec.msgpack.decode(manifest, type=list[TensorPlace])
         self.marks = self.memory[:PAGE_BYTES].cast("Q")
-        self._pinned: PinnedMemory | None = None
 
     def slot_memory(self, slot: int) -> memoryview:
         start = self.data_offset + slot * self.slot_bytes
@@ -102,12 +99,6 @@ class _Mapping:
     def all_slots(self) -> list[Slot]:
         memories = [self.slot_memory(slot) for slot in range(self.slots)]
         return [Slot(memory, _views(memory, self.places)) for memory in memories]
-
-    def pin_for(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Page-lock the slots, once, if any of these tensors is on a GPU."""
-        if self._pinned is None and any(tensor.is_cuda for tensor in tensors.values()):
-            start = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + int(self.data_offset)
-            self._pinned = PinnedMemory(start, self.slots * self.slot_bytes, f"weights in {self.path.name}")
 
     def newest(self) -> int | None:
         slot = self.marks[NEWEST]
@@ -124,8 +115,6 @@ class _Mapping:
         return None
 
     def close(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
         self.marks.release()
         self.memory.release()
         try:
@@ -196,7 +185,6 @@ class WeightsPublisher:
         slot = 0 if newest is None else (newest + 1) % self._mapping.slots
         mark, marks = slot_mark(slot), self._mapping.marks
         marks[mark] |= 1
-        self._mapping.pin_for(tensors)
         fingerprint = self._slots[slot].write(tensors)
         if history is None:
             history = rollback + (0 if before is None else before.history)
@@ -268,7 +256,6 @@ class WeightsReader:
             WeightsError: If there is no such version, a target is missing or has another shape, or every attempt at a
                 whole copy failed.
         """
-        self._mapping.pin_for(into)
         return self._whole(age, lambda slot, found: self._slots[slot].read(into) == found.fingerprint)
 
     def copy(self) -> WeightsCopy:

@@ -19,9 +19,10 @@ import torch
 
 from pipeline.errors import ConfigError, UnreachableError
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
-from pipeline.storage.weights_header import Probe, WeightsVersion
+from pipeline.storage.weights_header import Probe, WeightsVersion, newest_version
 
 _TRAINING_SLOTS = 2
+_HEADER_ATTEMPTS = 1000
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +49,7 @@ class PolicyVersions:
 
     def newest(self) -> WeightsVersion | None:
         """Return the version published last, by this trainer or its predecessor; None before the first."""
-        if not self._weights_path.exists():
-            return None
-        reader = WeightsReader(self._weights_path)
-        try:
-            return reader.newest()
-        finally:
-            reader.close()
+        return newest_version(self._weights_path, attempts=_HEADER_ATTEMPTS)
 
     def restore(self, models: Mapping[str, Mapping[str, torch.Tensor]]) -> WeightsVersion:
         """Copy the newest weights into state dicts.

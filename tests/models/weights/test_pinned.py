@@ -1,65 +1,79 @@
-"""Page-locked memory: registered once, unregistered once, and one warning if CUDA refuses."""
+"""The ring of page-locked buffers: allocated when used, each mark waited for once, pageable memory if CUDA refuses."""
 
 import logging
-import subprocess
-import sys
 
-from pipeline.models.weights.pinned import PinnedMemory
+import pytest
+import torch
 
-
-class Runtime:
-    """A fake of CUDA's two calls; tests/daemon/test_gpu.py uses the real runtime."""
-
-    def __init__(self, code=0):
-        self.code = code
-        self.calls = []
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        self.calls.append(("register", address, nbytes, flags))
-        return self.code
-
-    def cudaHostUnregister(self, address):
-        self.calls.append(("unregister", address))
-        return 0
+from pipeline.models.weights.pinned import CudaDriver, PinnedRing, process_ring
+from tests.models.weights.lazy_gpu import LazyGpu
 
 
-def test_memory_is_registered_once_and_unregistered_once(caplog):
-    runtime = Runtime()
+def test_buffers_are_allocated_at_the_first_use_and_reused_in_turn():
+    gpu = LazyGpu()
+    ring = PinnedRing(gpu, buffers=3, buffer_bytes=64)
+    assert gpu.allocated == []
 
-    memory = PinnedMemory(4096, 1 << 20, "the arena", runtime=runtime)
-    assert memory.nbytes == 1 << 20
-    memory.close()
-    memory.close()
+    with ring.held():
+        found = [ring.buffer(number) for number in range(7)]
 
-    assert runtime.calls == [("register", 4096, 1 << 20, 1), ("unregister", 4096)]
-    assert memory.nbytes == 0
-    assert not caplog.records
+    assert gpu.allocated == [64, 64, 64]
+    assert [found.index(buffer) for buffer in found] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_refusal_is_one_warning_with_the_limit_and_nothing_to_give_back(caplog, monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda which: (8 << 20, 8 << 20))
-    runtime = Runtime(code=2)
+def test_a_mark_is_waited_for_once():
+    gpu = LazyGpu()
+    ring = PinnedRing(gpu, buffers=2, buffer_bytes=64)
+    source = torch.arange(9, dtype=torch.uint8)
+
+    with ring.held():
+        buffer = ring.buffer(0)
+        buffer.copy_in(5, source)
+        buffer.record()
+        buffer.wait()
+        buffer.wait()
+        assert torch.equal(buffer.tensor[5:14], source)
+
+    assert gpu.synchronized == 1
+
+
+def test_a_copy_that_fails_half_way_leaves_no_copy_in_flight():
+    gpu = LazyGpu()
+    ring = PinnedRing(gpu, buffers=2, buffer_bytes=64)
+
+    def fail():
+        with ring.held():
+            ring.buffer(0).copy_in(0, torch.ones(4, dtype=torch.uint8))
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail()
+
+    assert gpu.in_flight == 0
+    assert gpu.synchronized == 1
+
+
+def test_a_refusal_of_page_locked_memory_is_a_warning_and_a_pageable_buffer(caplog, monkeypatch):
+    real = torch.empty
+
+    def refuse(*size, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+        return real(*size, **options)
+
+    monkeypatch.setattr("torch.empty", refuse)
 
     with caplog.at_level(logging.WARNING):
-        memory = PinnedMemory(4096, 1 << 30, "the arena", runtime=runtime)
-    memory.close()
+        buffer = CudaDriver().allocate(1 << 16)
 
-    assert memory.nbytes == 0
-    assert [call[0] for call in runtime.calls] == ["register"]
+    assert (buffer.dtype, len(buffer)) == (torch.uint8, 1 << 16)
     (record,) = caplog.records
-    assert "the arena could not be page-locked" in record.message
-    assert "bytes=1073741824 cuda_error=2 limit_on_locked_memory=8,388,608 B" in record.message
-
-
-def test_a_process_that_ends_without_closing_gives_it_back():
-    """In a child process, because its exit is under test."""
-    program = (
-        "from tests.models.weights.test_pinned import Runtime\n"
-        "from pipeline.models.weights.pinned import PinnedMemory\n"
-        "class Telling(Runtime):\n"
-        "    def cudaHostUnregister(self, address): print('given back', address)\n"
-        "memory = PinnedMemory(4096, 1, 'the arena', runtime=Telling())\n"
+    assert record.message == (
+        "no page-locked memory, copies to and from the card are slower: bytes=65536 error=CUDA error: out of memory"
     )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert shown.stdout == "given back 4096\n"
+
+def test_a_process_has_one_ring_for_all_its_slots():
+    assert process_ring() is process_ring()
+    assert 2 <= process_ring().buffers <= 4
+    assert process_ring().buffer_bytes == 64 << 20

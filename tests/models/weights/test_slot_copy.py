@@ -8,7 +8,9 @@ import xxhash
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights import slot_copy
+from pipeline.models.weights.pinned import PinnedRing
 from pipeline.models.weights.slot_copy import Slot
+from tests.models.weights.lazy_gpu import LazyGpu
 
 SHAPES = {"a": ((3, 50), torch.float32), "none": ((0, 4), torch.float32), "b": ((7,), torch.bfloat16),
           "one": ((), torch.int64), "c": ((11, 3, 5), torch.float16)}  # fmt: skip
@@ -19,7 +21,7 @@ def tensors(seed=0):
     return {name: torch.randn(shape, generator=generator).mul(9).to(dtype) for name, (shape, dtype) in SHAPES.items()}
 
 
-def slot(memory=None):
+def slot(memory=None, ring=None):
     memory, views, place = memory or memoryview(bytearray(4096)), {}, 0
     for name, (shape, dtype) in SHAPES.items():
         numbers = torch.Size(shape).numel()
@@ -30,7 +32,7 @@ def slot(memory=None):
             else torch.empty(shape, dtype=dtype)
         )
         place += (numbers * dtype.itemsize + 63) // 64 * 64
-    return Slot(memory, views)
+    return Slot(memory, views, ring=ring)
 
 
 @pytest.fixture(params=["one thread", "four threads"])
@@ -97,20 +99,70 @@ def test_tensors_that_do_not_fit_leave_the_slot_as_it_was(wrong):
     assert bytes(memory) == before
 
 
-def test_a_block_waits_for_the_copies_that_reach_into_it_and_no_others():
-    waited = []
+@pytest.mark.parametrize("on_gpu", [["a", "b", "c", "one", "none"], ["b", "c"]], ids=["all", "some"])
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_a_gpus_tensors_pass_through_the_ring_whole(small_blocks, on_gpu, buffers):
+    given, target = tensors(), tensors(seed=1)
+    gpu = LazyGpu(*(each[name] for each in (given, target) for name in on_gpu))
+    memory = memoryview(bytearray(4096))
+    its = slot(memory, PinnedRing(gpu, buffers=buffers, buffer_bytes=200))
 
-    class Event:
-        def __init__(self, name):
-            self.name = name
+    written = its.write(given)
+    assert gpu.in_flight == 0
+    found = its.read(target)
 
-        def synchronize(self):
-            waited.append(self.name)
+    assert gpu.in_flight == 0
+    assert found == written == slow_fingerprint(memory, 96) == slot().write(tensors())
+    for name, expected in tensors().items():
+        assert torch.equal(target[name], expected), name
 
-    copied = [(100, Event("first")), (250, Event("second")), (400, Event("third"))]
 
-    Slot._wait_for(copied, 96)
-    assert waited == ["first"]
-    Slot._wait_for(copied, 192)
-    assert waited == ["first", "first", "second"]
-    Slot._wait_for([], 192)
+def test_a_gpus_tensors_of_other_dtype_or_layout_are_converted_on_the_gpu(small_blocks):
+    given = tensors()
+    given["a"], given["b"] = given["a"].t().contiguous().t(), given["b"].double()
+    target = tensors(seed=1)
+    target["c"] = torch.zeros(5, 3, 11, dtype=torch.float64).permute(2, 1, 0)
+    its = slot(ring=PinnedRing(LazyGpu(*given.values(), *target.values()), buffer_bytes=96))
+
+    written = its.write(given)
+
+    assert its.read(target) == written == slot().write(tensors())
+    for name, expected in tensors().items():
+        assert torch.equal(target[name].to(expected.dtype), expected), name
+
+
+def test_the_bytes_that_a_gpu_gets_are_those_of_the_fingerprint(small_blocks):
+    """A publisher that overwrites the slot after the copy into a buffer changes neither."""
+    memory = memoryview(bytearray(4096))
+    its = slot(memory)
+    expected = its.write(tensors())
+    target = tensors(seed=1)
+
+    class Overwriting(LazyGpu):
+        def copy(self, into, source):
+            memory[:] = bytes(4096)
+            super().copy(into, source)
+
+    read = slot(memory, PinnedRing(Overwriting(*target.values()), buffer_bytes=4096 // 96 * 96 + 96)).read(target)
+
+    assert read == expected
+    for name, value in tensors().items():
+        assert torch.equal(target[name], value), name
+
+
+@pytest.mark.parametrize("mib", [16, 32, 64])
+def test_synchronizations_grow_linearly_with_the_slot(mib, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    given = {f"layer.{i}": torch.full((mib << 14,), float(i)) for i in range(16)}
+    memory, views, place = memoryview(bytearray(mib << 20)), {}, 0
+    for name, tensor in given.items():
+        views[name] = torch.frombuffer(memory, dtype=torch.float32, count=tensor.numel(), offset=place)
+        place += tensor.nbytes
+    gpu = LazyGpu(*given.values())
+    its = Slot(memory, views, ring=PinnedRing(gpu, buffer_bytes=4 << 20))
+
+    its.write(given)
+
+    assert (gpu.recorded, gpu.synchronized) == (mib // 4, mib // 4), "one a buffer of 4 MiB"
+    assert gpu.allocated == [4 << 20] * 3, "page-locked memory does not grow with the slot"
+    assert all(torch.equal(views[name], tensor) for name, tensor in given.items())

@@ -1,6 +1,7 @@
 """Weights and training state: killed at any store, a trainer leaves both complete and of the same version."""
 
 import logging
+import os
 import tempfile
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pipeline.models.weights import store
 from pipeline.models.weights.versions import PolicyVersions
+from pipeline.storage import weights_header
 from tests.storage.test_ledger import DyingMemory, Killed
 
 ENDLESS = 1 << 30
@@ -174,3 +176,35 @@ def test_a_damaged_training_state_is_never_used_as_if_it_were_whole(tmp_path):
 
     with pytest.raises(store.WeightsError, match="no whole copy"):
         trainer.restore_training(damaged, training(0))
+
+
+def test_the_newest_version_is_read_from_the_header_without_a_mapping(tmp_path, monkeypatch):
+    trainer = PolicyVersions(tmp_path / "weights")
+    assert trainer.newest() is None
+    published = [trainer.publish(version, model(1.0), None, trained_through=0) for version in range(2)]
+    mapped = []
+    monkeypatch.setattr(store, "_Mapping", mapped.append)
+
+    assert trainer.newest() == published[1]
+    assert mapped == []
+    trainer.close()
+
+
+def test_the_newest_version_is_found_while_another_slot_is_written(tmp_path, monkeypatch):
+    trainer = PolicyVersions(tmp_path / "weights")
+    published = trainer.publish(0, model(1.0), None, trained_through=0)
+    words, other = trainer._weights._mapping.marks, weights_header.slot_mark(1)
+    read, reads = os.pread, []
+
+    def pread(*arguments):
+        page = read(*arguments)
+        reads.append(page)
+        if len(reads) < 5:
+            words[other + 1] += 1
+        return page
+
+    monkeypatch.setattr(os, "pread", pread)
+
+    assert trainer.newest() == published
+    assert len(reads) == 6, "until two reads in a row are equal"
+    trainer.close()

@@ -81,7 +81,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     tensors = flatten(actor=actor.state_dict())
     roller = LocalRoller(
         maker(actor, engine), source, Letters(), ModelWeights(tensors, engine), seed=7, max_length=12, template="none",
-        generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+        generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
     )  # fmt: skip
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
     publisher.publish(1, flatten(actor=published.state_dict()))
@@ -99,7 +99,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
     fresh = LocalRoller(
         maker(published, TransformersGenerator(published)), source, Letters(), ModelWeights({}), seed=7, max_length=12,
-        template="none", generate_kwargs={}, device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+        template="none", generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
     ).roll(0, 2)  # fmt: skip
     assert fresh.experience is not None
     assert torch.equal(experience.action_mask.sum(dim=1), fresh.experience.action_mask.sum(dim=1))

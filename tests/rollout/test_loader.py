@@ -1,0 +1,97 @@
+"""The reference model of a roller: not loaded where no KL weight needs it, and with LoRA the actor's own base."""
+
+import pytest
+import torch
+
+from pipeline.config.schema import Config
+from pipeline.models.loading import load_actor, load_tokenizer
+from pipeline.models.log_probs import action_log_probs
+from pipeline.models.lora import adapter_of
+from pipeline.rollout import loader
+from pipeline.rollout.loader import load_roller
+from pipeline.rollout.remote import NodeTelemetry
+from tests.support.daemon import task  # noqa: F401 - a fixture
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def rollers(task, monkeypatch):  # noqa: F811
+    """Load a roller; the paths of the models that it loaded, and its telemetry, come with it."""
+    made = []
+
+    def load(*, model=None, rollout=None, trainer=None):
+        paths, telemetry = [], NodeTelemetry()
+
+        def counted(path, **options):
+            paths.append(path)
+            return load_actor(path, **options)
+
+        monkeypatch.setattr(loader, "load_actor", counted)
+        config = Config.model_validate(
+            {
+                "model": {"actor": str(task / "model"), **(model or {})},
+                "prompts": {"path": str(task / "prompts.jsonl")},
+                "rollout": {"num_generations": 4, "max_length": 24, **(rollout or {})},
+                "trainer": trainer or {},
+            }
+        )
+        roller = load_roller(config, load_tokenizer(config.model.actor), CPU, telemetry, telemetry.on_row, texts=True)
+        telemetry.take(None, None)
+        made.append(roller)
+        return roller, paths, telemetry
+
+    yield load
+    for roller in made:
+        roller.close()
+
+
+def stages(telemetry):
+    return [name for name, _ in telemetry.take(None, None).stages]
+
+
+def test_with_no_kl_weight_above_0_the_reference_is_neither_loaded_nor_run(rollers):
+    plain, one, quiet = rollers(trainer={"kl_coef": 0.0})
+    compared, two, loud = rollers(trainer={"kl_coef": 0.01})
+
+    without, with_reference = plain.roll(0, 2).experience, compared.roll(0, 2).experience
+
+    assert (len(one), len(two)) == (1, 2)
+    assert "ref_logprob" not in stages(quiet)
+    assert "ref_logprob" in stages(loud)
+    assert without.base_action_log_probs is None
+    assert with_reference.base_action_log_probs is not None
+    for name in ("sequences", "action_log_probs", "advantages", "reward", "values", "kl"):
+        assert torch.equal(getattr(without, name), getattr(with_reference, name)), name
+
+
+@pytest.mark.parametrize("settings", [{"rollout": {"kl_coef": 0.1}, "trainer": {"kl_coef": 0.0}}, {}])
+def test_one_kl_weight_above_0_loads_it(rollers, settings):
+    _, paths, _ = rollers(**settings)
+
+    assert len(paths) == 2
+
+
+def test_with_lora_the_reference_is_the_actor_without_its_adapters(rollers):
+    roller, paths, _ = rollers(model={"lora_rank": 4})
+    maker = roller._maker
+    with torch.no_grad():
+        for tensor in adapter_of(maker.actor).values():
+            tensor.copy_(torch.randn(tensor.shape) * 0.3)
+
+    experience = roller.roll(0, 2).experience
+
+    assert len(paths) == 1
+    base = load_actor(paths[0], dtype="float32", device=CPU)
+    mask = experience.action_mask
+    expected = action_log_probs(base, experience.sequences, experience.attention_mask, mask.shape[1])
+    torch.testing.assert_close(experience.base_action_log_probs[mask], expected[mask], atol=1e-5, rtol=0)
+    assert (experience.base_action_log_probs - experience.action_log_probs)[mask].abs().max() > 0.1
+
+
+def test_a_reference_of_its_own_is_loaded_with_lora_too(rollers, task, tmp_path):  # noqa: F811
+    (tmp_path / "other").symlink_to(task / "model")
+
+    _, paths, _ = rollers(model={"lora_rank": 4, "reference": str(tmp_path / "other")})
+
+    assert [str(path).endswith("other") for path in paths] == [False, True]
