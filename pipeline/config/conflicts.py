@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeline.config.lengths import conflict_of_lengths
+
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
@@ -25,6 +27,7 @@ _VERSION_KEYS = (
     "trainer.gradient_accumulation_steps",
     "trainer.publish_every",
 )
+_LENGTH_KEYS = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
 
 
 def conflicts(config: Config) -> list[Conflict]:
@@ -38,6 +41,9 @@ def conflicts(config: Config) -> list[Conflict]:
     if not rollout.reward_functions and config.model.reward is None:
         keys = ("rollout.reward_functions", "model.reward")
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
+    if lengths := conflict_of_lengths(rollout):
+        first, message = lengths
+        found.append(Conflict(tuple(dict.fromkeys((first, *_LENGTH_KEYS))), message))
     found += _flow_conflicts(config)
     if (config.metrics.tls_cert is None) != (config.metrics.tls_key is None):
         keys = ("metrics.tls_cert", "metrics.tls_key")

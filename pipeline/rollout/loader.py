@@ -120,7 +120,7 @@ def load_roller(
         tokenizer,
         weights,
         seed=config.daemon.seed,
-        max_length=rollout.max_length,
+        lengths=config.lengths,
         vocabulary=actor.config.get_text_config().vocab_size,
         template=config.prompts.template,
         generate_kwargs={

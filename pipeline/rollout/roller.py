@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
+from pipeline.config.lengths import Lengths
 from pipeline.config.sizes import extent_bytes_bound
 from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
 from pipeline.experience import codec
@@ -129,7 +130,7 @@ class LocalRoller:
         weights: ModelWeights,
         *,
         seed: int,
-        max_length: int,
+        lengths: Lengths,
         vocabulary: int,
         template: str,
         generate_kwargs: Mapping[str, Any],
@@ -145,7 +146,7 @@ class LocalRoller:
             tokenizer: The actor's.
             weights: Those that the maker computes with.
             seed: Of the run.
-            max_length: Tokens of prompt and response together, at most.
+            lengths: Maximum tokens of a row, a prompt and a response.
             vocabulary: Tokens of the model; ids are below it.
             template: As in `pipeline.prompts.render`.
             generate_kwargs: Passed to the maker with each batch.
@@ -160,7 +161,7 @@ class LocalRoller:
         self._tokenizer = tokenizer
         self._weights = weights
         self._seed = seed
-        self._max_length = max_length
+        self._lengths = lengths
         self._vocabulary = vocabulary
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
@@ -195,7 +196,7 @@ class LocalRoller:
             input_ids,
             mask,
             gt_answer=[prompt.answer for prompt, _ in kept],
-            max_length=self._max_length,
+            max_length=self._columns(input_ids.shape[1]),
             seed=seed_of(self._seed, position),
             **self._generate_kwargs,
             **(_vision_keywords(kept) if self._vision else {}),
@@ -222,18 +223,26 @@ class LocalRoller:
             raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
         else:
             rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
-        if len(rendered.ids) >= self._max_length:
-            raise PromptError(
-                f"{len(rendered.ids)} tokens leave no room for a response: rollout.max_length is {self._max_length}"
-            )
+        if len(rendered.ids) > self._lengths.prompt:
+            row, longest, response = self._lengths
+            problem = f"leave no room for a response: rollout.max_length is {row}"
+            if response is not None:
+                problem = f"are too many: prompts have at most {longest} (rollout.max_prompt_length)"
+            raise PromptError(f"{len(rendered.ids)} tokens {problem}")
         return rendered
+
+    def _columns(self, prompt_columns: int) -> int:
+        """Return the columns of prompt and response: a response never gets the room that shorter prompts leave."""
+        response = self._lengths.response
+        return self._lengths.row if response is None else prompt_columns + response
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
         """Return ``(B,)`` bool: the response is shorter than the room for it, or ends with eos."""
         assert experience.action_mask is not None
         lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
-        ends_with_eos = experience.sequences[:, -1] == self._tokenizer.eos_token_id
-        return torch.logical_or(lengths < columns, ends_with_eos)
+        if (eos := self._tokenizer.eos_token_id) is None:
+            return lengths < columns
+        return torch.logical_or(lengths < columns, experience.sequences[:, -1] == eos)
 
     def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in rows)

@@ -160,6 +160,32 @@ MISTAKES = [
             "= 0, got 256 rows a version"
         ),
     ),
+    (
+        "[rollout]\nmax_new_tokens = 64",
+        "2:18: rollout.max_new_tokens: needs rollout.max_prompt_length or rollout.max_length (their sum) beside it",
+    ),
+    (
+        "[rollout]\nmax_length = 64\nmax_new_tokens = 64",
+        "3:18: rollout.max_new_tokens: must be below rollout.max_length = 64, it leaves no prompt, got 64",
+    ),
+    (
+        "[rollout]\nmax_length = 64\nmax_prompt_length = 65",
+        "3:21: rollout.max_prompt_length: must be below rollout.max_length = 64, it leaves no response, got 65",
+    ),
+    (
+        "[rollout]\nmax_prompt_length = 48\nmax_length = 64\nmax_new_tokens = 32",
+        (
+            "3:14: rollout.max_length: must be the sum 48 of rollout.max_prompt_length + 32 of "
+            "rollout.max_new_tokens = 80, or left out, got 64"
+        ),
+    ),
+    (
+        "[rollout]\nmax_prompt_length = 1_048_575\nmax_new_tokens = 2",
+        (
+            "2:21: rollout.max_prompt_length: must be at most 1048574 with rollout.max_new_tokens = 2: a row has at "
+            "most 1048576 tokens, got 1048575"
+        ),
+    ),
     # No TOML at all.
     ("[daemon]\nname = rlhfd", '2:8: invalid value, did you mean name = "rlhfd"?'),
     ("[rollout\nworkers = 1", "1:9: expected ']' at the end of a table declaration, did you mean [rollout]?"),
@@ -170,7 +196,7 @@ MISTAKES = [
     # As other trainers call it, or in another section.
     ("[rollout]\nlr = 1e-6", "2:1: unknown key rollout.lr, did you mean trainer.learning_rate?"),
     ("[trainer]\nlr = 1e-6", "2:1: unknown key trainer.lr, did you mean learning_rate?"),
-    ("[rollout]\nmax_new_tokens = 64", "2:1: unknown key rollout.max_new_tokens, did you mean max_length?"),
+    ("[rollout]\nmax_tokens = 64", "2:1: unknown key rollout.max_tokens, did you mean max_new_tokens?"),
     ("[trainer]\ntimeout_s = 3", "2:1: unknown key trainer.timeout_s, did you mean daemon.hang_timeout_s?"),
     ("[daemon]\nhang_timeout = 3", "2:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?"),
     ("[rollout]\nlearning_rat = 1", "2:1: unknown key rollout.learning_rat, did you mean trainer.learning_rate?"),

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from pipeline.config.lengths import Lengths
 from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
 from pipeline.models.weights.store import WeightsPublisher
@@ -78,7 +79,8 @@ class Bench:
         self.publisher = WeightsPublisher(folder / "weights", self.model)
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
         self.roller = LocalRoller(
-            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7, max_length=MAX_LENGTH,
+            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7,
+            lengths=Lengths(MAX_LENGTH, MAX_LENGTH - 1, None),
             template="none", generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY,
         )  # fmt: skip
         self.worker = RolloutWorker(
@@ -273,7 +275,8 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
     maker = Maker()
     with contextlib.closing(PromptSource(path, 0)) as source:
         roller = LocalRoller(
-            maker, source, Chatty(), ModelWeights({}), seed=7, max_length=MAX_LENGTH, template="auto",
+            maker, source, Chatty(), ModelWeights({}), seed=7,
+            lengths=Lengths(MAX_LENGTH, MAX_LENGTH - 1, None), template="auto",
             generate_kwargs={}, device=torch.device("cpu"), vocabulary=VOCABULARY, log_texts=log_texts,
         )  # fmt: skip
         rolled = roller.roll(0, 3)

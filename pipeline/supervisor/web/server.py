@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipeline.config.schema import MetricsConfig
+from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.supervisor.web.access import Access, AccessCheck, load_certificate
 from pipeline.supervisor.web.connections import ConnectionLimiter

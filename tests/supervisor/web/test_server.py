@@ -19,7 +19,7 @@ import httpx
 import pytest
 from prometheus_client.exposition import choose_encoder
 
-from pipeline.config.schema import MetricsConfig
+from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import OPENMETRICS_TYPE, TEXT_TYPE, HttpServer, wants_openmetrics
