@@ -74,7 +74,8 @@ def refuse_small_arena(config: Config, limits: Limits) -> None:
         kind = f"of {config.lengths.row} tokens" if given is None else f"of buffer.row_bytes = {given:,} B"
         raise ConfigError(
             f"buffer.arena_bytes: {config.buffer.arena_bytes:,} B cannot hold a batch a rank and a ticket: "
-            f"{rows} rows {kind} take up to {needed_bytes:,} B"
+            f"{rows} rows {kind} take up to {needed_bytes:,} B, {limits.row_bytes:,} B each; "
+            f'arena_bytes = "{-(-needed_bytes >> 20)}MiB" is enough'
         )
 
 

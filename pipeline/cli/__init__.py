@@ -9,4 +9,5 @@ service        `rlhfd systemd` and `rlhfd logs`
 status         `rlhfd status`
 systemd_units  the systemd units of a checkout, installed and removed
 top            `rlhfd top`
+usage          advice for a refused command line
 """

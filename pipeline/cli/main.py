@@ -21,6 +21,7 @@ from pipeline.cli.options import (
     runtime_dir_of,
 )
 from pipeline.cli.service import logs, systemd
+from pipeline.cli.usage import advise
 from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
 
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
@@ -32,6 +33,9 @@ class _Commands(click.Group):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
+        except click.UsageError as error:
+            advise(error)
+            raise
         except RlhfdError as error:
             click.echo(str(error), err=True)
             context.exit(int(error.exit_code))

@@ -12,4 +12,5 @@ sizes           bounds on the bytes of rows
 toml_advice     corrections of invalid TOML
 toml_positions  line and column of each key and value
 types           types and validators of values
+user_modules    where reward functions and engines are imported from
 """

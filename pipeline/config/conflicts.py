@@ -86,8 +86,10 @@ def _flow_conflicts(config: Config) -> list[Conflict]:
         message = f"must be a multiple of the group of {group} with buffer.max_staleness = 0, got {rows} rows a version"
         found.append(Conflict(_VERSION_KEYS, message))
     if buffer.max_staleness and group > rows * buffer.max_staleness:
+        least = -(-group * config.sample_batch_size // (rows * buffer.max_staleness))
         message = (
-            f"is too small for a group of {group}: {rows} rows a version x buffer.max_staleness {buffer.max_staleness}"
+            f"is too small for a group of {group}: {rows} rows a version x buffer.max_staleness "
+            f"{buffer.max_staleness}; the least that works is {least}"
         )
         found.append(Conflict(_VERSION_KEYS, message))
     if buffer.limit:
@@ -95,7 +97,11 @@ def _flow_conflicts(config: Config) -> list[Conflict]:
         # A batch that is no multiple of the group leaves up to batch - 1 rows that wait for the rest of theirs.
         room = buffer.limit * batch - (batch - 1 if batch % group else 0)
         if room < group:
+            least = -(-(group + (batch - 1 if batch % group else 0)) // batch)
             keys = ("buffer.limit", "buffer.sample_batch_size", "rollout.num_generations", "rollout.algorithm")
-            message = f"leaves no room for a group of {group}: {buffer.limit} batches of {batch} rows"
+            message = (
+                f"leaves no room for a group of {group}: {buffer.limit} batches of {batch} rows each; the least that "
+                f"works is {least}"
+            )
             found.append(Conflict(keys, message))
     return found

@@ -17,13 +17,14 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
-from pipeline.models.loading import load_actor, load_critic, load_reward_model, sees_images
+from pipeline.models.loading import load_actor, load_critic, load_reward_model, refuse_large_tokenizer, sees_images
 from pipeline.models.lora import adapt, published
 from pipeline.models.weights.probe import answer, check
 from pipeline.prompts import PromptSource, first_tokens
 from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward_pool import RewardPool
+from pipeline.rollout.reward_problems import RewardProblems
 from pipeline.rollout.rewards import FunctionReward, load_reward_function
 from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward
 from pipeline.rollout.vision_prompts import VisionPrompts
@@ -67,7 +68,8 @@ def load_roller(
     """
     vision = VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None
     # Before the models, which take long: a reward that cannot be loaded fails at once.
-    reward = load_reward(config, tokenizer, device, telemetry, on_row)
+    functions = reward_functions(config, tokenizer, telemetry, on_row) if config.rollout.reward_functions else None
+    reward = load_reward(config, functions, device)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
     critic = None
@@ -77,6 +79,7 @@ def load_roller(
             if config.model.critic is None
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
+    refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
     targets = {f"actor.{name}": tensor for name, tensor in published(actor).items()}
@@ -133,16 +136,19 @@ def load_roller(
         vision=vision,
         log_texts=config.daemon.log_texts,
     )
+    if isinstance(functions, RewardPool):
+        problems, group_size = functions.problems, config.group_size
+        roller.on_prompts = lambda prompts: problems.begin([prompt.place for prompt in prompts], group_size)
     with contextlib.ExitStack() as undone:
         undone.callback(roller.close)
         try:
             refuse_broken_reward(roller, config.row_bytes)
         except RewardError as error:
-            problem = reward.problem if isinstance(reward, RewardPool) else None
+            problem = functions.problem if isinstance(functions, RewardPool) else None
             message = (
                 error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
             )
-            raise ConfigError(f"rollout.reward_functions: {message}") from error
+            raise ConfigError(f"rollout.reward_functions: {message}, prompt {roller.last_place}") from error
         undone.pop_all()
     return roller
 
@@ -159,15 +165,8 @@ def weights_check(config: Config, actor: Any, tokenizer: Any, device: torch.devi
     return check_fetched
 
 
-def load_reward(
-    config: Config,
-    tokenizer: Any,
-    device: torch.device,
-    telemetry: Telemetry,
-    on_row: RowCallback = lambda parts: None,
-) -> Any:
-    """Return the configured reward model, or the functions, or the sum of both; a heartbeat is written once a row."""
-    functions = reward_functions(config, tokenizer, telemetry, on_row) if config.rollout.reward_functions else None
+def load_reward(config: Config, functions: FunctionReward | RewardPool | None, device: torch.device) -> Any:
+    """Return the configured reward model, or the functions, or the sum of both."""
     if config.model.reward is None:
         return functions
     model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
@@ -200,7 +199,7 @@ def reward_functions(
         on_problem=telemetry.reward_errored,
         on_progress=telemetry.beat,
         on_row=on_row,
-        log_texts=config.daemon.log_texts,
+        problems=RewardProblems(log_texts=config.daemon.log_texts),
     )
     pool.wait_ready()
     return pool

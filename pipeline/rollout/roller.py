@@ -120,7 +120,14 @@ class ModelWeights:
 
 
 class LocalRoller:
-    """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone."""
+    """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone.
+
+    Attributes:
+        on_prompts: Called with the prompts of each rollout before it begins, for messages that name them.
+        last_place: File and line of the last prompt of the newest rollout.
+    """
+
+    on_prompts: Callable[[Sequence[Prompt]], None] = staticmethod(lambda prompts: None)
 
     def __init__(
         self,
@@ -166,6 +173,7 @@ class LocalRoller:
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
         self._device = device
+        self.last_place = ""
 
     def roll(self, position: int, prompts: int) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
@@ -188,9 +196,11 @@ class LocalRoller:
                 # A new error: the frames of the one raised refer to the arena, and the result is kept.
                 refused = PromptError(str(error), bare=error.bare)
                 log.warning("prompt set aside: position=%d line=%d reason=%s",
-                            place, prompt.index + 1, error.told(texts=self._log_texts))  # fmt: skip
+                            place, prompt.line, error.told(texts=self._log_texts))  # fmt: skip
         if not kept:
             return Rolled(None, prompts, refused)
+        self.last_place = kept[-1][0].place
+        self.on_prompts([prompt for prompt, _ in kept])
         input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
         experience = self._maker.make_experience(
             input_ids,
@@ -220,7 +230,7 @@ class LocalRoller:
         if self._vision is not None:
             rendered = self._vision.render(prompt, template)
         elif prompt.images:
-            raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
+            raise ConfigError(f"{prompt.named} has images, but model.actor takes text alone")
         else:
             rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
         if len(rendered.ids) > self._lengths.prompt:
@@ -311,7 +321,7 @@ def refuse_broken_reward(roller: Roller, row_bytes: int) -> None:
             raise ConfigError(f"buffer.row_bytes: {error}") from error
         return
     if refused:
-        raise refused[0]
+        raise refused[-1]
     assert set_aside is not None
     message = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
     raise ConfigError(f"{message} {set_aside}", bare=f"{message} {set_aside.bare}")

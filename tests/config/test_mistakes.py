@@ -201,6 +201,10 @@ MISTAKES = [
     ("[daemon]\nhang_timeout = 3", "2:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?"),
     ("[rollout]\nlearning_rat = 1", "2:1: unknown key rollout.learning_rat, did you mean trainer.learning_rate?"),
     ("[trainer]\nbeta = 0.1", "2:1: unknown key trainer.beta, did you mean kl_coef?"),
+    # The section that was written goes first: batch_size and kl_coef are keys of rollout too.
+    ("[buffer]\nbatch_size = 64", "2:1: unknown key buffer.batch_size, did you mean sample_batch_size?"),
+    ("[trainer]\nkl_coeff = 0.1", "2:1: unknown key trainer.kl_coeff, did you mean kl_coef?"),
+    ("[trainer]\ntemperature = 1.0", "2:1: unknown key trainer.temperature, did you mean rollout.temperature?"),
     ("lr = 1", "1:1: unknown key lr, did you mean trainer.learning_rate?"),
     # The suggestion is shown, and it is right.
     ('[daemon]\nhang_timeout_s = "5m"', '2:18: daemon.hang_timeout_s: must be a number, got "5m", did you mean 300?'),
@@ -394,7 +398,7 @@ SET_MISTAKES = [
     (
         "rollout.num_generations=300",
         "--set rollout.num_generations: buffer.sample_batch_size: is too small for a group of 300: "
-        "256 rows a version x buffer.max_staleness 1",
+        "256 rows a version x buffer.max_staleness 1; the least that works is 300",
     ),
 ]
 

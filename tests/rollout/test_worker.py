@@ -283,7 +283,10 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
 
     assert (rolled.prompts_failed, len(maker.calls[0][0])) == (1, 2)
     (line,) = caplog.messages
-    assert "line=2 reason=prompt 1 does not suit the tokenizer's chat template, which raised ValueError" in line
+    assert (
+        f"line=2 reason={path}:2: the prompt does not suit the tokenizer's chat template, which raised ValueError"
+        in line
+    )
     assert ("SECRET" in line) is log_texts
 
 
