@@ -15,6 +15,7 @@ from pipeline.buffer.quarantine import Quarantine
 from pipeline.buffer.sizing import ledger_layout, limits_of
 from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.buffer.spool import Spool
+from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.runtime.messages import Message, Published
@@ -198,7 +199,7 @@ def new_buffer(
         observer,
         workers=config.rollout.workers,
         quarantine=Quarantine(
-            config.daemon.state_dir / "quarantine",
+            run_dir(config) / "quarantine",
             arena,
             most_bytes=config.buffer.quarantine_bytes,
             count=observer.quarantine_file,

@@ -27,7 +27,8 @@ from pathlib import Path
 import msgspec
 
 from pipeline.buffer import admission
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.identity import identity_of, run_dir
+from pipeline.config.schema import Config
 from pipeline.errors import ArenaFullError, DecodeError
 from pipeline.runtime.latest_checkpoint import Latest, checkpoints_dir, read_latest, why_anew
 from pipeline.storage import extent_file
@@ -66,7 +67,7 @@ def metadata_of(ledger: Ledger, cut: list[PromptRange]) -> dict[str, str]:
 
 def snapshot_path(config: Config) -> Path:
     """Return the path of a run's snapshot."""
-    return config.daemon.state_dir / "journal" / f"{identity_of(config)}{extent_file.SUFFIX}"
+    return run_dir(config) / "journal" / f"{identity_of(config)}{extent_file.SUFFIX}"
 
 
 class Spool:
@@ -83,7 +84,7 @@ class Spool:
         self._config = config
         self._arena = arena
         self._on_progress = on_progress
-        self.path = config.daemon.state_dir / "spool" / f"{identity_of(config)}{extent_file.SUFFIX}"
+        self.path = run_dir(config) / "spool" / f"{identity_of(config)}{extent_file.SUFFIX}"
         self.snapshot_path = snapshot_path(config)
 
     # The end of a run.
@@ -237,7 +238,7 @@ class Spool:
 
     def _set_aside(self, path: Path) -> None:
         """Move a damaged file to the quarantine's folder."""
-        folder = self._config.daemon.state_dir / "quarantine"
+        folder = run_dir(self._config) / "quarantine"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = folder / f"{path.parent.name}-{path.name}"
         path.rename(kept)

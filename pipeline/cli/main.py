@@ -21,8 +21,8 @@ from pipeline.cli.options import (
     runtime_dir_of,
 )
 from pipeline.cli.service import logs, systemd
-from pipeline.cli.usage import advise
-from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
+from pipeline.cli.usage import advised
+from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError, StoppedError
 
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
 
@@ -34,8 +34,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(context)
         except click.UsageError as error:
-            advise(error)
-            raise
+            raise advised(error) from error
         except RlhfdError as error:
             click.echo(str(error), err=True)
             context.exit(int(error.exit_code))
@@ -108,16 +107,18 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
       rlhfd stop --runtime-dir /run/rlhfd --timeout-s 300
     """
     from pipeline.runtime import control, lock
+    from pipeline.runtime.stopped import refuse_stopped
 
     folder = runtime_dir_of(runtime_dir, path)
     try:
         control.request(lock.find(folder), "stop", REQUEST_TIMEOUT_S)
-    except NotRunningError:
+    except (NotRunningError, StoppedError):
         raise
     except RlhfdError as error:
         click.echo(f"{error}; sending SIGTERM", err=True)
         lock.terminate(folder)
     if not lock.wait_until_released(folder, timeout_s):
+        refuse_stopped(lock.holder(folder) or 0)
         click.echo(f"pid {lock.holder(folder)} in {folder} has not ended within {timeout_s:g} s", err=True)
         sys.exit(int(ExitCode.FAILED))
 

@@ -8,8 +8,8 @@ import re
 import click
 
 
-def advise(error: click.UsageError) -> None:
-    """Add the advice to the error's message, if there is one."""
+def advised(error: click.UsageError) -> click.UsageError:
+    """Return the error with the advice in its message; the same error if there is none."""
     found = ""
     if isinstance(error, click.NoSuchOption):
         found = _key_of(error.option_name)
@@ -25,8 +25,9 @@ def advise(error: click.UsageError) -> None:
         names = group.list_commands(error.ctx) if isinstance(group, click.Group) else []
         if close := difflib.get_close_matches(match[1], names, n=1):
             found = f"did you mean {close[0]}?"
-    if found and found not in error.message:
-        error.message = f"{error.message.rstrip('.')}. {found[0].upper()}{found[1:]}"
+    if not found:
+        return error
+    return click.UsageError(f"{error.format_message().rstrip('.')}. {found[0].upper()}{found[1:]}", error.ctx)
 
 
 def _key_of(option: str) -> str:

@@ -3,6 +3,7 @@
 advice          the key that a mistyped key or value was meant to be
 changes         the keys that a reload may change
 conflicts       conflicts between keys
+identity        the identity of a run, and its folder
 lengths         tokens of prompt, response and row
 load            file, environment and --set merged into one configuration
 reference       docs/configuration.md

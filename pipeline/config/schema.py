@@ -7,7 +7,6 @@ force.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -391,14 +390,3 @@ class Config(Section):
             text = "; ".join(f"{conflict.keys[0]}: {conflict.message}" for conflict in found)
             raise PydanticCustomError("conflict", "{text}", {"text": text})
         return self
-
-
-def identity_of(config: Config) -> str:
-    """Return a digest of the settings that identify a run: models, prompts, seed, algorithm and batches."""
-    parts = (
-        config.daemon.seed, config.model.model_dump_json(), config.prompts.model_dump_json(), config.rollout.algorithm,
-        config.rollout.num_generations, config.lengths.row, config.sample_batch_size, config.prompts_per_ticket,
-        config.trainer.world_size, config.trainer.kind, config.buffer.arena_bytes,
-        *(() if config.lengths.response is None else (config.lengths.response,)),
-    )  # fmt: skip
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

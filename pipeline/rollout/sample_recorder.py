@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
 from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
@@ -76,7 +77,7 @@ class RolloutSamples:
             return None
         workers = max(1, config.rollout.workers or 1)
         try:
-            writer = SampleWriter(folder_of(config.daemon.state_dir), worker, config.samples.bytes // workers)
+            writer = SampleWriter(folder_of(run_dir(config)), worker, config.samples.bytes // workers)
         except OSError as error:
             log.warning("no samples are kept: error=%s", error)
             return None

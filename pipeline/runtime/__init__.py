@@ -3,6 +3,7 @@
 child_entry         entry of a child process
 child_process       a child process, started and watched
 control             the control socket
+forking             forks of this process that run one function
 forkserver          the supervisor's side of the forkserver
 forkserver_process  the forkserver, the only module here that loads torch
 latest_checkpoint   the latest checkpoint, and whether a start resumes from it
@@ -12,6 +13,7 @@ messages            every message between the processes
 pause               whether tickets are issued
 role                a role's folder, metrics, reports and SIGTERM
 signals             signal handling of a process
+stopped             processes that a signal has stopped
 transport           ZeroMQ between the processes of an instance
 workspace           an instance's folder in shared memory
 """

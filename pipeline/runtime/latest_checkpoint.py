@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.identity import identity_of, run_dir
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.storage.files import UNREADABLE, replacing
 
@@ -22,7 +23,7 @@ class Latest(msgspec.Struct, frozen=True):
     """The last whole checkpoint.
 
     Attributes:
-        identity: Identity of its run's configuration (`pipeline.config.schema.identity_of`).
+        identity: Identity of its run's configuration (`pipeline.config.identity.identity_of`).
         step: Optimizer steps taken.
         version: Policy version of its weights.
         position: First prompt that may still be missing from it.
@@ -43,8 +44,8 @@ class Latest(msgspec.Struct, frozen=True):
 
 
 def checkpoints_dir(config: Config) -> Path:
-    """Return the folder of all checkpoints."""
-    return Path(config.daemon.state_dir) / "checkpoints"
+    """Return the folder of a run's checkpoints."""
+    return run_dir(config) / "checkpoints"
 
 
 def read_latest(root: Path) -> Latest | None:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.identity import identity_of
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, LedgerError
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from pipeline.buffer.sizing import capacity_items
+from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.status import InstanceStatus
@@ -43,7 +44,7 @@ class PageData:
         self._config = config
         self._status = status
         self._watchdog = watchdog
-        self._history = History(config.daemon.state_dir / "history.msgpack", workspace.run.identity)
+        self._history = History(run_dir(config) / "history.msgpack", workspace.run.identity)
         self._recorder = HistoryRecorder(self._history)
         self._saved_s = time.monotonic()
         self._now: dict[str, Any] = {}
@@ -53,7 +54,7 @@ class PageData:
             self._hidden = "No rollouts are kept: samples.per_minute is 0."
         elif not is_local and not config.samples.remote:
             self._hidden = "Rollouts are shown on the loopback address only, unless samples.remote is true."
-        self._reader = SampleReader(folder_of(config.daemon.state_dir), newest=_MOST_SAMPLES)
+        self._reader = SampleReader(folder_of(run_dir(config)), newest=_MOST_SAMPLES)
         # A cursor of another daemon, or of an earlier start of this one, is not valid.
         self._feed = secrets.token_hex(4)
         self._kept: collections.deque[tuple[int, bytes]] = collections.deque()

@@ -81,9 +81,9 @@ class Sample(msgspec.Struct, frozen=True):
 _decoder = msgspec.msgpack.Decoder(Sample)
 
 
-def folder_of(state_dir: Path) -> Path:
-    """Return the folder of the samples of a state directory."""
-    return state_dir / "samples"
+def folder_of(run_dir: Path) -> Path:
+    """Return the folder of the samples in a run's folder."""
+    return run_dir / "samples"
 
 
 class SampleWriter:

@@ -7,7 +7,8 @@ import torch
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.spool import Spool
-from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig, identity_of
+from pipeline.config.identity import identity_of
+from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig
 from pipeline.experience import codec
 from pipeline.runtime.latest_checkpoint import Latest, write_latest
 from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Sealed, Ticket, WantTickets

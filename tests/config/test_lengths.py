@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.config.identity import identity_of
 from pipeline.config.lengths import Lengths
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.schema import Config
 from pipeline.config.sizes import row_bytes_bound
 
 

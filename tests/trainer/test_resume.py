@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from pipeline.config.schema import Config, identity_of
+from pipeline.config.identity import identity_of
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, WeightsError
 from pipeline.models.critic import Critic
 from pipeline.models.weights.store import WeightsPublisher
