@@ -102,12 +102,14 @@ class RewardError(RlhfdError):
 
     Attributes:
         raised: Whether the reward function raised; False if it returned an invalid value.
+        cause: Function, kind of error and place in the code, which rows with the same cause share; empty if not known.
     """
 
-    def __init__(self, message: str, *, bare: str = "", raised: bool = False) -> None:
+    def __init__(self, message: str, *, bare: str = "", raised: bool = False, cause: str = "") -> None:
         """Make an error; see `RlhfdError` for `message` and `bare`."""
         super().__init__(message, bare=bare)
         self.raised = raised
+        self.cause = cause
 
 
 class ArenaFullError(RlhfdError):

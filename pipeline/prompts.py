@@ -12,6 +12,7 @@ position and no other state, and platform, Python and numpy versions do not chan
 from __future__ import annotations
 
 import array
+import bisect
 import contextlib
 import json
 import os
@@ -30,6 +31,8 @@ _ERRORS_SHOWN = 20
 _FEISTEL_ROUNDS = 8
 _PROBE_TOKENS = 64
 _MASK_64 = (1 << 64) - 1
+_FORMAT_BYTES = 4096
+_FORMATS = {b"PAR1": "Parquet", b"\x1f\x8b": "compressed by gzip", b"ARROW1": "Arrow", b"PK\x03\x04": "a zip archive"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -44,6 +47,8 @@ class Prompt:
         prompt: The text, or the chat messages.
         answer: Argument ``gt_answer`` of the reward functions; None if the file has none.
         images: Paths of the prompt's images, in the prompt's order.
+        file: Path of the file; empty if the prompt is from no file.
+        line: Number of its line, from 1.
     """
 
     position: int
@@ -52,6 +57,18 @@ class Prompt:
     prompt: str | list[Message]
     answer: JsonValue
     images: tuple[str, ...] = ()
+    file: str = ""
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        """File and line, as ``prompts.jsonl:37``; empty if the prompt is from no file."""
+        return f"{self.file}:{self.line}" if self.file else ""
+
+    @property
+    def named(self) -> str:
+        """The prompt at the start of a message: its place, or its number."""
+        return f"{self.place}: the prompt" if self.file else f"prompt {self.index}"
 
 
 class Tokenizer(Protocol):
@@ -79,6 +96,8 @@ def check(path: str | os.PathLike[str]) -> int:
         ConfigError: If the file cannot be read or holds no prompt. If lines are broken, the message names the first 20
             of them, as ``prompts.jsonl:7:1: problem``.
     """
+    if problem := _problem_of_format(Path(path)):
+        raise ConfigError(f"{path}:1:1: {problem}")
     count = broken = 0
     shown: list[str] = []
     for line_number, _, line in prompt_lines(Path(path)):
@@ -96,6 +115,18 @@ def check(path: str | os.PathLike[str]) -> int:
     if count == 0:
         raise ConfigError(f"{path}:1:1: no prompt in the file, at least one is needed")
     return count
+
+
+def records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str | list[Message], JsonValue]]:
+    """Yield (place, prompt, answer) of each line in the file's order.
+
+    Raises:
+        ConfigError: If the file cannot be read, or at a broken line.
+    """
+    for line_number, _, line in prompt_lines(Path(path)):
+        place = f"{path}:{line_number}:1"
+        prompt, answer, _ = parse_line(line, f"{path}:{line_number}")
+        yield place, prompt, answer
 
 
 class PromptSource:
@@ -116,7 +147,13 @@ class PromptSource:
         """
         self._path = Path(path)
         self._seed = seed
-        self._offsets = array.array("q", (offset for _, offset, _ in prompt_lines(self._path)))
+        self._offsets = array.array("q")
+        # For each blank line, the index of the first prompt behind it: a few in most files.
+        self._blanks = array.array("q")
+        for line_number, offset, _ in prompt_lines(self._path):
+            blanks = line_number - 1 - len(self._offsets) - len(self._blanks)
+            self._blanks.extend([len(self._offsets)] * blanks)
+            self._offsets.append(offset)
         if not self._offsets:
             raise ConfigError(f"{path}:1:1: no prompt in the file, at least one is needed")
         self._file = self._path.open("rb")
@@ -144,24 +181,14 @@ class PromptSource:
         index = permuted(slot, len(self._offsets), seed=self._seed, epoch=epoch)
         self._file.seek(self._offsets[index])
         line = self._file.readline()
-        try:
-            prompt, answer, images = parse_line(line, str(self._path))
-        except ConfigError:
-            # Counting lines is slow, so only when a message needs the number.
-            prompt, answer, images = parse_line(line, f"{self._path}:{self._line_number(index)}")
+        line_number = index + 1 + bisect.bisect_right(self._blanks, index)
+        prompt, answer, images = parse_line(line, f"{self._path}:{line_number}")
         paths = tuple(str(self._path.parent / image) for image in images)
-        return Prompt(position, epoch, index, prompt, answer, paths)
+        return Prompt(position, epoch, index, prompt, answer, paths, str(self._path), line_number)
 
     def close(self) -> None:
         """Close the file; later calls of `at` fail."""
         self._file.close()
-
-    def _line_number(self, index: int) -> int:
-        self._file.seek(0)
-        line_number = 1
-        while self._file.tell() < self._offsets[index] and self._file.readline():
-            line_number += 1
-        return line_number
 
 
 def permuted(slot: int, size: int, *, seed: int, epoch: int) -> int:
@@ -213,18 +240,18 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template = "auto") ->
     if isinstance(prompt.prompt, str) and template != "chat":
         token_ids = list(tokenizer(prompt.prompt)["input_ids"])
     elif template == "none":
-        raise ConfigError(f'prompt {prompt.index} is a list of chat messages, but prompts.template is "none"')
+        raise ConfigError(f'{prompt.named} is a list of chat messages, but prompts.template is "none"')
     else:
         token_ids = _render_chat(prompt, tokenizer)
     if not token_ids:
-        raise PromptError(f"prompt {prompt.index} has no tokens after tokenizing")
+        raise PromptError(f"{prompt.named} has no tokens after tokenizing")
     return token_ids
 
 
 def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
-            f"prompt {prompt.index} needs a chat template and the tokenizer has none: "
+            f"{prompt.named} needs a chat template and the tokenizer has none: "
             'give texts and prompts.template = "none", or a tokenizer with a chat template'
         )
     text_or_messages = prompt.prompt
@@ -241,7 +268,7 @@ def _render_chat(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     # A template is foreign code, and its error may quote the prompt. Many refuse a role, or an order of roles, that one
     # line in a million has: that costs the line and not the run.
     except Exception as error:
-        bare = f"prompt {prompt.index} does not suit the tokenizer's chat template, which raised {type(error).__name__}"
+        bare = f"{prompt.named} does not suit the tokenizer's chat template, which raised {type(error).__name__}"
         raise PromptError(f"{bare}: {error}", bare=bare) from error
     return list(encoded["input_ids"])
 
@@ -265,6 +292,24 @@ def prompt_lines(path: Path, *, field: str = "prompts.path") -> Iterator[tuple[i
                 offset += len(line)
     except OSError as error:
         raise ConfigError(f"{field + ': ' if field else ''}cannot read {path}: {error.strerror}") from error
+
+
+def _problem_of_format(path: Path) -> str:
+    """Return the problem of a file of another format as a whole, in place of one for each of its lines."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_FORMAT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    except OSError:
+        return ""
+    for magic, name in _FORMATS.items():
+        if begin.startswith(magic):
+            return f'the file is {name}, not JSON lines: one object like {{"prompt": "..."}} a line'
+    first = begin.partition(b"\n")[0].strip()
+    if first.startswith(b"[") and (first == b"[" or first.startswith(b"[{")):
+        return f"the file is one JSON array, not JSON lines: jq -c '.[]' {path.name} prints it as one object a line"
+    if first == b"{":
+        return f"an object over several lines, not JSON lines: jq -c . {path.name} prints it as one object a line"
+    return ""
 
 
 def parse_line(line: bytes, where: str) -> tuple[str | list[Message], JsonValue, list[str]]:

@@ -22,6 +22,7 @@ from pipeline.buffer.process import new_buffer
 from pipeline.buffer.sizing import checked_layout, ledger_layout
 from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.buffer.spool import Spool
+from pipeline.config import user_modules
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
@@ -96,8 +97,9 @@ def run(loaded: LoadedConfig) -> ExitCode:
     """
     # One process prints for all roles; one progress bar a model is noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # As for a child: the user's reward functions are imported from the directory of the start.
-    sys.path.append(os.getcwd())
+    # As for a child.
+    user_modules.use_folder_of(loaded.path)
+    user_modules.extend_path()
     config = sort_digits.with_paths(loaded.config)
     logs.configure("serial", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     if config.trainer.world_size != 1 or config.trainer.kind != "builtin":

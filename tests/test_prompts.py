@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -283,6 +284,17 @@ def test_a_template_that_does_not_serve_the_prompt_is_refused() -> None:
         render(prompt_of(messages), CharacterTokenizer())
     with pytest.raises(ConfigError, match="prompt 2 needs a chat template"):
         render(prompt_of("ab"), CharacterTokenizer(), "chat")
+
+
+def test_a_refused_prompt_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n\n{"prompt": "b"}\n\n{"prompt": [{"role": "user", "content": "c"}]}\n')
+    with closing(PromptSource(path, 0)) as source:
+        prompts = sorted((source.at(position) for position in range(3)), key=lambda prompt: prompt.index)
+
+    assert [prompt.place for prompt in prompts] == [f"{path}:1", f"{path}:4", f"{path}:6"]
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}:6: the prompt needs a chat template and "):
+        render(prompts[2], CharacterTokenizer())
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:

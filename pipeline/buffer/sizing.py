@@ -71,10 +71,11 @@ def refuse_small_arena(config: Config, limits: Limits) -> None:
     needed_bytes = rows * limits.row_bytes + 2 * EXTENT_OVERHEAD_BYTES
     if config.buffer.arena_bytes < needed_bytes:
         given = config.buffer.row_bytes
-        kind = f"of {config.rollout.max_length} tokens" if given is None else f"of buffer.row_bytes = {given:,} B"
+        kind = f"of {config.lengths.row} tokens" if given is None else f"of buffer.row_bytes = {given:,} B"
         raise ConfigError(
             f"buffer.arena_bytes: {config.buffer.arena_bytes:,} B cannot hold a batch a rank and a ticket: "
-            f"{rows} rows {kind} take up to {needed_bytes:,} B"
+            f"{rows} rows {kind} take up to {needed_bytes:,} B, {limits.row_bytes:,} B each; "
+            f'arena_bytes = "{-(-needed_bytes >> 20)}MiB" is enough'
         )
 
 

@@ -14,4 +14,5 @@ status         `rlhfd status`
 systemd_units  the systemd units of a checkout, installed and removed
 top            `rlhfd top`
 try_reward     `rlhfd try-reward`
+usage          advice for a refused command line
 """

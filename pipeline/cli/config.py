@@ -34,12 +34,17 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
       rlhfd config check --config grpo.toml --set rollout.workers=8
     """
     from pipeline.buffer import sizing
+    from pipeline.supervisor import notes, preflight
 
     loaded = load(path, sets, files=True)
     try:
         sizing.refuse_sizes(loaded.config)
     except ConfigError as error:
         raise ConfigError(loaded.placed(str(error))) from error
+    if problems := preflight.problems_of_imports(loaded):
+        raise ConfigError("\n".join(problems))
+    for note in notes.notes(loaded):
+        click.echo(f"note: {note}", err=True)
     click.echo(f"{loaded.path or 'embedded defaults'}: ok")
 
 

@@ -24,6 +24,7 @@ from pipeline.cli.options import (
 )
 from pipeline.cli.service import logs, systemd
 from pipeline.cli.try_reward import try_reward
+from pipeline.cli.usage import advised
 from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError, StoppedError
 
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
@@ -35,6 +36,8 @@ class _Commands(click.Group):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
+        except click.UsageError as error:
+            raise advised(error) from error
         except RlhfdError as error:
             click.echo(str(error), err=True)
             context.exit(int(error.exit_code))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ _instance = click.option(
     metavar="NAME",
     help="The unit rlhfd@NAME with a configuration of its own; without it: the unit rlhfd.",
 )
+
+_ROLES = ("supervisor", "buffer", "rollout", "trainer", "setup", "forkserver", "serial")
 
 
 @click.group()
@@ -123,6 +126,10 @@ def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Pa
       rlhfd logs rollout-0 --follow
       rlhfd logs trainer -n 20 --runtime-dir /run/rlhfd-b
     """
+    if role and role.rpartition("-")[0] not in _ROLES[1:] and role not in _ROLES:
+        close = difflib.get_close_matches(role, _ROLES, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"the roles are {', '.join(_ROLES)}, or one such as rollout-0"
+        raise click.UsageError(f"no role {role}, {meant}")
     place = _place(path, runtime_dir)
     if not place:
         raise RlhfdError("no log is kept: daemon.log_file_bytes is 0")

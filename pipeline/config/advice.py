@@ -55,8 +55,9 @@ _ELSEWHERE = {
     "group_size": "rollout.num_generations",
     "n_samples_per_prompt": "rollout.num_generations",
     "num_return_sequences": "rollout.num_generations",
-    "max_new_tokens": "rollout.max_length",
-    "max_tokens": "rollout.max_length",
+    "max_tokens": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
     "max_seq_len": "rollout.max_length",
     "num_workers": "rollout.workers",
     "gpus": "rollout.devices",
@@ -114,13 +115,21 @@ def _meant(section: str, name: str) -> str:
     same = [full for full, field in all_keys.items() if field == lower]
     found = (
         (lower if lower in names else "")
-        or (same[0] if same else "")
         or _ELSEWHERE.get(lower, "")
+        or _near(lower, names)
+        or (same[0] if same else "")
         or _close(lower, names)
         or next((field for field in names if field.startswith(f"{lower}_") or field.endswith(f"_{lower}")), "")
         or next((full for full, field in all_keys.items() if field == _close(lower, all_keys.values())), "")
     )
     return f"did you mean {found.removeprefix(f'{section}.') if section else found}?" if found else _ALL_KEYS
+
+
+def _near(wrong: str, names: Iterable[str]) -> str:
+    """Return the name of the same section that differs by a letter or two, or that ends with the wrong one."""
+    near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.88)
+    ends = [name for name in names if name.endswith(f"_{wrong}")]
+    return next(iter(near or (ends if len(ends) == 1 else [])), "")
 
 
 def _close(wrong: str, right: Iterable[str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeline.config.lengths import conflict_of_lengths
+
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
@@ -25,6 +27,7 @@ _VERSION_KEYS = (
     "trainer.gradient_accumulation_steps",
     "trainer.publish_every",
 )
+_LENGTH_KEYS = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
 
 
 def conflicts(config: Config) -> list[Conflict]:
@@ -38,6 +41,9 @@ def conflicts(config: Config) -> list[Conflict]:
     if not rollout.reward_functions and config.model.reward is None:
         keys = ("rollout.reward_functions", "model.reward")
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
+    if lengths := conflict_of_lengths(rollout):
+        first, message = lengths
+        found.append(Conflict(tuple(dict.fromkeys((first, *_LENGTH_KEYS))), message))
     found += _flow_conflicts(config)
     if (config.metrics.tls_cert is None) != (config.metrics.tls_key is None):
         keys = ("metrics.tls_cert", "metrics.tls_key")
@@ -86,8 +92,10 @@ def _flow_conflicts(config: Config) -> list[Conflict]:
         message = f"must be a multiple of the group of {group} with buffer.max_staleness = 0, got {rows} rows a version"
         found.append(Conflict(_VERSION_KEYS, message))
     if buffer.max_staleness and group > rows * buffer.max_staleness:
+        least = -(-group * config.sample_batch_size // (rows * buffer.max_staleness))
         message = (
-            f"is too small for a group of {group}: {rows} rows a version x buffer.max_staleness {buffer.max_staleness}"
+            f"is too small for a group of {group}: {rows} rows a version x buffer.max_staleness "
+            f"{buffer.max_staleness}; the least that works is {least}"
         )
         found.append(Conflict(_VERSION_KEYS, message))
     if buffer.limit:
@@ -95,7 +103,11 @@ def _flow_conflicts(config: Config) -> list[Conflict]:
         # A batch that is no multiple of the group leaves up to batch - 1 rows that wait for the rest of theirs.
         room = buffer.limit * batch - (batch - 1 if batch % group else 0)
         if room < group:
+            least = -(-(group + (batch - 1 if batch % group else 0)) // batch)
             keys = ("buffer.limit", "buffer.sample_batch_size", "rollout.num_generations", "rollout.algorithm")
-            message = f"leaves no room for a group of {group}: {buffer.limit} batches of {batch} rows"
+            message = (
+                f"leaves no room for a group of {group}: {buffer.limit} batches of {batch} rows each; the least that "
+                f"works is {least}"
+            )
             found.append(Conflict(keys, message))
     return found

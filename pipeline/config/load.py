@@ -175,6 +175,10 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
         "buffer.row_bytes": config.row_bytes,
         "rollout.batch_size": config.prompts_per_ticket,
         "rollout.kl_coef": config.rollout_kl_coef,
+        "rollout.max_length": config.lengths.row,
+        # With max_length alone the other two bound nothing.
+        "rollout.max_prompt_length": None if config.lengths.response is None else config.lengths.prompt,
+        "rollout.max_new_tokens": config.lengths.response,
         "trainer.kl_coef": config.trainer_kl_coef,
     }
     blocks = []

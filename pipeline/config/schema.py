@@ -8,26 +8,19 @@ force.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.config import JsonDict
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.config.conflicts import conflicts
+from pipeline.config.lengths import Lengths, lengths_of
+from pipeline.config.sections import LIVE, ClusterConfig, MetricsConfig, SamplesConfig, Section
 from pipeline.config.sizes import row_bytes_bound
 from pipeline.config.types import AnyPath, Betas, Bytes, Devices, EngineName, FunctionName, Source, StopTokenIds
 
-LIVE: Final[JsonDict] = {"x-reload": "live"}
-"""On a field: `rlhfd reload` applies a new value to a running instance. Any other field needs a restart."""
 
-
-class _Section(BaseModel):
-    # Strict: "8" for a number or true for 1 is a typing mistake, not an intention.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
-
-
-class DaemonConfig(_Section):
+class DaemonConfig(Section):
     """The daemon: its folders, start, restarts, shutdown and log."""
 
     name: str = Field(
@@ -108,7 +101,7 @@ class DaemonConfig(_Section):
     )
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The models, each a local directory in transformers' format; none is ever downloaded."""
 
     actor: Source = Field(default="builtin:sort-digits", description="Directory of the policy and its tokenizer.")
@@ -141,7 +134,7 @@ class ModelConfig(_Section):
     )
 
 
-class PromptsConfig(_Section):
+class PromptsConfig(Section):
     """The prompts: their file and their template."""
 
     path: Source = Field(
@@ -154,7 +147,7 @@ class PromptsConfig(_Section):
     )
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """Rollout workers: their number, devices, sampling and scoring."""
 
     workers: int = Field(default=1, ge=1, le=1024, description="Number of rollout processes.")
@@ -170,7 +163,25 @@ class RolloutConfig(_Section):
         default=None, ge=1, description="Prompts per ticket; left out: half a batch of rows."
     )
     num_generations: int = Field(default=8, ge=1, le=4096, description="Responses per prompt (G); GRPO only.")
-    max_length: int = Field(default=24, ge=2, le=2**20, description="Maximum tokens of prompt and response together.")
+    max_length: int | None = Field(
+        default=None,
+        ge=2,
+        le=2**20,
+        description="Maximum tokens of prompt and response together; left out: the sum of the next two keys, else 24.",
+    )
+    max_prompt_length: int | None = Field(
+        default=None,
+        ge=1,
+        lt=2**20,
+        description="Maximum tokens of a prompt, a longer one is set aside; left out: max_length less max_new_tokens.",
+    )
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        lt=2**20,
+        description="Maximum tokens of a response; left out: max_length less max_prompt_length, or without that key "
+        "less the longest prompt of the ticket.",
+    )
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; log-probs use it too.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass of the tokens that are sampled from.")
     top_k: int = Field(default=0, ge=0, description="Number of most likely tokens that are sampled from; 0: all.")
@@ -218,7 +229,7 @@ class RolloutConfig(_Section):
     )
 
 
-class BufferConfig(_Section):
+class BufferConfig(Section):
     """The experience buffer between rollout and training."""
 
     sample_batch_size: int | None = Field(
@@ -261,7 +272,7 @@ class BufferConfig(_Section):
     )
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     """The trainer: its ranks and its optimization."""
 
     kind: Literal["builtin", "external"] = Field(
@@ -325,59 +336,7 @@ class TrainerConfig(_Section):
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads per rank.")
 
 
-class MetricsConfig(_Section):
-    """The HTTP server of metrics, health and the page."""
-
-    enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address that the server listens on.")
-    port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0: any free port.")
-    page: bool = Field(default=True, description="Whether the server has the page of the run at `/`.")
-    tls_cert: AnyPath | None = Field(default=None, description="Certificate chain in PEM; enables TLS.")
-    tls_key: AnyPath | None = Field(default=None, description="The certificate's private key, of mode 0600.")
-    token_file: AnyPath | None = Field(
-        default=None,
-        description="File of mode 0600 with a bearer token, which all paths but /healthz and /readyz require.",
-        json_schema_extra=LIVE,
-    )
-
-
-class SamplesConfig(_Section):
-    """Rollouts kept for people to read, on the page and by `rlhfd samples`."""
-
-    per_minute: float = Field(
-        default=30.0,
-        ge=0,
-        le=6000,
-        description="Prompts per minute, of all workers together, whose responses are kept; 0: none.",
-    )
-    bytes: Bytes = Field(
-        default=16 << 20,
-        ge=1 << 16,
-        lt=2**40,
-        description="Maximum bytes of the samples under daemon.state_dir; the oldest are removed first.",
-    )
-    remote: bool = Field(
-        default=False,
-        description="Whether the page shows samples even if metrics.host is not a loopback address.",
-    )
-
-
-class ClusterConfig(_Section):
-    """The place of the workers' models: this machine, or a Ray cluster."""
-
-    engine: Literal["local", "ray"] = Field(
-        default="local",
-        description="Models in the workers' own processes (local), or in actors on any machine of a Ray cluster (ray).",
-    )
-    address: str = Field(
-        default="auto",
-        min_length=1,
-        description="Ray cluster: host:port of its head, or auto for the cluster that this machine is part of.",
-    )
-    worker_gpus: float = Field(default=1.0, ge=0, le=1, description="Share of a GPU per actor; 0: actors on CPUs.")
-
-
-class Config(_Section):
+class Config(Section):
     """A whole configuration, checked.
 
     Raises:
@@ -412,7 +371,12 @@ class Config(_Section):
     @property
     def row_bytes(self) -> int:
         """Maximum bytes of one row in the arena."""
-        return self.buffer.row_bytes or row_bytes_bound(self.rollout.max_length)
+        return self.buffer.row_bytes or row_bytes_bound(self.lengths.row)
+
+    @property
+    def lengths(self) -> Lengths:
+        """Maximum tokens of a row, a prompt and a response."""
+        return lengths_of(self.rollout)
 
     @property
     def rollout_kl_coef(self) -> float:

@@ -94,6 +94,25 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
     return tokenizer
 
 
+def refuse_large_tokenizer(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: str | Path) -> None:
+    """Refuse a tokenizer with ids that the model does not have: on a GPU the first of them would end the process.
+
+    Args:
+        tokenizer: The tokenizer.
+        vocabulary: Tokens of the model; ids are below it.
+        path: Directory of both, for the error message.
+
+    Raises:
+        ConfigError: If an id is not below `vocabulary`.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"model.actor: the tokenizer in {path} is larger than the model: token {token!r} has the id {largest:,}, "
+            f"the model's vocabulary ends at {vocabulary - 1:,}; take its own tokenizer, or resize its embeddings"
+        )
+
+
 class Preprocessing:
     """The preprocessing of a model's directory: its tokenizer, and the files of its image processor.
 

@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
 from pipeline.models.device import process_device
-from pipeline.models.loading import load_actor, load_critic, load_reward_model, sees_images
+from pipeline.models.loading import load_actor, load_critic, load_reward_model, refuse_large_tokenizer, sees_images
 from pipeline.models.lora import adapt, published
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.weights.probe import answer, check
@@ -26,6 +26,7 @@ from pipeline.prompts import PromptSource, first_tokens
 from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward_pool import RewardPool
+from pipeline.rollout.reward_problems import RewardProblems
 from pipeline.rollout.rewards import FunctionReward, load_reward_function
 from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward
 from pipeline.rollout.vision_prompts import VisionPrompts
@@ -91,6 +92,7 @@ def load_roller(
             if config.model.critic is None
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
+    refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
     targets = {f"actor.{name}": tensor for name, tensor in published(actor).items()}
@@ -135,7 +137,7 @@ def load_roller(
         tokenizer,
         weights,
         seed=config.daemon.seed,
-        max_length=rollout.max_length,
+        lengths=config.lengths,
         vocabulary=actor.config.get_text_config().vocab_size,
         template=config.prompts.template,
         generate_kwargs={
@@ -147,16 +149,19 @@ def load_roller(
         vision=vision,
         log_texts=config.daemon.log_texts,
     )
+    if isinstance(functions, RewardPool):
+        problems, group_size = functions.problems, config.group_size
+        roller.on_prompts = lambda prompts: problems.begin([prompt.place for prompt in prompts], group_size)
     with contextlib.ExitStack() as undone:
         undone.callback(roller.close)
         try:
             refuse_broken_reward(roller, config.row_bytes)
         except RewardError as error:
-            problem = reward.problem if isinstance(reward, RewardPool) else None
+            problem = functions.problem if isinstance(functions, RewardPool) else None
             message = (
                 error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
             )
-            raise ConfigError(f"rollout.reward_functions: {message}") from error
+            raise ConfigError(f"rollout.reward_functions: {message}, prompt {roller.last_place}") from error
         undone.pop_all()
     return roller
 
@@ -233,7 +238,7 @@ def reward_functions(
         on_problem=telemetry.reward_errored,
         on_progress=telemetry.beat,
         on_row=on_row,
-        log_texts=config.daemon.log_texts,
+        problems=RewardProblems(log_texts=config.daemon.log_texts),
         may_fork=True,
     )
     pool.wait_ready()

@@ -28,6 +28,7 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
 from pipeline.models.loading import load_tokenizer
@@ -121,7 +122,12 @@ class RemoteRoller:
         self._holder: Any = None
         self._machine = "?"
         self._cpus, self._gpus = float(config.rollout.threads), config.cluster.worker_gpus
-        spec = WorkerSpec(config.model_dump_json(), os.getcwd(), may_quote_texts(config, context))
+        spec = WorkerSpec(
+            config.model_dump_json(),
+            os.getcwd(),
+            may_quote_texts(config, context),
+            os.environ.get(user_modules.FOLDER_VARIABLE, ""),
+        )
         actor = ray.remote(
             num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, concurrency_groups={"status": 1},
             scheduling_strategy="SPREAD",

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
@@ -48,12 +49,14 @@ class WorkerSpec:
         working_directory: Where the daemon was started; reward functions are imported from there if it exists on this
             machine too.
         texts: Whether errors may quote prompts and answers.
+        modules: The folder of the configuration file, searched first for reward functions and engines.
         release: The version of this package on the daemon's machine.
     """
 
     config: str
     working_directory: str
     texts: bool
+    modules: str = ""
     release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
 
 
@@ -234,7 +237,8 @@ class RolloutNode:
         if os.path.isdir(self._spec.working_directory):
             # Scorers import reward functions from the folder they are started in, which is this process's.
             os.chdir(self._spec.working_directory)
-            sys.path.append(self._spec.working_directory)
+        os.environ[user_modules.FOLDER_VARIABLE] = self._spec.modules
+        user_modules.extend_path()
         try:
             tokenizer = load_tokenizer(self._config.model.actor)
             self._roller = load_roller(

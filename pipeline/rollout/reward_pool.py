@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import logging
 import math
 import os
 import selectors
@@ -35,6 +34,7 @@ from torch import Tensor
 from pipeline.errors import ConfigError, DeadlineError, RlhfdError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.rollout import reward_process
+from pipeline.rollout.reward_problems import RewardProblems
 from pipeline.rollout.reward_wire import (
     Died,
     Loaded,
@@ -49,15 +49,11 @@ from pipeline.rollout.reward_wire import (
 from pipeline.runtime.forking import ForkedChild, unfit_to_fork
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 
-log = logging.getLogger(__name__)
-
-
 STARTUP_TIMEOUT_S = 120.0
 _GRACE_S = 2.0
 _KILLS = 2
 _TIMEOUTS_IN_A_ROW = 3
 _READ_BYTES = 1 << 16
-_PROBLEMS_LOGGED = 8
 
 
 class RewardPool:
@@ -73,12 +69,13 @@ class RewardPool:
         on_problem: Called with the reason of each row without a score.
         on_progress: Called at least once a second while rows are scored.
         on_row: Called with the results of the functions for each row, None for a row without a reward; in order.
-        log_texts: Whether the log quotes the exception or the result of a function.
+        problems: Logs the rows without a score.
         may_fork: Whether the processes may be forks of this one, which has torch loaded and no state that a function
             must not have; a fork is refused, and a new process started, where it has threads or a GPU.
 
     Attributes:
         problem: The first row without a score of the last call; None if all had one.
+        problems: Logs the rows without a score.
     """
 
     def __init__(
@@ -91,10 +88,10 @@ class RewardPool:
         on_problem: Callable[[Problem], None] = lambda problem: None,
         on_progress: Callable[[], None] = lambda: None,
         on_row: Callable[[Sequence[float] | None], None] = lambda parts: None,
-        log_texts: bool = False,
+        problems: RewardProblems | None = None,
         may_fork: bool = False,
     ) -> None:
-        self.log_texts = log_texts
+        self.problems = problems or RewardProblems()
         self.problem: RowScore | None = None
         self._timeout_s = timeout_s
         self._on_problem = on_problem
@@ -163,11 +160,9 @@ class RewardPool:
             self._on_row(None if score.problem else score.parts)
         problems = [(row, score) for row, score in enumerate(scores) if score.problem]
         self.problem = problems[0][1] if problems else None
-        for row, score in problems:
+        for _, score in problems:
             self._on_problem(score.problem)
-            if row in [first for first, _ in problems[:_PROBLEMS_LOGGED]]:
-                text = score.text if self.log_texts or not score.bare else score.bare
-                log.warning("reward errored: row=%d reason=%s: %s", row, score.problem, text)
+        self.problems.report(len(scores), problems)
         return torch.tensor([math.nan if score.problem else score.score for score in scores], dtype=torch.float32)
 
     def close(self) -> None:

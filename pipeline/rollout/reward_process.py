@@ -19,9 +19,10 @@ import numpy
 import setproctitle
 import torch
 
+from pipeline.config import user_modules
 from pipeline.errors import ExitCode, RewardError, RlhfdError
 from pipeline.models.loading import load_tokenizer
-from pipeline.rollout.reward_wire import Died, Loaded, RowScore, RowToScore, frame, unframe, vision_of
+from pipeline.rollout.reward_wire import Died, Loaded, Problem, RowScore, RowToScore, frame, unframe, vision_of
 from pipeline.rollout.rewards import FunctionReward, load_reward_function
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
@@ -67,8 +68,8 @@ def _serve(link: socket.socket, functions: list[str], tokenizer: Any, timeout_s:
     code = ExitCode.FAILED
     try:
         die_with_parent()
-        # User modules are imported from the folder where the daemon was started, as in the worker.
-        sys.path.append(os.getcwd())
+        # As in the worker.
+        user_modules.extend_path()
         parts: list[float] = []
         loaded = [load_reward_function(name) for name in functions]
         reward = FunctionReward(loaded, tokenizer, on_row=parts.extend)
@@ -109,7 +110,8 @@ def _score(reward: FunctionReward, row: RowToScore) -> RowScore:
     try:
         return RowScore(float(reward(**keywords)))
     except RewardError as error:
-        return RowScore(problem="exception" if error.raised else "invalid", text=str(error), bare=error.bare)
+        problem: Problem = "exception" if error.raised else "invalid"
+        return RowScore(problem=problem, text=str(error), bare=error.bare, cause=error.cause)
 
 
 if __name__ == "__main__":

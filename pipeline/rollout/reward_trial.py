@@ -68,9 +68,11 @@ class RewardTrial:
             return Trial({}, 0, is_cut, str(error))
         response_ids, is_cut = self._response_ids(response, len(prompt_ids), is_cut=is_cut)
         if not response_ids:
-            limit = self._config.rollout.max_length
-            return Trial({}, 0, is_cut, f"the prompt has {len(prompt_ids)} tokens, rollout.max_length is {limit}: "
-                         "no room for a response")  # fmt: skip
+            lengths = self._config.lengths
+            limit = f"rollout.max_length is {lengths.row}: no room for a response"
+            if lengths.response is not None:
+                limit = f"rollout.max_prompt_length is {lengths.prompt}"
+            return Trial({}, 0, is_cut, f"the prompt has {len(prompt_ids)} tokens, {limit}")
         ids = torch.tensor([[*prompt_ids, *response_ids]])
         row: dict[str, Any] = {
             "input_ids": ids,
@@ -101,7 +103,10 @@ class RewardTrial:
         ids = list(self._tokenizer(response, add_special_tokens=False)["input_ids"])
         if not is_cut and self._tokenizer.eos_token_id is not None:
             ids.append(self._tokenizer.eos_token_id)
-        room = max(0, self._config.rollout.max_length - prompt_tokens)
+        lengths = self._config.lengths
+        room = 0
+        if prompt_tokens <= lengths.prompt:
+            room = lengths.row - prompt_tokens if lengths.response is None else lengths.response
         return ids[:room], is_cut or len(ids) > room
 
 

@@ -46,13 +46,14 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The score of a row and its parts by function; or a problem, its text, and its text without user data."""
+    """The score of a row and its parts by function; or a problem, its text, and text and cause without user data."""
 
     score: float = 0.0
     problem: Problem = ""
     text: str = ""
     bare: str = ""
     parts: list[float] = []
+    cause: str = ""
 
 
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.config import user_modules
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 
@@ -149,7 +151,8 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
     # User code may raise any exception at import, and would again at the next start.
     except Exception as error:
         kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{field}: cannot import {module_name}: {kind}{error}") from error
+        looked = user_modules.not_found(error, module_name)
+        raise ConfigError(f"{field}: cannot import {module_name}: {kind}{error}{looked}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{field}: {module_name} has no function {function_name}")
@@ -210,18 +213,33 @@ def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywor
         result = function(ids, mask, **keywords)
     # User code may raise any exception; the error names the row.
     except Exception as error:
-        bare = f"{name} raised {type(error).__name__} for row {row}"
-        raise RewardError(f"{name} raised {error!r} for row {row}", bare=bare, raised=True) from error
+        place = _place_of(function, error)
+        cause = f"{name} raised {type(error).__name__}"
+        message, bare = f"{name} raised {error!r} for row {row}{place}", f"{cause} for row {row}{place}"
+        raise RewardError(message, bare=bare, raised=True, cause=f"{cause}{place}") from error
     try:
         score = float(result)
     # The result may be of any type.
     except Exception as error:
-        returned = "{} returned {} for row {}; a reward is a finite number".format
-        bare = returned(name, f"a {type(result).__name__}", row)
-        raise RewardError(returned(name, _shown(result), row), bare=bare) from error
+        returned = "{} returned {} for row {}; a reward is a finite number{}".format
+        kind, place = f"a {type(result).__name__}", _place_of(function)
+        message, bare = returned(name, _shown(result), row, place), returned(name, kind, row, place)
+        raise RewardError(message, bare=bare, cause=f"{name} returned {kind}{place}") from error
     if not math.isfinite(score):
-        raise RewardError(f"{name} returned {score} for row {row}; a reward is a finite number")
+        place = _place_of(function)
+        message = f"{name} returned {score} for row {row}; a reward is a finite number{place}"
+        raise RewardError(message, cause=f"{name} returned {score}{place}")
     return score
+
+
+def _place_of(function: RewardFunction, error: BaseException | None = None) -> str:
+    """Return `` (file:line)``: the line of a function's file that raised, or of its definition; empty if not known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    raised = [] if error is None else traceback.extract_tb(error.__traceback__)[1:]
+    if code is None:
+        return f" ({raised[-1].filename}:{raised[-1].lineno})" if raised else ""
+    lines = [frame.lineno for frame in raised if frame.filename == code.co_filename]
+    return f" ({code.co_filename}:{lines[-1] if lines else code.co_firstlineno})"
 
 
 def _shown(result: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
+from pipeline.config.lengths import Lengths
 from pipeline.config.sizes import extent_bytes_bound
 from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
 from pipeline.experience import codec
@@ -123,8 +124,12 @@ class LocalRoller:
     """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone.
 
     Attributes:
-        max_length: Tokens of prompt and response together, at most.
+        on_prompts: Called with the prompts of each rollout before it begins, for messages that name them.
+        last_place: File and line of the last prompt of the newest rollout.
+        lengths: Maximum tokens of a row, a prompt and a response.
     """
+
+    on_prompts: Callable[[Sequence[Prompt]], None] = staticmethod(lambda prompts: None)
 
     def __init__(
         self,
@@ -134,7 +139,7 @@ class LocalRoller:
         weights: ModelWeights,
         *,
         seed: int,
-        max_length: int,
+        lengths: Lengths,
         vocabulary: int,
         template: str,
         generate_kwargs: Mapping[str, Any],
@@ -149,7 +154,7 @@ class LocalRoller:
             tokenizer: The actor's.
             weights: Those that the maker computes with.
             seed: Of the run.
-            max_length: Tokens of prompt and response together, at most.
+            lengths: Maximum tokens of a row, a prompt and a response.
             vocabulary: Tokens of the model; ids are below it.
             template: As in `pipeline.prompts.render`.
             generate_kwargs: Passed to the maker with each batch.
@@ -163,10 +168,11 @@ class LocalRoller:
         self._tokenizer = tokenizer
         self._weights = weights
         self._seed = seed
-        self.max_length = max_length
+        self.lengths = lengths
         self._vocabulary = vocabulary
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
+        self.last_place = ""
 
     def roll(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
@@ -194,11 +200,13 @@ class LocalRoller:
                 # A new error: the frames of the one raised refer to the arena, and the result is kept.
                 refused = PromptError(str(error), bare=error.bare)
                 log.warning("prompt set aside: position=%d line=%d reason=%s",
-                            place, prompt.index + 1, error.told(texts=self._log_texts))  # fmt: skip
+                            place, prompt.line, error.told(texts=self._log_texts))  # fmt: skip
         if not kept:
             return Rolled(None, prompts, refused)
+        self.last_place = kept[-1][0].place
+        self.on_prompts([prompt for prompt, _ in kept])
         input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
-        room = self.max_length - input_ids.shape[1]
+        room = self._columns(input_ids.shape[1]) - input_ids.shape[1]
         experience = self._maker.make_experience(
             input_ids,
             mask,
@@ -227,21 +235,29 @@ class LocalRoller:
         if self._vision is not None:
             rendered = self._vision.render(prompt, template)
         elif prompt.images:
-            raise ConfigError(f"prompt {prompt.index} has images, but model.actor takes text alone")
+            raise ConfigError(f"{prompt.named} has images, but model.actor takes text alone")
         else:
             rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
-        if len(rendered.ids) >= self.max_length:
-            raise PromptError(
-                f"{len(rendered.ids)} tokens leave no room for a response: rollout.max_length is {self.max_length}"
-            )
+        if len(rendered.ids) > self.lengths.prompt:
+            row, longest, response = self.lengths
+            problem = f"leave no room for a response: rollout.max_length is {row}"
+            if response is not None:
+                problem = f"are too many: prompts have at most {longest} (rollout.max_prompt_length)"
+            raise PromptError(f"{len(rendered.ids)} tokens {problem}")
         return rendered
+
+    def _columns(self, prompt_columns: int) -> int:
+        """Return the columns of prompt and response: a response never gets the room that shorter prompts leave."""
+        response = self.lengths.response
+        return self.lengths.row if response is None else prompt_columns + response
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
         """Return ``(B,)`` bool: the response is shorter than the room for it, or ends with eos."""
         assert experience.action_mask is not None
         lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
-        ends_with_eos = experience.sequences[:, -1] == self._tokenizer.eos_token_id
-        return torch.logical_or(lengths < columns, ends_with_eos)
+        if (eos := self._tokenizer.eos_token_id) is None:
+            return lengths < columns
+        return torch.logical_or(lengths < columns, experience.sequences[:, -1] == eos)
 
     def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in rows)
@@ -311,14 +327,14 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
             encoded = codec.encode(experience, memoryview(bytearray(room)), checksum=False)
         except ArenaFullError as error:
             raise ConfigError(f"buffer.row_bytes: {error}") from error
-        if (whole := encoded.nbytes + _bytes_left_out(experience, roller.max_length)) > room:
+        if (whole := encoded.nbytes + _bytes_left_out(experience, roller.lengths.row)) > room:
             raise ConfigError(
                 f"buffer.row_bytes: extent of {whole:,} B does not fit: {room:,} B are reserved for the "
-                f"{len(experience.sequences)} rows of a prompt at rollout.max_length {roller.max_length:,}"
+                f"{len(experience.sequences)} rows of a prompt at rollout.max_length {roller.lengths.row:,}"
             )
         return
     if refused:
-        raise refused[0]
+        raise refused[-1]
     assert set_aside is not None
     message = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
     raise ConfigError(f"{message} {set_aside}", bare=f"{message} {set_aside.bare}")

@@ -37,6 +37,7 @@ def main(reports: int, spec_json: str) -> int:
     import msgspec
     import setproctitle
 
+    from pipeline.config import user_modules
     from pipeline.config.schema import Config
     from pipeline.errors import ExitCode, RlhfdError
     from pipeline.runtime.child_process import LaunchSpec
@@ -46,8 +47,7 @@ def main(reports: int, spec_json: str) -> int:
     from pipeline.telemetry.slab import MetricsSlab
 
     spec = msgspec.json.decode(spec_json, type=LaunchSpec)
-    # The user's reward functions are in the daemon's working directory; last, so that they shadow no other module.
-    sys.path.append(os.getcwd())
+    user_modules.extend_path()
     if spec.cpus:
         os.sched_setaffinity(0, spec.cpus)
     workspace = Workspace.open(spec.folder)

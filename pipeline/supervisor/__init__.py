@@ -7,6 +7,7 @@ fleet       the child processes; the OOM killer's count
 gpus        GPU readings from NVML
 hangs       hang detection, pure
 live        the live panel of `rlhfd start`
+notes       notes on a configuration that can run and may not be meant
 page        data of the page's requests
 placement   GPU and CPU cores of each process
 preflight   checks of the files that a configuration names

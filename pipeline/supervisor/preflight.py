@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from pipeline import prompts
+from pipeline.config import user_modules
 from pipeline.config.load import FOLDER_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
@@ -22,6 +23,8 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
             continue
         if not Path(source).is_dir():
             errors.append(f"{loaded.where(key)}: no such directory: {source} (models are local, none is downloaded)")
+        elif not (Path(source) / "config.json").is_file() and (Path(source) / "adapter_config.json").is_file():
+            errors.append(f"{loaded.where(key)}: {source} is a LoRA adapter: merge it into its model first")
         elif not (Path(source) / "config.json").is_file():
             errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
     if not loaded.config.prompts.path.startswith(BUILTIN_PREFIX):
@@ -31,6 +34,10 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
             # Errors in the prompts' content begin with their place in that file.
             where, name = loaded.where("prompts.path"), "prompts.path:"
             errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
+    places = _module_folders(loaded)
+    for name in own_modules(loaded):
+        if problem := user_modules.missing(name, places):
+            errors.append(f"{loaded.where('rollout.reward_functions')}: {problem}")
     errors += [problem for key in SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
     try:
         placement.place(loaded.config, placement.visible_gpus(os.environ), [])
@@ -44,6 +51,24 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
         elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
             errors.append(f"{loaded.where(key)}: {nearest} cannot be written by uid {os.geteuid()}")
     return errors
+
+
+def own_modules(loaded: LoadedConfig) -> list[str]:
+    """Return the reward functions that are not this package's own."""
+    return [name for name in loaded.config.rollout.reward_functions if not name.startswith("pipeline.")]
+
+
+def problems_of_imports(loaded: LoadedConfig) -> list[str]:
+    """Import the modules of the reward functions in a process of its own; return the problems, a line each."""
+    if not (names := own_modules(loaded)):
+        return []
+    found = user_modules.problems_of_import(names, _module_folders(loaded))
+    return [f"{loaded.where('rollout.reward_functions')}: {problem}" for problem in found]
+
+
+def _module_folders(loaded: LoadedConfig) -> list[str]:
+    given = {} if loaded.path is None else {user_modules.FOLDER_VARIABLE: str(loaded.path.absolute().parent)}
+    return user_modules.folders(given)
 
 
 def _problem_of_secret(loaded: LoadedConfig, key: str) -> str:

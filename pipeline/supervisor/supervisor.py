@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline import sort_digits
 from pipeline.buffer.sizing import checked_layout
+from pipeline.config import user_modules
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
@@ -29,7 +30,7 @@ from pipeline.runtime.role import count_warnings, monotonic_s
 from pipeline.runtime.signals import hold_signals, release_signals
 from pipeline.runtime.transport import BUFFER, Outbox, worker_name
 from pipeline.runtime.workspace import Workspace
-from pipeline.supervisor import placement
+from pipeline.supervisor import notes, placement
 from pipeline.supervisor.exits import ExitHandler
 from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
 from pipeline.supervisor.live import LiveView
@@ -63,6 +64,7 @@ def run(loaded: LoadedConfig) -> ExitCode:
     # A process that systemd's watchdog kills writes its stacks to the journal.
     faulthandler.enable()
     notifier = Notifier.from_environ(os.environ)
+    user_modules.use_folder_of(loaded.path)
     config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
     if config.cluster.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
@@ -70,6 +72,8 @@ def run(loaded: LoadedConfig) -> ExitCode:
             f"{sys.executable} -m pip install -c constraints.txt -e '.[ray]' in the checkout installs it"
         )
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
+    for note in notes.notes(loaded):
+        log.warning("%s", note)
     children = 1 + config.rollout.workers + config.trainer.world_size
     clients = MOST_CONNECTIONS if config.metrics.enabled else 0
     allow_descriptors(children, config.rollout.reward_processes, clients)

@@ -23,6 +23,7 @@ from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
 
 _IDLE_STEPS = 20
+_ZERO_STEPS = 5
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Trainer:
         self._published_step, self._saved_step = start.progress.step, start.saved_step
         self._tried_step = start.saved_step
         self._idle_steps = 0
+        self._zero_steps = 0
         # Other ranks publish nothing; they hold the same weights as the first rank.
         self._version = WeightsVersion(start.version or 0, 0)
         if start.version is None:
@@ -209,11 +211,21 @@ class Trainer:
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
         self._metrics.stepped(stats, gathered, batch.for_version)
+        self._warn_if_zero(stats)
         self._warn_if_idle(stats)
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
         if every and self.step // every > self._tried_step // every and self.step == self._published_step:
             self._checkpoint()
+
+    def _warn_if_zero(self, stats: StepStats) -> None:
+        """Log once that no row of the first steps has a reward other than 0."""
+        is_zero = stats.reward_mean == 0 and stats.reward_stddev == 0
+        self._zero_steps = self._zero_steps + 1 if is_zero and self._zero_steps >= 0 else -1
+        if self._zero_steps == _ZERO_STEPS:
+            log.warning("all rewards so far are 0: does the reward function find the answer in the responses, and are "
+                        "prompts and answers of the types that it compares? `rlhfd samples` shows both: steps=%d",
+                        _ZERO_STEPS)  # fmt: skip
 
     def _warn_if_idle(self, stats: StepStats) -> None:
         """Log once that several steps in a row trained no token: in GRPO, if all rewards of each group are equal."""

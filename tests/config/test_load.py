@@ -193,7 +193,16 @@ class TestRender:
             "top_p = 0.5  # RLHFD_ROLLOUT__TOP_P\ntop_k = 1  # --set rollout.top_k\n"
         )
 
-    @pytest.mark.parametrize("sets", [[], ["rollout.algorithm=ppo", "rollout.stop_token_ids=[[1], [2]]"]])
+    @pytest.mark.parametrize(
+        "sets",
+        [
+            [],
+            ["rollout.algorithm=ppo", "rollout.stop_token_ids=[[1], [2]]"],
+            ["rollout.max_length=40"],
+            ["rollout.max_length=40", "rollout.max_new_tokens=8"],
+            ["rollout.max_prompt_length=40", "rollout.max_new_tokens=8"],
+        ],
+    )
     def test_effective_configuration_loads_again_as_the_same(self, folder: Path, sets: list[str]) -> None:
         (folder / "odd \" 'é\x7f").mkdir()
         loaded = config_load.load(None, [*sets, "daemon.state_dir=odd \" 'é\x7f"], {})
@@ -207,6 +216,7 @@ class TestRender:
             "sample_batch_size",
             "prompts_per_ticket",
             "row_bytes",
+            "lengths",
             "rollout_kl_coef",
             "trainer_kl_coef",
         ):

@@ -166,6 +166,32 @@ MISTAKES = [
             "= 0, got 256 rows a version"
         ),
     ),
+    (
+        "[rollout]\nmax_new_tokens = 64",
+        "2:18: rollout.max_new_tokens: needs rollout.max_prompt_length or rollout.max_length (their sum) beside it",
+    ),
+    (
+        "[rollout]\nmax_length = 64\nmax_new_tokens = 64",
+        "3:18: rollout.max_new_tokens: must be below rollout.max_length = 64, it leaves no prompt, got 64",
+    ),
+    (
+        "[rollout]\nmax_length = 64\nmax_prompt_length = 65",
+        "3:21: rollout.max_prompt_length: must be below rollout.max_length = 64, it leaves no response, got 65",
+    ),
+    (
+        "[rollout]\nmax_prompt_length = 48\nmax_length = 64\nmax_new_tokens = 32",
+        (
+            "3:14: rollout.max_length: must be the sum 48 of rollout.max_prompt_length + 32 of "
+            "rollout.max_new_tokens = 80, or left out, got 64"
+        ),
+    ),
+    (
+        "[rollout]\nmax_prompt_length = 1_048_575\nmax_new_tokens = 2",
+        (
+            "2:21: rollout.max_prompt_length: must be at most 1048574 with rollout.max_new_tokens = 2: a row has at "
+            "most 1048576 tokens, got 1048575"
+        ),
+    ),
     # No TOML at all.
     ("[daemon]\nname = rlhfd", '2:8: invalid value, did you mean name = "rlhfd"?'),
     ("[rollout\nworkers = 1", "1:9: expected ']' at the end of a table declaration, did you mean [rollout]?"),
@@ -176,11 +202,15 @@ MISTAKES = [
     # As other trainers call it, or in another section.
     ("[rollout]\nlr = 1e-6", "2:1: unknown key rollout.lr, did you mean trainer.learning_rate?"),
     ("[trainer]\nlr = 1e-6", "2:1: unknown key trainer.lr, did you mean learning_rate?"),
-    ("[rollout]\nmax_new_tokens = 64", "2:1: unknown key rollout.max_new_tokens, did you mean max_length?"),
+    ("[rollout]\nmax_tokens = 64", "2:1: unknown key rollout.max_tokens, did you mean max_new_tokens?"),
     ("[trainer]\ntimeout_s = 3", "2:1: unknown key trainer.timeout_s, did you mean daemon.hang_timeout_s?"),
     ("[daemon]\nhang_timeout = 3", "2:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?"),
     ("[rollout]\nlearning_rat = 1", "2:1: unknown key rollout.learning_rat, did you mean trainer.learning_rate?"),
     ("[trainer]\nbeta = 0.1", "2:1: unknown key trainer.beta, did you mean kl_coef?"),
+    # The section that was written goes first: batch_size and kl_coef are keys of rollout too.
+    ("[buffer]\nbatch_size = 64", "2:1: unknown key buffer.batch_size, did you mean sample_batch_size?"),
+    ("[trainer]\nkl_coeff = 0.1", "2:1: unknown key trainer.kl_coeff, did you mean kl_coef?"),
+    ("[trainer]\ntemperature = 1.0", "2:1: unknown key trainer.temperature, did you mean rollout.temperature?"),
     ("lr = 1", "1:1: unknown key lr, did you mean trainer.learning_rate?"),
     # The suggestion is shown, and it is right.
     ('[daemon]\nhang_timeout_s = "5m"', '2:18: daemon.hang_timeout_s: must be a number, got "5m", did you mean 300?'),
@@ -374,7 +404,7 @@ SET_MISTAKES = [
     (
         "rollout.num_generations=300",
         "--set rollout.num_generations: buffer.sample_batch_size: is too small for a group of 300: "
-        "256 rows a version x buffer.max_staleness 1",
+        "256 rows a version x buffer.max_staleness 1; the least that works is 300",
     ),
 ]
 

@@ -15,9 +15,10 @@ from pipeline.experience.batching import make_experience_batch
 from pipeline.experience.types import BufferItem
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import position_ids_from_mask
-from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
+from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer, refuse_large_tokenizer
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.reward_model import SequenceReward
+from pipeline.trainer.setup import _make_tokenizer
 from tests.support import tiny
 
 
@@ -280,6 +281,15 @@ def test_a_missing_directory_is_named_with_its_field(load: type[object], tmp_pat
         load(tmp_path / "absent", dtype="float32", device="cpu")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"model\.\w+: cannot load a model from"):
         load(tmp_path, dtype="float32", device="cpu")  # type: ignore[call-arg]
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes() -> None:
+    tokenizer = _make_tokenizer()
+    last = len(tokenizer) - 1
+
+    refuse_large_tokenizer(tokenizer, last + 1, "m")
+    with pytest.raises(ConfigError, match=rf"^model\.actor: .* in m is larger .* has the id {last}, .* at {last - 1};"):
+        refuse_large_tokenizer(tokenizer, last, "m")
 
 
 def test_a_missing_tokenizer_is_named_with_its_field(tmp_path: Path) -> None:

@@ -247,3 +247,24 @@ def test_a_function_that_names_images_gets_those_of_the_row(folder: Path, tokeni
         rewards.wait_ready()
 
         assert score(rewards, ["image", "video"], vision=vision) == [28.0 + 4 + 5, 4.0 + 2]
+
+
+def test_a_cause_is_logged_once_with_the_prompt_and_then_counted(
+    folder: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = next(number for number, text in enumerate(FUNCTIONS.splitlines(), 1) if "raise KeyError" in text)
+    answers = ["raise", "a", "nan", *["raise"] * 8]
+    with RewardPool(("judges:by_answer",), tokenizer, timeout_s=5.0) as rewards:
+        rewards.wait_ready()
+        rewards.problems.begin(["p.jsonl:7", "p.jsonl:9", "p.jsonl:10"], 1)
+        score(rewards, answers[:2])
+        score(rewards, answers[2:])
+        score(rewards, ["raise"])
+
+    place = f"({folder}/judges.py:{line})"
+    assert caplog.messages == [
+        f"reward errored: row=0 reason=exception: judges:by_answer raised KeyError for row 0 {place} prompt=p.jsonl:7",
+        "reward errored: row=0 reason=invalid: judges:by_answer returned nan for row 0; a reward is a finite number "
+        f"({folder}/judges.py:7) prompt=p.jsonl:10",
+        f"reward errored again: cause=judges:by_answer raised KeyError {place} times=10",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,18 @@ def test_a_raising_function_is_an_error_and_not_reward_zero() -> None:
 
     with pytest.raises(RewardError, match=r"judge raised KeyError\('answer'\) for row 0"):
         score(judge)
+
+
+def test_an_error_names_the_line_of_the_function_even_if_a_library_raised() -> None:
+    def judge(ids: Tensor, mask: Tensor, **_: Any) -> float:
+        return float(json.loads("[")[0])
+
+    with pytest.raises(RewardError) as raised:
+        score(judge)
+
+    place = f"({__file__}:{judge.__code__.co_firstlineno + 1})"
+    assert raised.value.bare.endswith(f"judge raised JSONDecodeError for row 0 {place}")
+    assert raised.value.cause.endswith(f"judge raised JSONDecodeError {place}")
 
 
 def test_without_functions_there_is_no_reward() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeline.config.lengths import Lengths
 from pipeline.errors import ConfigError, PromptError
 from pipeline.models.loading import load_tokenizer
 from pipeline.prompts import Prompt, PromptSource
@@ -144,7 +145,8 @@ def new_roller(source: PromptSource, model_directory: Path, *, sees: bool = True
         actor, None, FunctionReward([constant], tokenizer), None, tokenizer, kl_coef=0, use_grpo=True, num_generation=2
     )
     return LocalRoller(
-        maker, source, tokenizer, ModelWeights({}), seed=1, max_length=32, template="auto", generate_kwargs={},
+        maker, source, tokenizer, ModelWeights({}), seed=1,
+        lengths=Lengths(32, 31, None), template="auto", generate_kwargs={},
         vocabulary=actor.config.get_text_config().vocab_size,
         vision=VisionPrompts(model_directory, tokenizer) if sees else None,
     )  # fmt: skip

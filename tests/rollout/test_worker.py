@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from pipeline.config.lengths import Lengths
 from pipeline.config.sizes import row_bytes_bound
 from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
@@ -79,7 +80,8 @@ class Bench:
         self.publisher = WeightsPublisher(folder / "weights", self.model)
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
         self.roller = LocalRoller(
-            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7, max_length=max_length,
+            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7,
+            lengths=Lengths(max_length, max_length - 1, None),
             template="none", generate_kwargs={}, vocabulary=VOCABULARY,
         )  # fmt: skip
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
@@ -296,14 +298,18 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
     maker = Maker()
     with contextlib.closing(PromptSource(path, 0)) as source:
         roller = LocalRoller(
-            maker, source, Chatty(), ModelWeights({}), seed=7, max_length=MAX_LENGTH, template="auto",
+            maker, source, Chatty(), ModelWeights({}), seed=7,
+            lengths=Lengths(MAX_LENGTH, MAX_LENGTH - 1, None), template="auto",
             generate_kwargs={}, vocabulary=VOCABULARY, log_texts=log_texts,
         )  # fmt: skip
         rolled = roller.roll(0, 3)
 
     assert (rolled.prompts_failed, len(maker.calls[0][0])) == (1, 2)
     (line,) = caplog.messages
-    assert "line=2 reason=prompt 1 does not suit the tokenizer's chat template, which raised ValueError" in line
+    assert (
+        f"line=2 reason={path}:2: the prompt does not suit the tokenizer's chat template, which raised ValueError"
+        in line
+    )
     assert ("SECRET" in line) is log_texts
 
 

@@ -236,6 +236,22 @@ def test_a_step_that_teaches_something_begins_the_count_anew(bench: Bench, caplo
     assert not [record for record in caplog.records if record.name == "pipeline.trainer.trainer"]
 
 
+@pytest.mark.parametrize(("first", "count"), [(0.0, 1), (0.25, 0)])
+def test_rewards_that_are_all_0_from_the_start_are_told_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture, first: float, count: int
+) -> None:
+    update = bench.learner.update
+    bench.learner.update = lambda experiences: dataclasses.replace(  # type: ignore[method-assign]
+        stats := update(experiences), reward_mean=first if stats.step == 1 else 0.0, reward_stddev=0.0
+    )
+
+    with caplog.at_level(logging.WARNING, "pipeline.trainer.trainer"):
+        bench.run(bench.trainer(max_steps=12))
+
+    told = [message for message in caplog.messages if message.startswith("all rewards so far are 0")]
+    assert [message.endswith("steps=5") for message in told] == [True] * count
+
+
 # Clocks.
 
 

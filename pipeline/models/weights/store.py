@@ -361,8 +361,9 @@ def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
     data_offset = PAGE_BYTES + round_up(len(manifest), PAGE_BYTES)
     slot_bytes = round_up(places[-1].offset + places[-1].nbytes, PAGE_BYTES) if places else PAGE_BYTES
     total_bytes = data_offset + slots * slot_bytes
-    refuse_larger_than_free(path.parent, total_bytes, f"weights in {slots} slots")
+    what = f"weights in {slots} slots of {slot_bytes:,} B each, a file"
+    refuse_larger_than_free(path.parent, total_bytes, what)
     with replacing(path) as descriptor:
-        allocate(descriptor, total_bytes, f"weights in {slots} slots")
+        allocate(descriptor, total_bytes, what)
         os.pwrite(descriptor, HEADER.pack(MAGIC, slots, slot_bytes, data_offset, len(manifest)), 0)
         os.pwrite(descriptor, manifest, PAGE_BYTES)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipeline.config import user_modules
 from pipeline.errors import ConfigError
 from pipeline.rollout.generation.interface import ResponseGenerator
 
@@ -66,7 +67,8 @@ def load_engine(
         module = importlib.import_module(module_name)
     # User code may raise any exception at import, and would again at the next start.
     except Exception as error:
-        raise ConfigError(f"rollout.engine: cannot import {module_name}: {type(error).__name__}: {error}") from error
+        problem = f"{type(error).__name__}: {error}{user_modules.not_found(error, module_name)}"
+        raise ConfigError(f"rollout.engine: cannot import {module_name}: {problem}") from error
     factory = getattr(module, function_name, None)
     if not callable(factory):
         raise ConfigError(f"rollout.engine: {module_name} has no function {function_name}")

@@ -17,7 +17,7 @@ from typing import Final
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipeline.config.schema import MetricsConfig
+from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
 
 _MOST_TOKEN_BYTES: Final = 4096

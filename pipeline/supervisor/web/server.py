@@ -30,10 +30,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipeline.config.schema import MetricsConfig
+from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.supervisor.web.access import Access, AccessCheck, load_certificate
 from pipeline.supervisor.web.connections import ConnectionLimiter
+from pipeline.supervisor.web.port_holder import port_holder
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -104,7 +105,11 @@ class HttpServer:
             server = cls(socket.create_server((host, port), family=family, backlog=_BACKLOG), access or Access())
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise ConfigError(f"metrics.port {port} on {host} is in use") from error
+                holder = port_holder(port)
+                by = f" by {holder}" if holder else ""
+                raise ConfigError(
+                    f"metrics.port {port} on {host} is in use{by}; metrics.port = 0 takes any free port"
+                ) from error
             where = f"metrics.port {port} on {host}" if error.errno == errno.EACCES else f"metrics.host {host}"
             raise ConfigError(f"{where} cannot be bound: {error.strerror or error}") from error
         if not server._access.token and not server.is_loopback:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline.config.lengths import Lengths
 from pipeline.errors import ConfigError
 from pipeline.experience.codec import ExtentReader, gather
 from pipeline.models.weights.store import WeightsPublisher, flatten
@@ -80,7 +81,8 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     source, sent = PromptSource(tmp_path / "prompts.jsonl", 0), Sent()
     tensors = flatten(actor=actor.state_dict())
     roller = LocalRoller(
-        maker(actor, engine), source, Letters(), ModelWeights(tensors, engine), seed=7, max_length=12, template="none",
+        maker(actor, engine), source, Letters(), ModelWeights(tensors, engine), seed=7,
+        lengths=Lengths(12, 11, None), template="none",
         generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
     )  # fmt: skip
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
@@ -98,7 +100,8 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     assert (engine.updates, engine.paused, sealed.policy_version) == (1, False, 1)
     experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
     fresh = LocalRoller(
-        maker(published, TransformersGenerator(published)), source, Letters(), ModelWeights({}), seed=7, max_length=12,
+        maker(published, TransformersGenerator(published)), source, Letters(), ModelWeights({}), seed=7,
+        lengths=Lengths(12, 11, None),
         template="none", generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
     ).roll(0, 2)  # fmt: skip
     assert fresh.experience is not None

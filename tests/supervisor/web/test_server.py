@@ -19,7 +19,7 @@ import httpx
 import pytest
 from prometheus_client.exposition import choose_encoder
 
-from pipeline.config.schema import MetricsConfig
+from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import OPENMETRICS_TYPE, TEXT_TYPE, HttpServer, wants_openmetrics
@@ -187,7 +187,8 @@ def test_failing_handler_is_logged_and_the_next_request_served(caplog: pytest.Lo
 def test_address_is_ours_before_anything_is_served() -> None:
     server = HttpServer.bind("127.0.0.1", 0)
 
-    with pytest.raises(ConfigError, match=rf"^metrics\.port {server.port} on 127\.0\.0\.1 is in use$"):
+    by = rf"pid {os.getpid()} \(.*\); metrics\.port = 0 takes any free port"
+    with pytest.raises(ConfigError, match=rf"^metrics\.port {server.port} on 127\.0\.0\.1 is in use by {by}$"):
         HttpServer.bind("127.0.0.1", server.port)
 
     assert server.url == f"http://127.0.0.1:{server.port}"

@@ -1,0 +1,39 @@
+"""Advice for a command line that click refuses: the option, command or key that was meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+import click
+
+
+def advised(error: click.UsageError) -> click.UsageError:
+    """Return the error with the advice in its message; the same error if there is none."""
+    found = ""
+    if isinstance(error, click.NoSuchOption):
+        found = _key_of(error.option_name)
+    elif match := re.match(r"Got unexpected extra arguments? \((.+)\)", error.message):
+        words = match[1].split()
+        assignment = next((word for word in words if re.match(r"[a-z]+\.[a-z_]+=", word)), None)
+        if words[0].endswith(".toml"):
+            found = f"a configuration file is given by --config {words[0]}"
+        elif assignment:
+            found = f"a value is given by --set {assignment}"
+    elif (match := re.match(r"No such command '(.+)'\.?", error.message)) and isinstance(error.ctx, click.Context):
+        group = error.ctx.command
+        names = group.list_commands(error.ctx) if isinstance(group, click.Group) else []
+        if close := difflib.get_close_matches(match[1], names, n=1):
+            found = f"did you mean {close[0]}?"
+    if not found:
+        return error
+    return click.UsageError(f"{error.format_message().rstrip('.')}. {found[0].upper()}{found[1:]}", error.ctx)
+
+
+def _key_of(option: str) -> str:
+    """Return the assignment for an option that has the name of a key; empty for another one."""
+    from pipeline.config.advice import SECTIONS
+
+    name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
+    homes = [f"{section}.{name}" for section, model in SECTIONS.items() if name in type(model).model_fields]
+    return f"keys are set by {' or '.join(f'--set {key}=VALUE' for key in homes)}" if homes else ""

@@ -1,0 +1,58 @@
+"""Rows without a reward in the log: each cause once with its prompt's file and line, then at ten times, a hundred..."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+from collections.abc import Sequence
+
+from pipeline.rollout.reward_wire import RowScore
+
+log = logging.getLogger(__name__)
+
+
+class RewardProblems:
+    """Counts and logs the rows without a reward.
+
+    Args:
+        log_texts: Whether the log quotes the exception or the result of a function.
+
+    Attributes:
+        last_place: File and line of the prompt of the last row reported; empty if not known.
+    """
+
+    def __init__(self, *, log_texts: bool = False) -> None:
+        self.last_place = ""
+        self._log_texts = log_texts
+        self._counts = collections.Counter[str]()
+        self._places: list[str] = []
+
+    def begin(self, places: Sequence[str], group_size: int) -> None:
+        """Set the prompts of the rows that are scored next.
+
+        Args:
+            places: File and line of each prompt.
+            group_size: Rows of each prompt (G).
+        """
+        self._places = [place for place in places for _ in range(group_size)]
+
+    def report(self, rows: int, problems: Sequence[tuple[int, RowScore]]) -> None:
+        """Log problems of the next rows.
+
+        Args:
+            rows: The rows scored, with and without a reward.
+            problems: Number among these rows and result of each row without a reward.
+        """
+        for row, score in problems:
+            self.last_place = self._places[row] if row < len(self._places) else ""
+            cause = score.cause or score.problem
+            self._counts[cause] += 1
+            count = self._counts[cause]
+            if count == 1:
+                text = score.text if self._log_texts or not score.bare else score.bare
+                place = f" prompt={self.last_place}" if self.last_place else ""
+                log.warning("reward errored: row=%d reason=%s: %s%s", row, score.problem, text, place)
+            elif math.log10(count).is_integer():
+                log.warning("reward errored again: cause=%s times=%d", cause, count)
+        del self._places[:rows]

@@ -1,0 +1,81 @@
+"""The lengths of a configuration in a rollout: longest prompt, and room for each response."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.config.lengths import Lengths
+from pipeline.prompts import PromptSource
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.roller import LocalRoller, ModelWeights
+from tests.support import tiny
+
+PROMPTS = ("AB", "CDEFGHIJ")
+WIDTH = 8
+
+
+class Letters:
+    pad_token_id, eos_token_id = tiny.PAD, None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 60 for letter in text]}
+
+
+def ones(*, response_start: torch.Tensor, **_row: object) -> torch.Tensor:
+    return torch.ones(len(response_start))
+
+
+@contextlib.contextmanager
+def new_roller(folder: Path, lengths: Lengths) -> Iterator[LocalRoller]:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    # Without an end token each response takes all of its room.
+    tokenizer = SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=None)
+    maker = NaiveExperienceMaker(tiny.llama(), None, ones, None, tokenizer, kl_coef=0, use_grpo=True, num_generation=2)
+    with contextlib.closing(PromptSource(path, 0)) as source:
+        yield LocalRoller(
+            maker, source, Letters(), ModelWeights({}), seed=7, lengths=lengths, template="none", generate_kwargs={},
+            device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_each_response_gets_the_same_room_whatever_the_length_of_its_prompt(tmp_path: Path, place: int) -> None:
+    with new_roller(tmp_path, Lengths(13, 8, 5)) as roller:
+        rolled = roller.roll(place, 1)
+
+    assert rolled.experience is not None and rolled.experience.action_mask is not None
+    assert rolled.experience.action_mask.sum(dim=1).tolist() == [5, 5]
+
+
+def test_prompts_of_one_ticket_share_the_room_of_responses(tmp_path: Path) -> None:
+    with new_roller(tmp_path, Lengths(13, 8, 5)) as roller:
+        rolled = roller.roll(0, 2)
+
+    assert rolled.experience is not None and rolled.experience.action_mask is not None
+    assert rolled.experience.action_mask.sum(dim=1).tolist() == [5, 5, 5, 5]
+    assert rolled.experience.sequences.shape[1] <= 13
+
+
+def test_with_one_length_the_longest_prompt_leaves_the_room_as_before(tmp_path: Path) -> None:
+    with new_roller(tmp_path, Lengths(13, 12, None)) as roller:
+        rolled = roller.roll(0, 2)
+
+    assert rolled.experience is not None and rolled.experience.action_mask is not None
+    assert rolled.experience.action_mask.sum(dim=1).tolist() == [13 - WIDTH] * 4
+
+
+def test_a_prompt_above_its_length_is_set_aside_with_the_key(tmp_path: Path) -> None:
+    with new_roller(tmp_path, Lengths(13, 7, 6)) as roller:
+        rolled = roller.roll(0, 2)
+
+    assert rolled.prompts_failed == 1
+    assert str(rolled.refused) == "8 tokens are too many: prompts have at most 7 (rollout.max_prompt_length)"
+    assert rolled.experience is not None and len(rolled.experience.sequences) == 2
