@@ -27,7 +27,7 @@ def advised(error: click.UsageError) -> click.UsageError:
             found = f"did you mean {close[0]}?"
     if not found:
         return error
-    return click.UsageError(f"{error.format_message().rstrip('.')}. {found[0].upper()}{found[1:]}", error.ctx)
+    return click.UsageError(f"{error.message.rstrip('.')}. {found[0].upper()}{found[1:]}", error.ctx)
 
 
 def _key_of(option: str) -> str:
