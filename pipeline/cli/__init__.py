@@ -4,6 +4,7 @@ collect_env    `rlhfd collect-env`, a bug report that never fails
 config         `rlhfd config`
 main           the commands
 options        options that commands share
+runs           `rlhfd runs`
 samples        `rlhfd samples`
 service        `rlhfd systemd` and `rlhfd logs`
 status         `rlhfd status`
