@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
     from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
     from pipeline.rollout.rewards import FunctionReward
-    from pipeline.trainer.connection import Batch, Connection, connect
+    from pipeline.trainer.connect import connect
+    from pipeline.trainer.connection import Batch, Connection
     from pipeline.trainer.losses import PolicyLoss, masked_mean, policy_loss, value_loss, whiten
 
 _MODULES = {
@@ -55,7 +56,8 @@ _MODULES = {
     "rollout.generation.interface": ("ResponseGenerator", "Responses", "Sampling"),
     "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
     "rollout.rewards": ("FunctionReward",),
-    "trainer.connection": ("Batch", "Connection", "connect"),
+    "trainer.connect": ("connect",),
+    "trainer.connection": ("Batch", "Connection"),
     "trainer.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss", "whiten"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

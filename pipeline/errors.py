@@ -67,6 +67,10 @@ class UnreachableError(RlhfdError):
     exit_code = ExitCode.UNREACHABLE
 
 
+class StoppedError(UnreachableError):
+    """A signal has stopped the instance, as Ctrl-Z does: it answers once it is continued (exit 4)."""
+
+
 class GaveUpError(RlhfdError):
     """The run cannot continue and a restart would not help (exit 70)."""
 

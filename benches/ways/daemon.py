@@ -32,7 +32,8 @@ from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, worker_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
 from pipeline.telemetry.slab import MetricsSlab, SlotName
-from pipeline.trainer.connection import Connection, open_connection
+from pipeline.trainer.connect import open_connection
+from pipeline.trainer.connection import Connection
 
 # Half of the batches that may be queued are leased to the trainer; half are reserved, or sealed and not leased yet.
 _PREFETCH = QUEUED_BATCHES // 2

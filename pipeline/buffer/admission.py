@@ -8,8 +8,12 @@ only while
 (a vacant lease number does not count until another batch takes it);
 so all rows in the pipeline fit into the batches up to version v + K. This stays true because a batch takes the oldest
 versions first. A batch also waits while, for any version u, the remaining rows of u and older, those of a slow rollout
-included, would not fit into the batches up to version u + K. Both rules together guarantee the bound. With K = 0 they
-determine each batch's rows: a run gives the same experience with any number of workers.
+included, would not fit into the batches up to version u + K. Both rules together guarantee the bound.
+
+With K = 0 a batch also waits for every earlier prompt. All rows of a version come from the same weights then, and rows
+that arrive early would otherwise take the place of earlier prompts in the version's first batch: another rank, or
+another step, would train on them. So the rows of each batch are fixed, and a run gives the same experience with any
+number of workers.
 """
 
 from __future__ import annotations
@@ -125,6 +129,8 @@ def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
     if ledger.ready < limits.sample_batch_size:
         return None
     chosen = ledger.index.oldest_rows(limits.sample_batch_size)
+    if not limits.max_staleness and _earlier_prompts_follow(ledger, limits, chosen):
+        return None
     left_behind = dict(ledger.index.ready_rows)
     for record, rows in chosen:
         left_behind[record.policy_version] -= len(rows)
@@ -133,6 +139,14 @@ def next_batch(ledger: Ledger, limits: Limits) -> Chosen | None:
         left_behind[version] = left_behind.get(version, 0) + count
     # A wait helps only while a rollout is in flight.
     return chosen if not under_way or _fits_later(ledger, limits, left_behind, min(under_way)) else None
+
+
+def _earlier_prompts_follow(ledger: Ledger, limits: Limits, chosen: Chosen) -> bool:
+    """Return whether prompts before the last one of a batch are rolled out, or can be issued now."""
+    last = max(record.position for record, _ in chosen)
+    if any(record.position < last for record in ledger.index.reserved.values()):
+        return True
+    return bool(ledger.redo and ledger.redo[0].position < last and prompts_to_issue(ledger, limits)[0])
 
 
 def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slow: int) -> bool:

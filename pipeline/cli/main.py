@@ -22,7 +22,7 @@ from pipeline.cli.options import (
 )
 from pipeline.cli.runs import run_folder_of, runs
 from pipeline.cli.service import logs, systemd
-from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError
+from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError, StoppedError
 
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
 
@@ -111,16 +111,18 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
       rlhfd stop --runtime-dir /run/rlhfd --timeout-s 300
     """
     from pipeline.runtime import control, lock
+    from pipeline.runtime.stopped import refuse_stopped
 
     folder = runtime_dir_of(runtime_dir, path)
     try:
         control.request(lock.find(folder), "stop", REQUEST_TIMEOUT_S)
-    except NotRunningError:
+    except (NotRunningError, StoppedError):
         raise
     except RlhfdError as error:
         click.echo(f"{error}; sending SIGTERM", err=True)
         lock.terminate(folder)
     if not lock.wait_until_released(folder, timeout_s):
+        refuse_stopped(lock.holder(folder) or 0)
         click.echo(f"pid {lock.holder(folder)} in {folder} has not ended within {timeout_s:g} s", err=True)
         sys.exit(int(ExitCode.FAILED))
 

@@ -24,7 +24,7 @@ def render(status: Mapping[str, Any]) -> str:
     run = {
         "state": f"{_shown(status, 'state')}, up {duration(status.get('uptime_s'))}",
         "step": f"{_shown(status, 'step')}{_of(status.get('max_steps'))}{_left(status)}",
-        "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status.get('reward_trend'))}".rstrip(),
+        "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status)}".rstrip(),
         "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s{_pace(status)}",
         "now": str(status.get("why") or ""),
         "ATTENTION": "; ".join(warnings(status)),
@@ -90,9 +90,15 @@ def _process_row(process: Mapping[str, Any]) -> tuple[str, ...]:
         _shown(process, "restarts"),
         duration(process.get("uptime_s")),
         size(process.get("resident_bytes")),
-        _shown(process, "devices"),
+        devices(process),
         _exit(process.get("last_exit")),
     )
+
+
+def devices(process: Mapping[str, Any]) -> str:
+    """Return the device of a process: its number with the GPU's name, or cpu; a dash if it is missing."""
+    number, name = _shown(process, "devices"), process.get("device") or ""
+    return number if name in ("", number) else f"{number}: {name}"
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
@@ -125,10 +131,12 @@ def _of(most: Any) -> str:
     return f" of {most:,}" if isinstance(most, int) and most else ""
 
 
-def _trend(change: Any) -> str:
+def _trend(status: Mapping[str, Any]) -> str:
+    change, first = status.get("reward_trend"), status.get("reward_since_step")
     if not isinstance(change, int | float):
         return str(change or "")
-    return f"{'↑' if change > 0 else '↓' if change < 0 else '→'} {change:+.4f} since the start"
+    arrow = "↑" if change > 0 else "↓" if change < 0 else "→"
+    return f"{arrow} {change:+.4f} since step {first if first is not None else '–'}"
 
 
 def duration(seconds: Any) -> str:

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.status import duration, size, table, warnings
+from pipeline.cli.status import devices, duration, size, table, warnings
 from pipeline.errors import UnreachableError
 from pipeline.supervisor.live import panel
 from pipeline.supervisor.snapshot import Snapshot
@@ -47,7 +47,7 @@ def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, .
                 " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE)[:48] or "–",
                 str(process.get("restarts", "–")),
                 size(process.get("resident_bytes")),
-                str(process.get("devices") or "–"),
+                devices(process),
             )
         )
     return found

@@ -58,6 +58,12 @@ def conflicts(config: Config) -> list[Conflict]:
         found.append(
             Conflict(keys, "must be 0 with an external trainer: the rows that its checkpoints include are unknown")
         )
+    if config.model.dtype == "float16" and trainer.kind == "builtin":
+        keys = ("model.dtype", "trainer.kind")
+        message = 'must be "bfloat16" or "float32" with trainer.kind = "builtin"'
+        found.append(
+            Conflict(keys, f"{message}: gradients underflow in float16, and the trainer does not scale losses")
+        )
     if trainer.micro_batch_size is not None and trainer.micro_batch_size > config.sample_batch_size:
         keys = ("trainer.micro_batch_size", "buffer.sample_batch_size", "rollout.algorithm")
         message = f"must be at most the {config.sample_batch_size} rows of buffer.sample_batch_size"

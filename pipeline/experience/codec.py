@@ -57,9 +57,13 @@ _TEXT_FIELDS = (*TOKEN_FIELDS, *_PER_ACTION_FIELDS, "reward", *OBJECT_FIELDS)
 _MAX_GROUPS = 8
 # Less padding than this is not worth a group: copying the padding costs less than the calls for a group's blocks.
 _LEAST_PADDING_TOKENS = 4096
-# A smaller block is copied whole, padding included: fewer numpy calls than one a row.
-_SMALL_BLOCK_BYTES = 1 << 18
-# Up to this size, padding is zeroed with one comparison a value: fewer numpy calls than one a row.
+# A row of at most this many bytes is copied in a block with the others of its group, padding included: one numpy call a
+# field. A longer one is copied alone, without padding: one call a field and row.
+_SHORT_ROW_BYTES = 1 << 14
+_SHORT_ROW_TOKENS = _SHORT_ROW_BYTES // 8
+# Wider batches are zeroed row by row; narrower ones by one operation on all values, of up to this number with a
+# comparison a value, else with a mask of bits, which has more fixed cost.
+_FEW_COLUMNS = 1 << 10
 _FEW_VALUES = 1 << 13
 
 
@@ -260,9 +264,11 @@ def _header(stored: tuple[FieldHeader, ...], spans: Spans, vision: VisionPart | 
 def _similar(lengths: list[int]) -> list[list[int]]:
     """Divide rows into at most `_MAX_GROUPS` groups of similar length, each in append order.
 
-    A group grows while its padding is below an eighth of its area, or below `_LEAST_PADDING_TOKENS`.
+    A group grows while its padding is below an eighth of its area, a third if its rows are short, or below
+    `_LEAST_PADDING_TOKENS`.
     """
-    if max(lengths) * len(lengths) - sum(lengths) < _LEAST_PADDING_TOKENS:
+    area = max(lengths) * len(lengths)
+    if area - sum(lengths) < max(_most_padding(area, max(lengths)), _LEAST_PADDING_TOKENS):
         return [list(range(len(lengths)))]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     groups, start, tokens = [], 0, lengths[order[0]]
@@ -270,12 +276,16 @@ def _similar(lengths: list[int]) -> list[list[int]]:
         longest = lengths[order[stop]]
         tokens += longest
         area = longest * (stop + 1 - start)
-        if area - tokens >= max(area // 8, _LEAST_PADDING_TOKENS):
+        if area - tokens >= max(_most_padding(area, longest), _LEAST_PADDING_TOKENS):
             groups.append(sorted(order[start:stop]))
             start, tokens = stop, longest
             if len(groups) == _MAX_GROUPS - 1:
                 break
     return [*groups, sorted(order[start:])]
+
+
+def _most_padding(area: int, longest: int) -> int:
+    return area // (3 if longest <= _SHORT_ROW_TOKENS else 8)
 
 
 # Blocks.
@@ -289,10 +299,10 @@ def _write(out: Array, stack: Stack, sources: list[Array], header: ExtentHeader,
     is_token, rows, width = stack.run.is_token, stack.group.rows, stack.shape[2]
     # Action columns end where the sequences' columns end.
     shift = 0 if is_token else spans.width - spans.action_columns
-    if spans.end_together and len(header.groups) == 1 and out[0].nbytes < _SMALL_BLOCK_BYTES:
-        stop = spans.end[0] - shift
+    if spans.end_together and width * out.itemsize <= _SHORT_ROW_BYTES:
+        stop, chosen = spans.end[0] - shift, index_of(rows)
         for target, source in zip(out, sources, strict=True):
-            target[...] = source[:, stop - width : stop]
+            target[...] = source[chosen, stop - width : stop]
         return
     lengths = header.sequence_lengths if is_token else header.action_lengths
     for place, row in enumerate(rows):
@@ -350,16 +360,24 @@ def _zero_padding(stacks: list[Array], lengths: list[int]) -> None:
         return
     rows, width = stacks[0].shape[1:]
     padding = [width - length for length in lengths]
+    if width > _FEW_COLUMNS:
+        for row, columns in enumerate(padding):
+            if columns:
+                for stack in stacks:
+                    stack[:, row, :columns] = 0
+        return
+    # int16: more values a vector instruction than int64.
+    is_padding = np.arange(width, dtype=np.int16) < np.array(padding, np.int16)[:, None]
     if rows * width <= _FEW_VALUES:
-        # int16: more values a vector instruction than int64.
-        is_padding = np.arange(width, dtype=np.int16) < np.array(padding, np.int16)[:, None]
         for stack in stacks:
             np.copyto(stack, 0, casting="unsafe", where=is_padding)
         return
-    for row, columns in enumerate(padding):
-        if columns:
-            for stack in stacks:
-                stack[:, row, :columns] = 0
+    for stack in stacks:
+        # All bits of a token, none of padding, whose values may be NaN.
+        kept = is_padding.astype(f"i{stack.itemsize}")
+        np.subtract(kept, 1, out=kept)
+        words = stack.view(kept.dtype)
+        np.bitwise_and(words, kept, out=words)
 
 
 def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> None:

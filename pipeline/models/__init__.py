@@ -3,6 +3,7 @@
 chunked_log_probs  log-probs with a bound on the logits in memory
 critic             a language model with a value head
 device             the process's device and its allocator
+expected           the tensors that a publish must hold
 inputs             arguments of a forward pass over whole rows
 loading            models and tokenizers from local folders
 log_probs          log-probs and values of action tokens

@@ -6,11 +6,30 @@ import os
 
 import torch
 
+from pipeline.errors import ConfigError
+
 
 def process_device() -> torch.device:
-    """Return this process's device: the one GPU that its CUDA_VISIBLE_DEVICES names, or the CPU."""
+    """Return this process's device: the one GPU that its CUDA_VISIBLE_DEVICES names, or the CPU.
+
+    Raises:
+        ConfigError: If CUDA_VISIBLE_DEVICES names a GPU that PyTorch cannot use: a run would silently use the CPU.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return torch.device("cuda:0" if visible != "" and torch.cuda.is_available() else "cpu")
+    if visible != "" and torch.cuda.is_available():
+        return torch.device("cuda:0")
+    # CUDA ignores the list from the first invalid number on: "-1" means no GPU.
+    if not visible or visible.startswith("-1"):
+        return torch.device("cpu")
+    raise ConfigError(
+        f"this process was given GPU {visible} (CUDA_VISIBLE_DEVICES) and cannot use it: {_cuda_problem()}; "
+        'CUDA_VISIBLE_DEVICES="" runs on the CPU'
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device: that of the GPU in the driver's words, or its type, such as "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def allocator_bytes() -> dict[str, int]:
@@ -18,3 +37,13 @@ def allocator_bytes() -> dict[str, int]:
     if not torch.cuda.is_initialized():
         return {}
     return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+
+
+def _cuda_problem() -> str:
+    """Return the reason why CUDA cannot be initialized in this process, on one line."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        # A PyTorch without CUDA raises AssertionError.
+        return " ".join(str(error).split()).rstrip(".")
+    return "CUDA shows no device"

@@ -17,6 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
+from pipeline.models.device import process_device
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, sees_images
 from pipeline.models.lora import adapt, published
 from pipeline.models.weights.probe import answer, check
@@ -47,17 +48,23 @@ class Telemetry(Protocol):
 
 
 def load_roller(
-    config: Config, tokenizer: Any, device: torch.device, telemetry: Telemetry, on_row: RowCallback, *, texts: bool
+    config: Config,
+    tokenizer: Any,
+    telemetry: Telemetry,
+    on_row: RowCallback,
+    *,
+    texts: bool,
+    device: torch.device | None = None,
 ) -> LocalRoller:
     """Load the models and the reward, and try both on one prompt.
 
     Args:
         config: The instance's.
         tokenizer: The actor's.
-        device: The models'.
         telemetry: Receives progress.
         on_row: Called with the parts of each reward.
         texts: Whether the error may quote the message of a reward function.
+        device: The models'; None for this process's.
 
     Returns:
         The roller, ready for the first ticket.
@@ -66,8 +73,11 @@ def load_roller(
         ConfigError: If one cannot be loaded, or the reward function does not return one finite number a row.
     """
     vision = VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None
-    # Before the models, which take long: a reward that cannot be loaded fails at once.
-    reward = load_reward(config, tokenizer, device, telemetry, on_row)
+    # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
+    # functions' processes are forks of this one as long as it has no GPU.
+    functions = reward_functions(config, tokenizer, telemetry, on_row) if config.rollout.reward_functions else None
+    device = device or process_device()
+    reward = load_reward(config, device, functions)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     reference = load_actor(config.model.reference or config.model.actor, dtype=config.model.dtype, device=device)
     critic = None
@@ -159,15 +169,8 @@ def weights_check(config: Config, actor: Any, tokenizer: Any, device: torch.devi
     return check_fetched
 
 
-def load_reward(
-    config: Config,
-    tokenizer: Any,
-    device: torch.device,
-    telemetry: Telemetry,
-    on_row: RowCallback = lambda parts: None,
-) -> Any:
-    """Return the configured reward model, or the functions, or the sum of both; a heartbeat is written once a row."""
-    functions = reward_functions(config, tokenizer, telemetry, on_row) if config.rollout.reward_functions else None
+def load_reward(config: Config, device: torch.device, functions: FunctionReward | RewardPool | None) -> Any:
+    """Return the configured reward model, or the functions, or the sum of both."""
     if config.model.reward is None:
         return functions
     model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
@@ -185,6 +188,8 @@ def reward_functions(
 ) -> FunctionReward | RewardPool:
     """Return the reward functions, in processes that can be killed unless all are this package's own.
 
+    A heartbeat is written once a row.
+
     Raises:
         ConfigError: If one cannot be loaded.
     """
@@ -201,6 +206,7 @@ def reward_functions(
         on_progress=telemetry.beat,
         on_row=on_row,
         log_texts=config.daemon.log_texts,
+        may_fork=True,
     )
     pool.wait_ready()
     return pool

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, WeightsMismatchError
-from pipeline.models.device import process_device
+from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.pinned import pin_arena
 from pipeline.rollout.loader import RowCallback, load_roller
@@ -23,37 +23,42 @@ from pipeline.storage.arena import Arena
 
 _IDLE_S = 0.25
 
-Builder = Callable[[Config, RoleContext, Arena, Sender, RolloutMetrics], RolloutWorker]
+Loader = Callable[[Config, RoleContext, RolloutMetrics], tuple[Roller, RolloutSamples | None]]
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, context: RoleContext, build: Builder | None = None) -> ExitCode:
+def run(config: Config, context: RoleContext, load: Loader | None = None) -> ExitCode:
     """Roll out tickets until a shutdown or the end of a drain.
 
     Args:
         config: The instance's.
         context: This process's.
-        build: Makes the worker; without it `new_worker`, which computes in this process.
+        load: Loads the worker's roller; without it `load_local`, whose roller computes in this process.
 
     Returns:
         OK, after a shutdown or a drain.
 
     Raises:
+        ConfigError: If this worker's GPU cannot be used, or its models or reward cannot be loaded.
         WeightsMismatchError: If the model does not compute with its weights; the worker is reported as unusable.
     """
     torch.set_num_threads(config.rollout.threads)
-    arena = Arena(context.folder / "arena")
-    arena.populate()
-    pinned = pin_arena(arena, process_device())
-    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
     transport = "ray" if config.cluster.engine == "ray" else "shm"
     metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config), transport=transport)
+    # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.
+    roller, samples = (load or load_local)(config, context, metrics)
+    device = process_device()
+    arena = Arena(context.folder / "arena")
+    arena.populate()
+    pinned = pin_arena(arena, device)
+    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(0 if pinned is None else pinned.nbytes)
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)
-    worker = (build or new_worker)(config, context, arena, outbox, metrics)
-    context.ready()
+    worker = worker_with(roller, config, context, arena, outbox, metrics, samples)
+    # The models of another loader's roller are in another process.
+    context.ready(device_name(device) if load is None else "")
     waiting_since_s = monotonic_s()
     try:
         while not worker.finished:
@@ -86,7 +91,13 @@ def run(config: Config, context: RoleContext, build: Builder | None = None) -> E
 def new_worker(
     config: Config, context: RoleContext, arena: Arena, sender: Sender, metrics: RolloutMetrics
 ) -> RolloutWorker:
-    """Load the models and the reward, try both on one prompt, and introduce the worker to the buffer.
+    """Load a worker that computes in this process, and introduce it to the buffer; see `load_local`."""
+    roller, samples = load_local(config, context, metrics)
+    return worker_with(roller, config, context, arena, sender, metrics, samples)
+
+
+def load_local(config: Config, context: RoleContext, metrics: RolloutMetrics) -> tuple[Roller, RolloutSamples | None]:
+    """Load the models and the reward, and try both on one prompt.
 
     Raises:
         ConfigError: If the reward function does not return one finite number a row.
@@ -94,8 +105,8 @@ def new_worker(
     tokenizer = load_tokenizer(config.model.actor)
     samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
     on_row: RowCallback = (lambda parts: None) if samples is None else samples.scored
-    roller = load_roller(config, tokenizer, process_device(), metrics, on_row, texts=may_quote_texts(config, context))
-    return worker_with(roller, config, context, arena, sender, metrics, samples)
+    roller = load_roller(config, tokenizer, metrics, on_row, texts=may_quote_texts(config, context))
+    return roller, samples
 
 
 def may_quote_texts(config: Config, context: RoleContext) -> bool:

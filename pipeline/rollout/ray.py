@@ -35,14 +35,11 @@ from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout import process as rollout_process
 from pipeline.rollout.loader import RowCallback
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.process import may_quote_texts, worker_with
+from pipeline.rollout.process import may_quote_texts
 from pipeline.rollout.remote import CallResult, NodeStatus, RolloutNode, WorkerSpec
-from pipeline.rollout.roller import Rolled
+from pipeline.rollout.roller import Rolled, Roller
 from pipeline.rollout.sample_recorder import RolloutSamples
-from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.role import Report, RoleContext, monotonic_s
-from pipeline.runtime.transport import Sender
-from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import Age, WeightsVersion
 
 _NAMESPACE: Final = "rlhfd"
@@ -64,23 +61,21 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     """Run a worker whose models are an actor of the cluster, until a shutdown or the end of a drain."""
     _join(config, context)
     try:
-        return rollout_process.run(config, context, new_worker)
+        return rollout_process.run(config, context, load_remote)
     except _StoppedError:
         return ExitCode.OK
     finally:
         ray.shutdown()
 
 
-def new_worker(
-    config: Config, context: RoleContext, arena: Arena, sender: Sender, metrics: RolloutMetrics
-) -> RolloutWorker:
-    """Have the models loaded on a machine of the cluster, and introduce the worker to the buffer."""
+def load_remote(config: Config, context: RoleContext, metrics: RolloutMetrics) -> tuple[Roller, RolloutSamples | None]:
+    """Have the models loaded on a machine of the cluster."""
     tokenizer = load_tokenizer(config.model.actor)
     samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
     on_row: RowCallback = (lambda parts: None) if samples is None else samples.scored
     roller = RemoteRoller(config, context, metrics, on_row)
     roller.load()
-    return worker_with(roller, config, context, arena, sender, metrics, samples)
+    return roller, samples
 
 
 def _join(config: Config, context: RoleContext) -> None:

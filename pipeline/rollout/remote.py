@@ -25,7 +25,6 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RlhfdError
-from pipeline.models.device import process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.store import WeightsCopy
 from pipeline.rollout.loader import load_roller
@@ -226,9 +225,8 @@ class RolloutNode:
         try:
             tokenizer = load_tokenizer(self._config.model.actor)
             self._roller = load_roller(
-                self._config, tokenizer, process_device(), self._telemetry, self._telemetry.on_row,
-                texts=self._spec.texts,
-            )  # fmt: skip
+                self._config, tokenizer, self._telemetry, self._telemetry.on_row, texts=self._spec.texts
+            )
         except ConfigError as error:
             raise ConfigError(f"on {machine}: {error}", bare=f"on {machine}: {error.bare}") from error
         return machine, os.getpid()

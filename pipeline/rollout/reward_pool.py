@@ -8,7 +8,8 @@
 A row that a scorer has read in part is lost with its socket: the next scorer never reads the rest. A scorer ends a row
 by itself after `timeout_s`: it logs the stack of the hang and exits. The worker waits a little longer, then kills a
 scorer that has not exited. It is replaced within milliseconds by a fork of a process that has torch and the tokenizer
-loaded, and has never called a reward function.
+loaded, and has never called a reward function. That process is a fork of the worker itself, from the time before the
+worker had threads or a GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, DeadlineError, RlhfdError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.rollout import reward_process
 from pipeline.rollout.reward_wire import (
     Died,
     Loaded,
@@ -44,6 +46,7 @@ from pipeline.rollout.reward_wire import (
     unframe,
     with_images,
 )
+from pipeline.runtime.forking import ForkedChild, unfit_to_fork
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,8 @@ class RewardPool:
         on_progress: Called at least once a second while rows are scored.
         on_row: Called with the results of the functions for each row, None for a row without a reward; in order.
         log_texts: Whether the log quotes the exception or the result of a function.
+        may_fork: Whether the processes may be forks of this one, which has torch loaded and no state that a function
+            must not have; a fork is refused, and a new process started, where it has threads or a GPU.
 
     Attributes:
         problem: The first row without a score of the last call; None if all had one.
@@ -87,6 +92,7 @@ class RewardPool:
         on_progress: Callable[[], None] = lambda: None,
         on_row: Callable[[Sequence[float] | None], None] = lambda parts: None,
         log_texts: bool = False,
+        may_fork: bool = False,
     ) -> None:
         self.log_texts = log_texts
         self.problem: RowScore | None = None
@@ -96,25 +102,7 @@ class RewardPool:
         self._on_row = on_row
         pairs = [socket.socketpair() for _ in range(processes)]
         descriptors = [other.fileno() for _, other in pairs]
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "pipeline.rollout.reward_process"),
-                json.dumps(descriptors),
-                json.dumps([list(functions), tokenizer, timeout_s]),
-            ],
-            stdin=subprocess.DEVNULL,
-            # The output of functions goes into the worker's log.
-            stdout=2,
-            pass_fds=descriptors,
-            # No library threads: a process with threads cannot be forked safely.
-            env={
-                **os.environ,
-                PARENT_VARIABLE: str(os.getpid()),
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
-        )
+        self._process = _started(descriptors, [list(functions), tokenizer, timeout_s], may_fork=may_fork)
         for _, other in pairs:
             other.close()
         self._scorers = [_Scorer(link) for link, _ in pairs]
@@ -230,6 +218,29 @@ class RewardPool:
             ready = selector.select(min(1.0, max(0.0, deadline_s - time.monotonic())))
         self._on_progress()
         return [done for key, _ in ready for done in key.data.receive(self._timeout_s)]
+
+
+def _started(descriptors: list[int], arguments: list[Any], *, may_fork: bool) -> ForkedChild | subprocess.Popen[bytes]:
+    """Start the forkserver of the scorers, with the ends of their links.
+
+    A fork takes milliseconds, a new process the seconds in which it imports torch.
+    """
+    # No library threads: a process with threads cannot be forked safely.
+    variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if may_fork and not unfit_to_fork():
+        return ForkedChild(lambda: reward_process.run_forked(descriptors, *arguments), descriptors, variables)
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", reward_process.__name__),
+            json.dumps(descriptors),
+            json.dumps(arguments),
+        ],
+        stdin=subprocess.DEVNULL,
+        # The output of functions goes into the worker's log.
+        stdout=2,
+        pass_fds=descriptors,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid()), **variables},
+    )
 
 
 class _Scorer:

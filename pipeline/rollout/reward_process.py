@@ -8,12 +8,14 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import random
 import signal
 import socket
 import sys
 from typing import Any, NoReturn
 
 import msgspec
+import numpy
 import setproctitle
 import torch
 
@@ -22,6 +24,16 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.reward_wire import Died, Loaded, RowScore, RowToScore, frame, unframe, vision_of
 from pipeline.rollout.rewards import FunctionReward, load_reward_function
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+
+
+def run_forked(descriptors: list[int], functions: list[str], tokenizer_path: str, timeout_s: float) -> None:
+    """Run `main` in a fork of a process that may have used its random numbers, its output and threads."""
+    # The output of functions goes into the worker's log.
+    os.dup2(2, 1)
+    random.seed()
+    numpy.random.seed()
+    torch.manual_seed(torch.initial_seed())
+    main([socket.socket(fileno=number) for number in descriptors], functions, tokenizer_path, timeout_s)
 
 
 def main(links: list[socket.socket], functions: list[str], tokenizer_path: str, timeout_s: float) -> None:

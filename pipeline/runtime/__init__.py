@@ -3,6 +3,7 @@
 child_entry         entry of a child process
 child_process       a child process, started and watched
 control             the control socket
+forking             forks of this process that run one function
 forkserver          the supervisor's side of the forkserver
 forkserver_process  the forkserver, the only module here that loads torch
 former_layout       the state directory of earlier releases, moved into the folders of its runs
@@ -15,6 +16,7 @@ role                a role's folder, metrics, reports and SIGTERM
 run_folder          the folder of a run
 run_start           the run's part of a start
 signals             signal handling of a process
+stopped             processes that a signal has stopped
 transport           ZeroMQ between the processes of an instance
 workspace           an instance's folder in shared memory
 """

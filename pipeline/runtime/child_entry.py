@@ -76,14 +76,19 @@ def main(reports: int, spec_json: str) -> int:
         return int(_run(config, context))
     except RlhfdError as error:
         report(Report(error=error.told(texts=config.daemon.log_texts)))
-        return int(error.exit_code)
+        code = error.exit_code
     except Exception as error:
         logging.getLogger(__name__).exception("%s failed", context.name)
         report(Report(error=f"{type(error).__name__}: {error}"))
-        return int(ExitCode.FAILED)
+        code = ExitCode.FAILED
     finally:
         # Python is about to remove its handlers: a later SIGTERM would kill the process during its exit.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if context.in_process_group:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return int(code)
 
 
 def _run(config: Config, context: RoleContext) -> ExitCode:

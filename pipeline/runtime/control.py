@@ -16,6 +16,7 @@ import msgspec
 
 from pipeline.errors import RlhfdError, UnreachableError
 from pipeline.runtime.lock import InstanceRecord
+from pipeline.runtime.stopped import refuse_stopped
 from pipeline.storage.files import UNREADABLE
 
 CONTROL_SOCKET = "control.sock"
@@ -142,9 +143,11 @@ def request(record: InstanceRecord, command: str, timeout_s: float, **fields: An
         The answer's fields.
 
     Raises:
+        StoppedError: If a signal has stopped it.
         UnreachableError: If it does not answer in time, or not with one JSON line.
         RlhfdError: If it answers with an error.
     """
+    refuse_stopped(record.pid)
     deadline = time.monotonic() + timeout_s
     path = Path(record.shm_dir) / CONTROL_SOCKET
     try:
@@ -154,6 +157,7 @@ def request(record: InstanceRecord, command: str, timeout_s: float, **fields: An
             line = _read_line(client, deadline)
         answer = msgspec.json.decode(line, type=dict[str, Any])
     except TimeoutError:
+        refuse_stopped(record.pid)
         raise UnreachableError(f"pid {record.pid} does not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise UnreachableError(f"pid {record.pid} cannot be reached at {path}: {error.strerror}") from error

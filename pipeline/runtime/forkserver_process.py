@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.runtime.forking import unfit_to_fork
 from pipeline.runtime.lifeline import die_with_parent
 
 _REQUEST_BYTES = 1 << 20
@@ -43,8 +44,12 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     faulthandler.register(signal.SIGUSR1, chain=False)
     setproctitle.setproctitle(f"{name}: forkserver")
     _load(model)
-    if reason := _unfit():
-        os.write(reports, json.dumps({"state": "unusable", "error": reason}).encode() + b"\n")
+    reason = unfit_to_fork()
+    if not reason and _forks_badly():
+        reason = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
+    if reason:
+        error = f"a module that roles import {reason}"
+        os.write(reports, json.dumps({"state": "unusable", "error": error}).encode() + b"\n")
         return 1
     # Garbage collections in a forked process would write to, and so copy, every shared page.
     gc.collect()
@@ -78,15 +83,13 @@ def _load(model: str) -> None:
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
-def _unfit() -> str:
-    """Return the reason why this process must not be forked, "" if it may be."""
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        return f"a module that roles import has started {threads - 1} threads, which a fork would lose"
-    # CUDA is initialized once a process, and does not work in a fork of it.
-    opened = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    if any(path.startswith("/dev/nvidia") for path in opened):
-        return "a module that roles import has opened a GPU, which a forked process cannot use"
-    return ""
+def _forks_badly() -> bool:
+    """Return whether CUDA refuses to work in a fork of this process: PyTorch notes it in the fork, not here."""
+    import torch
+
+    if (probe := os.fork()) == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
 
 
 def _next_fork(link: socket.socket) -> Fork | None:

@@ -24,6 +24,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from pipeline.errors import ConfigError, NotRunningError, UnreachableError
+from pipeline.runtime.stopped import refuse_stopped
 from pipeline.storage.files import UNREADABLE, replacing
 
 _LOCK = "lock"
@@ -268,6 +269,7 @@ def find(runtime_dir: Path) -> InstanceRecord:
         # A record with another pid is of a killed instance.
         if (record := InstanceRecord.read(runtime_dir)).pid == pid:
             return record
+    refuse_stopped(pid)
     raise UnreachableError(f"{_named(pid)} in {runtime_dir} is starting and does not answer yet")
 
 

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a child to its supervisor, one JSON line each.
 
-    It has a new `state`, or `progress` towards it, or the `error` with which the child exits. States: ``"ready"``;
+    It has a new `state`, or `progress` towards it, or the `error` with which the child exits. States: ``"ready"``, with
+    the name of the `device` that computes, empty if that is not known;
     ``"finished"``; ``"unusable"``: it is never started again; ``"pending"``: a cluster has no place for it;
     ``"placed"``: the cluster has a place for it.
     """
@@ -29,6 +30,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str = ""
     progress: str = ""
     error: str = ""
+    device: str = ""
 
 
 @dataclasses.dataclass
@@ -44,6 +46,8 @@ class RoleContext:
         generation: Number of the start of the role's group; ranks of one generation connect to each other.
         prompts: Prompts in one epoch, 0 if unknown.
         stopping: Set by SIGTERM; the loop ends at the next safe point.
+        in_process_group: Whether this rank is in a process group of torch. After an error it exits at once then: NCCL's
+            teardown waits for this GPU's collectives, which wait for the other ranks, which wait for this one.
     """
 
     role: str
@@ -54,6 +58,7 @@ class RoleContext:
     generation: int = 0
     prompts: int = 0
     stopping: bool = False
+    in_process_group: bool = False
     _config_seen: tuple[int, int] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
@@ -61,10 +66,14 @@ class RoleContext:
         """The peer name, as in `pipeline.runtime.transport`."""
         return self.role if self.role in ("buffer", "setup") else f"{self.role}-{self.index}"
 
-    def ready(self) -> None:
-        """Report the end of the start; from the heartbeat before it on, hang detection is active."""
+    def ready(self, device: str = "") -> None:
+        """Report the end of the start; from the heartbeat before it on, hang detection is active.
+
+        Args:
+            device: Name of the device that this process computes on; empty if it computes nothing itself.
+        """
         self.metrics.beat()
-        self.report(Report(state="ready"))
+        self.report(Report(state="ready", device=device))
 
     def reloaded(self) -> Config | None:
         """Return the instance's configuration if it has changed since the last call, and set the log level.

@@ -9,10 +9,10 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from pipeline.runtime.stopped import stopped_text
 from pipeline.supervisor.hangs import HangLimits, Observation
 
-_SUSPICIOUS_S = 5.0
-"""Time without a heartbeat after which a process is named; an idle process beats four times a second."""
+_LEAST_SUSPICIOUS_S, _MOST_SUSPICIOUS_S = 10.0, 60.0
 _LEAST_SHARE = 0.02
 _WAITS = {
     "wait_ticket_full": "waiting because the buffer is full",
@@ -128,7 +128,7 @@ def suspects(run: RunView) -> list[ProcessView]:
         process
         for process in run.processes
         if process.observed.is_ready
-        and (process.observed.is_stopped or run.now_s - process.observed.progress.beat_s > _SUSPICIOUS_S)
+        and (process.observed.is_stopped or run.now_s - process.observed.progress.beat_s > _suspicious_s(run.limits))
         and (process.observed.is_stopped or not process.observed.progress.in_collective)
     ]
     return sorted(found, key=lambda process: process.observed.progress.beat_s)
@@ -159,7 +159,7 @@ def _absent(run: RunView, process: ProcessView) -> str:
             process.last_line or "it printed nothing."
         )
     last_line = f"; its last line: {process.last_line}" if process.last_line else ""
-    stopped = ", and is stopped (SIGSTOP, or a debugger)" if process.observed.is_stopped else ""
+    stopped = f", and is {_stopped(process)}" if process.observed.is_stopped else ""
     return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{stopped}{last_line}."
 
 
@@ -169,10 +169,25 @@ def _failed(process: ProcessView) -> str:
 
 def _suspect(run: RunView, process: ProcessView) -> str:
     silent_s = run.now_s - process.observed.progress.beat_s
-    how = "is stopped (SIGSTOP, or a debugger) and" if process.observed.is_stopped else "hangs or is very slow: it"
+    how = f"is {_stopped(process)}: it" if process.observed.is_stopped else "hangs or is very slow: it"
     limit_s = run.limits.hang_timeout_s
     then = f"; after {duration(limit_s)} it is killed and restarted" if limit_s else ""
     return f"{_named(process)} {how} has made no progress for {duration(silent_s)} in {_task(process)}{then}."
+
+
+def _suspicious_s(limits: HangLimits) -> float:
+    """Return the time without a heartbeat after which a process is named.
+
+    An idle process beats four times a second, but a forward pass of a large model on a CPU takes many seconds.
+    """
+    limit_s = limits.hang_timeout_s
+    if not limit_s:
+        return _MOST_SUSPICIOUS_S
+    return min(max(limit_s / 10, min(_LEAST_SUSPICIOUS_S, limit_s / 2)), _MOST_SUSPICIOUS_S)
+
+
+def _stopped(process: ProcessView) -> str:
+    return stopped_text(process.observed.pid, process.observed.stopped_by)
 
 
 def _bottleneck(run: RunView) -> str:

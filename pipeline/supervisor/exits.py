@@ -103,8 +103,9 @@ class ExitHandler:
         if delay_s is not None:
             log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, reason)
             return
-        often = "" if slot.unusable or slot.is_late else " too often"
-        log.error("%s ended (%s)%s, it is not started again: %s", slot.name, how, often, reason)
+        how = f"({how})" + ("" if slot.unusable or slot.is_late else " too often")
         usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
         if slot.role != "rollout" or not usable:
-            self._abort(ExitCode.GAVE_UP, f"{slot.name} failed ({how}): {reason}")
+            self._abort(ExitCode.GAVE_UP, f"{slot.name} failed {how}: {reason}")
+            return
+        log.error("%s ended %s, it is not started again: %s", slot.name, how, reason)

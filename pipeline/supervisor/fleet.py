@@ -51,6 +51,7 @@ class Slot:
         late_starts: Children in a row that were killed for that reason.
         ready_s: Monotonic time since which the child has been ready, None before.
         is_pending: Whether the child's Ray actor waits for resources: it is neither late nor required for readiness.
+        device: Name of the device that the child computes on; empty before it is ready, or if it computes nothing.
         lived_s: Time from ready to the last progress of the last child; the hang at its end does not count.
     """
 
@@ -77,6 +78,7 @@ class Slot:
     late_starts: int = 0
     ready_s: float | None = None
     is_pending: bool = False
+    device: str = ""
     lived_s: float = 0.0
 
     @property
@@ -238,7 +240,7 @@ class Fleet:
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
-        slot.ready_s, slot.is_pending = None, False
+        slot.ready_s, slot.is_pending, slot.device = None, False, ""
 
     def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
         return LocalChild(
@@ -334,11 +336,16 @@ class Fleet:
             slot.started_s = self._clock()
         if report.state == "ready":
             slot.state, slot.is_late, slot.ready_s = "ready", False, self._clock()
+            slot.device = report.device
             startup_s = slot.ready_s - slot.started_s
             if slot.works:
                 self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
             log.info(
-                "ready: process=%s pid=%d startup_s=%.1f", slot.name, slot.child.pid if slot.child else 0, startup_s
+                "ready: process=%s pid=%d startup_s=%.1f%s",
+                slot.name,
+                slot.child.pid if slot.child else 0,
+                startup_s,
+                f" device={slot.device}" if slot.device else "",
             )
             self._on_change(slot)
 

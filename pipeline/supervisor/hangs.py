@@ -44,6 +44,7 @@ class Observation:
         stopped_since_s: Monotonic time since which it is seen in the kernel's state T, as after SIGSTOP; None if not.
         starting_since_s: Monotonic time of its start; None if it is past its start, or not alive.
         is_ending: Whether it was sent SIGTERM.
+        stopped_by: Name of the signal that has stopped it; empty if it is not stopped.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Observation:
     stopped_since_s: float | None = None
     starting_since_s: float | None = None
     is_ending: bool = False
+    stopped_by: str = ""
 
     @property
     def is_stopped(self) -> bool:

@@ -15,6 +15,8 @@ from pipeline.runtime.transport import Outbox, trainer_name
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.telemetry.slab import MetricsSlab
 
+_CUT_AFTER_S = 1.0
+"""Time for a worker to end by itself once all steps are taken; a longer rollout is of no use to any trainer."""
 _ENDED_IN_ORDER = (ExitCode.OK, ExitCode.FAILED, ExitCode.GAVE_UP, ExitCode.BAD_CONFIG)
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class Shutdown:
     Attributes:
         config: May be replaced by a configuration with other time limits.
         exit_code: Exit code of the instance.
+        reason: The error behind an exit code other than 0, the last line of the log.
         over: Whether no process is left.
         is_unsaved: Whether a failed start leaves training steps of the earlier run that may be in no checkpoint.
     """
@@ -40,6 +43,7 @@ class Shutdown:
     def __init__(self, config: Config, fleet: Fleet, slab: MetricsSlab, to_buffer: Outbox, *, taken_over: bool) -> None:
         self.config = config
         self.exit_code = ExitCode.OK
+        self.reason = ""
         self.over = False
         self.is_unsaved = False
         self._fleet = fleet
@@ -51,6 +55,7 @@ class Shutdown:
         # Trainer ranks whose last steps may be in no checkpoint yet.
         self._unsaved_ranks: list[Slot] = []
         self._hung: collections.Counter[str] = collections.Counter()
+        self._cut: set[str] = set()
         self._is_killed = False
 
     @property
@@ -110,8 +115,7 @@ class Shutdown:
             reason = slot.error or slot.last_line
             log.warning("buffer ended (%d) before it had written the undelivered rows, restart: %s", code, reason)
         elif code:
-            self._failed()
-            log.error("undelivered rows are lost: %s", slot.error or slot.last_line)
+            self.fail(ExitCode.FAILED, f"undelivered rows are lost: {slot.error or slot.last_line}")
 
     def _must_restart(self, slot: Slot, code: int) -> bool:
         """Whether a rank ended without saving, or another rank is starting, which needs all of them."""
@@ -130,15 +134,16 @@ class Shutdown:
         hopeless = hopeless or any(self._fleet.retry(other) is None for other in self._dead())
         self._fleet.kill_group(other for other in self._unsaved_ranks if other.alive)
         if not hopeless:
-            reason = slot.error or slot.last_line
-            log.warning("%s ended (%d) before its last checkpoint, restart: %s", slot.name, code, reason)
+            # Ranks end together: one warning, about the rank that ended first.
+            if slot.ended_by != "group":
+                reason = slot.error or slot.last_line
+                log.warning("%s ended (%d) before its last checkpoint, restart: %s", slot.name, code, reason)
             return
         self._unsaved_ranks = []
-        if self.exit_code is ExitCode.OK:
-            self._failed()
-            log.error(
-                "%s ended (%d) before its last checkpoint, the next start resumes from the one before", slot.name, code
-            )
+        self.fail(
+            ExitCode.FAILED,
+            f"{slot.name} ended ({code}) before its last checkpoint, the next start resumes from the one before",
+        )
 
     def _hung_twice(self, slot: Slot) -> bool:
         """Whether the watchdog killed it for the second time: the next one would hang as well."""
@@ -158,7 +163,9 @@ class Shutdown:
             working = self._fleet.alive("trainer", "rollout", "setup")
             restarting = [slot for slot in self._unsaved_ranks if slot.state in ("backoff", "waiting")]
             if is_overdue:
-                self._kill_overdue([slot for slot in working if slot not in self._unsaved_ranks])
+                self._kill("cut at daemon.drain_timeout_s", [s for s in working if s not in self._unsaved_ranks])
+            elif self._drain_message.complete and now_s - self._since_s > _CUT_AFTER_S:
+                self._kill("cut, all steps are taken", self._fleet.alive("rollout"))
             if working or restarting:
                 self._restart_ranks(restarting)
                 self._terminate(slot for slot in self._unsaved_ranks if slot.state == "ready")
@@ -169,9 +176,15 @@ class Shutdown:
                 self._to_buffer.send(self._drain_message)
         self.over = not self._fleet.alive()
 
-    def _kill_overdue(self, slots: list[Slot]) -> None:
+    def _kill(self, reason: str, slots: list[Slot]) -> None:
+        """Kill processes, once each: an exit is seen some ticks later."""
+        slots = [slot for slot in slots if slot.name not in self._cut]
         if slots:
-            log.warning("cut at daemon.drain_timeout_s: %s", ", ".join(slot.name for slot in slots))
+            self._cut.update(slot.name for slot in slots)
+            log.log(
+                logging.INFO if self._drain_message.complete else logging.WARNING,
+                "%s: %s", reason, ", ".join(slot.name for slot in slots),
+            )  # fmt: skip
             self._fleet.signal(slots, signal.SIGKILL)
 
     def _restart_ranks(self, restarting: list[Slot]) -> None:
@@ -198,8 +211,11 @@ class Shutdown:
         counts = self._slab.conservation()
         return self.config.trainer.kind == "external" and counts is not None and counts.leases_active > 0
 
-    def _failed(self) -> None:
-        self.exit_code = self.exit_code or ExitCode.FAILED
+    def fail(self, code: ExitCode, reason: str) -> None:
+        """Set exit code and reason of a failed run; the first failure counts."""
+        if self.exit_code is ExitCode.OK:
+            self.exit_code, self.reason = code, reason
+            log.info("failed, ending: %s", reason)
 
 
 def is_up(slot: Slot) -> bool:

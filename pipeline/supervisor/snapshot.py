@@ -61,3 +61,41 @@ class RateWindow:
             return None
         (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else None
+
+
+class Pace:
+    """Tokens and steps a second, from the first moment at which a worker is ready.
+
+    The start of the processes does not count as time without tokens. The counter of steps is absent until the trainer
+    has found the step from which it resumes, so that steps of earlier starts are no rate of this one.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = RateWindow(60.0)
+        self._steps = RateWindow(300.0)
+        self._has_begun = False
+
+    def add(self, now_s: float, tokens: float, steps: float | None, *, can_roll: bool) -> None:
+        """Add a sample.
+
+        Args:
+            now_s: Monotonic time; ascends.
+            tokens: Response tokens so far.
+            steps: Optimizer steps so far, those before a resume included; None before the trainer knows them.
+            can_roll: Whether a worker is ready.
+        """
+        self._has_begun |= can_roll
+        if self._has_begun:
+            self._tokens.add(now_s, tokens)
+            if steps is not None:
+                self._steps.add(now_s, steps)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second over the last minute."""
+        return self._tokens.rate()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps a second over the last five minutes."""
+        return self._steps.rate()

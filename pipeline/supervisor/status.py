@@ -18,7 +18,7 @@ from pipeline.runtime.pause import Pause
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
-from pipeline.supervisor.snapshot import RateWindow, Snapshot
+from pipeline.supervisor.snapshot import Pace, Snapshot
 from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
@@ -74,9 +74,8 @@ class InstanceStatus:
         self._gpus = GpuWatch()
         self._gpus.start()
         self._reading: Reading = self._reader.read()
-        self._tokens = RateWindow(60.0)
-        self._steps = RateWindow(300.0)
-        self._rewards: collections.deque[float] = collections.deque(maxlen=_HISTORY)
+        self._pace = Pace()
+        self._rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=_HISTORY)
         self._step_seen = 0.0
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
@@ -92,18 +91,25 @@ class InstanceStatus:
         self._sample_processes()
         self._sample_memory()
         self._reader.external.update(gpu_series(self._gpus.gpus()))
+        self._reader.external["rlhfd_device_info"] = {
+            (slot.role, str(slot.index), slot.device): 1.0 for slot in self._fleet.slots if slot.alive and slot.device
+        }
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
-        self._tokens.add(now_s, self._value("rlhfd_tokens_total", kind="response") or 0.0)
-        steps = self._value("rlhfd_train_steps_total") or 0.0
-        self._steps.add(now_s, steps)
+        self._sample_rates(now_s)
+
+    def _sample_rates(self, now_s: float) -> None:
+        steps = self._value("rlhfd_train_steps_total")
+        tokens = self._value("rlhfd_tokens_total", kind="response") or 0.0
+        can_roll = any(slot.state == "ready" for slot in self._fleet.of("rollout"))
+        self._pace.add(now_s, tokens, steps, can_roll=can_roll)
         reward = self._value("rlhfd_reward_mean")
-        if steps != self._step_seen and reward is not None:
+        if steps and steps != self._step_seen and reward is not None:
             self._step_seen = steps
-            self._rewards.append(reward)
+            self._rewards.append((int(steps), reward))
 
     def changed(self, slot: Slot) -> None:
         """Set the metrics of a slot's new state."""
@@ -176,9 +182,9 @@ class InstanceStatus:
             step=int(self._value("rlhfd_train_steps_total") or 0),
             max_steps=self._config.trainer.max_steps,
             # A rank that has ended has no gauge any more; its last value is still the newest.
-            reward_mean=self._rewards[-1] if self._rewards else None,
-            reward_history=tuple(self._rewards),
-            tokens_per_s=self._tokens.rate(),
+            reward_mean=self._rewards[-1][1] if self._rewards else None,
+            reward_history=tuple(reward for _, reward in self._rewards),
+            tokens_per_s=self._pace.tokens_per_s,
             items_ready=counts.ready_items if counts else 0,
             items_capacity=capacity_items(self._config),
             staleness_mean=self._staleness(),
@@ -210,9 +216,10 @@ class InstanceStatus:
             "policy_version": shot.policy_version,
             "reward_mean": shot.reward_mean,
             "reward_trend": trend(shot.reward_history),
+            "reward_since_step": self._rewards[0][0] if self._rewards else None,
             "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
             "tokens_per_s": shot.tokens_per_s,
-            "steps_per_s": self._steps.rate(),
+            "steps_per_s": self._pace.steps_per_s,
             "staleness_mean_versions": shot.staleness_mean,
             "buffer": {
                 "ready_items": shot.items_ready,
@@ -244,9 +251,12 @@ class InstanceStatus:
             f"{f' ({dropped})' if dropped else ''} + ready {counts.ready_items} + leased {counts.leased_items}"
         ]
         if tenth := len(self._rewards) // 10:
-            rewards = list(self._rewards)
+            rewards = shot.reward_history
             first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-            lines.insert(0, f"steps: {shot.step}, mean reward of the first tenth {first:.3f}, of the last {last:.3f}")
+            since = f"since step {self._rewards[0][0]}: " if self._rewards[0][0] > 1 else ""
+            lines.insert(
+                0, f"steps: {shot.step}, {since}mean reward of the first tenth {first:.3f}, of the last {last:.3f}"
+            )
         return lines + tail
 
     # Readings.
@@ -275,6 +285,7 @@ class InstanceStatus:
             "uptime_s": round(self._fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
             "devices": slot.place.gpu or "cpu",
+            "device": slot.device,
             "last_exit": slot.last_exit,
         }
 

@@ -334,7 +334,7 @@ class Supervisor:
         self._child_changed(slot)
         if slot.role == "trainer" and code == ExitCode.FAILED and (self._shutdown.under_way or slot.finished):
             # It has taken all of its steps, but the last checkpoint could not be written.
-            self._shutdown.exit_code = self._shutdown.exit_code or ExitCode.FAILED
+            self._shutdown.fail(ExitCode.FAILED, f"{slot.name} has not written the last checkpoint, its error is above")
         if self._shutdown.under_way:
             self._shutdown.child_ended(slot, code)
         else:
@@ -369,9 +369,7 @@ class Supervisor:
 
     def _abort(self, code: ExitCode, reason: str) -> None:
         """End a run that cannot continue; trained weights and undelivered rows still go to disk."""
-        if self._shutdown.exit_code is ExitCode.OK:
-            self._shutdown.exit_code = code
-            log.error("%s", reason)
+        self._shutdown.fail(code, reason)
         if self._shutdown.under_way:
             self._shutdown.kill_all()
             return
@@ -393,6 +391,9 @@ class Supervisor:
             await self._http.stop()
         self._to_buffer.close()
         InstanceRecord.remove(Path(self._config.daemon.runtime_dir))
+        if self._shutdown.reason:
+            # Last: the reader of a terminal or log looks there for the cause.
+            log.error("%s", self._shutdown.reason)
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         match request.get("command"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.config.schema import Config
+from pipeline.runtime.stopped import stop_signal
 from pipeline.supervisor.diagnosis import (
     ProcessView,
     RunView,
@@ -165,7 +166,9 @@ class Watchdog:
         pid = slot.child.pid if slot.child else 0
         progress = self._slab.progress(slot.role, slot.index) if slot.works else _NO_PROGRESS
         # A process with a fresh heartbeat is not stopped; reading /proc for each one would cost more than all the rest.
-        stopped = self._fleet.now_s() - progress.beat_s > _QUIET_S and is_stopped(pid)
+        quiet = self._fleet.now_s() - progress.beat_s > _QUIET_S
+        stopped_by = stop_signal(pid) if quiet and pid else None
+        stopped = stopped_by is not None
         if not stopped:
             self._stopped.pop(slot.name, None)
         elif self._stopped.get(slot.name, (0, 0.0))[0] != pid:
@@ -178,8 +181,9 @@ class Watchdog:
         # The forkserver waits for requests and has no heartbeat.
         is_ready = is_judged and slot.ready_s is not None and slot.works
         return Observation(
-            slot.name, slot.role, pid, is_ready, progress, stopped_since_s, starting_since_s, slot.state == "draining"
-        )
+            slot.name, slot.role, pid, is_ready, progress, stopped_since_s, starting_since_s, slot.state == "draining",
+            stopped_by or "",
+        )  # fmt: skip
 
     def _view(self) -> RunView:
         now_s, counts = self._fleet.now_s(), self._slab.conservation()
@@ -285,12 +289,3 @@ class Watchdog:
 
 def _ago(now_s: float, then_s: float) -> float | None:
     return round(now_s - then_s, 1) if then_s else None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is in the kernel's state T (stopped); state t, a debugger's, does not count."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False

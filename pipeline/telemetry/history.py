@@ -81,6 +81,7 @@ class Point(msgspec.Struct, array_like=True):
     def shown(self) -> dict[str, Any]:
         """Return the values for a chart: means, rates and shares; unknown values are left out."""
         point: dict[str, Any] = {"start_s": round(self.start_s, 1), "end_s": round(self.end_s, 1), "step": self.step}
+        point["seconds"] = round(self.seconds, 1)
         if self.rewards:
             mean = self.reward_sum / self.rewards
             point["reward"] = round(mean, 5)

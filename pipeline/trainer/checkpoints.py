@@ -50,7 +50,7 @@ class CheckpointNote(msgspec.Struct, frozen=True):
     """The description that a checkpoint holds of itself: the fields of `Latest`, and more.
 
     Attributes:
-        digest: Digest of all experience trained on, in hexadecimal.
+        digest: Digest of all experience that all ranks trained on, in hexadecimal.
         fingerprint: Fingerprint of the weights as published, in hexadecimal.
         config: The configuration in force.
         written_by: Versions of torch and transformers.

@@ -11,8 +11,6 @@ which is one store in shared memory. If its trainer dies before both, the batch 
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,19 +19,19 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.errors import ConfigError, DeadlineError, UnreachableError
+from pipeline.errors import DeadlineError
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
 from pipeline.models.weights.pinned import PinnedMemory, pin_arena
 from pipeline.models.weights.versions import PolicyVersions
-from pipeline.runtime.lock import find
-from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, trainer_name
+from pipeline.runtime.transport import Sender
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.prefetch import Prefetcher
 from pipeline.trainer.session import BufferSession, Receiver
 
-_CONNECT_TIMEOUT_S = 30.0
+Check = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor] | None], None]
+"""Raises if a publish of actor and critic must be refused."""
 
 
 class Batch(NamedTuple):
@@ -68,6 +66,7 @@ class Connection:
         verify_checksum: bool = True,
         copy_ahead: bool | None = None,
         on_close: Callable[[], None] = lambda: None,
+        check: Check = lambda actor, critic: None,
     ) -> None:
         """Send this rank's hello to the buffer; users call `connect`.
 
@@ -82,6 +81,7 @@ class Connection:
             verify_checksum: Whether each extent's checksum is verified before its rows are used.
             copy_ahead: Whether the next batch is copied while the current one is trained; None for yes on a GPU only.
             on_close: Called once by `close`.
+            check: Called with the state dicts of each publish; raises if they must not be published.
         """
         self.rank = rank
         self.world_size = world_size
@@ -89,6 +89,7 @@ class Connection:
         self._versions = PolicyVersions(weights_path)
         self._prefetcher = Prefetcher(arena, verify_checksum=verify_checksum, ahead=copy_ahead)
         self._on_close = on_close
+        self._check = check
         self._closed = False
         self._pinned: PinnedMemory | None = None
         self._session = BufferSession(
@@ -286,16 +287,18 @@ class Connection:
 
         Raises:
             ConfigError: If shared memory has no room for the weights.
-            UnreachableError: If the daemon has ended.
-            WeightsError: If the tensors differ from the first publish in name, shape or dtype, or the version is not
-                new.
+            UnreachableError: If the daemon has ended, or was started anew after this connection was made.
+            WeightsError: If the tensors are not those of the run's models in name, shape and dtype, or the version is
+                not new. Nothing is published then, and the next publish is not affected.
         """
+        actor = without_peft_names(actor)
+        self._check(actor, critic)
         if version is None:
             newest = self.newest()
             version = 1 if newest is None else newest.version + 1
         published = self._versions.publish(
             version,
-            {"actor": without_peft_names(actor), "critic": critic},
+            {"actor": actor, "critic": critic},
             training,
             trained_through=self._session.trained_through(),
             rollback=rollback,
@@ -353,71 +356,3 @@ class Connection:
     ) -> None:
         # If a step fails, its batch in hand is not trained: `close` hands it back.
         self.close()
-
-
-def connect(
-    runtime_dir: str | os.PathLike[str] = "run/rlhfd", *, rank: int = 0, world_size: int = 1, prefetch: int = 2
-) -> Connection:
-    """Connect a trainer rank to the daemon that serves `runtime_dir`.
-
-    Args:
-        runtime_dir: The daemon's ``daemon.runtime_dir``.
-        rank: This process's rank; each rank connects once.
-        world_size: Number of ranks, as configured under ``trainer.world_size``.
-        prefetch: Batches leased ahead, including the batch in hand.
-
-    Returns:
-        The rank's connection: it yields batches of experience and publishes weights. The caller closes it.
-
-    Raises:
-        NotRunningError: If no daemon serves `runtime_dir`.
-        UnreachableError: If the daemon's buffer does not answer within 30 s.
-        ConfigError: If the rank is connected already, or the daemon is configured for another world size.
-    """
-    record = find(Path(runtime_dir))
-    if record.world_size != world_size or not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {record.world_size}")
-    folder = Path(record.shm_dir)
-    connection = open_connection(folder, rank=rank, world_size=world_size, prefetch=prefetch)
-    if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
-        connection.close()
-        raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
-    return connection
-
-
-def open_connection(
-    folder: Path,
-    *,
-    rank: int,
-    world_size: int,
-    prefetch: int = 2,
-    verify_checksum: bool = True,
-    traffic: Traffic | None = None,
-) -> Connection:
-    """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`; `traffic` counts the messages."""
-    lock = _lock_rank(folder, rank)
-    arena = Arena(folder / "arena")
-    arena.populate()
-    mailbox = Mailbox(folder, trainer_name(rank), traffic)
-    outbox = Outbox(folder, BUFFER, traffic)
-
-    def on_close() -> None:
-        outbox.close(linger_s=1.0)
-        mailbox.close()
-        arena.close()
-        os.close(lock)
-
-    return Connection(
-        arena, folder / "weights", mailbox, outbox,
-        rank=rank, world_size=world_size, prefetch=prefetch, verify_checksum=verify_checksum, on_close=on_close,
-    )  # fmt: skip
-
-
-def _lock_rank(folder: Path, rank: int) -> int:
-    descriptor = os.open(folder / f"{trainer_name(rank)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"trainer rank {rank} is connected already") from None
-    return descriptor

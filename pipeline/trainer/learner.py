@@ -134,7 +134,7 @@ class Learner:
             FieldError: If a field that the algorithm needs is missing, or actions are marked in the padding.
             ShapeError: If fields disagree in shape.
         """
-        watch = Stopwatch(self._on_phase)
+        watch = Stopwatch(self._on_phase, self._synchronize)
         batches = [
             TrainingBatch.of(experience, self._algorithm, self._device, needs_reference=self._kl_coef > 0)
             for experience in experiences
@@ -193,6 +193,11 @@ class Learner:
             for model, optimizer in zip(("actor", "critic"), self._optimizers, strict=False)
             for name, tensor in optimizer.tensors().items()
         }
+
+    def _synchronize(self) -> None:
+        """Wait until this process's GPU has computed all that was issued to it; nothing on a CPU."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _learning_rate_ratios(self) -> list[float]:
         """Return, for each model, the ratio of the next step's learning rate to the largest; 0 if not trained yet."""

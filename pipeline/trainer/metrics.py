@@ -36,7 +36,6 @@ class TrainerMetrics:
         }
         if not self._leads:
             return
-        self._steps = writer.counter("rlhfd_train_steps_total")
         self._reward_mean = writer.gauge("rlhfd_reward_mean", source=reward_source)
         self._reward_stddev = writer.gauge("rlhfd_reward_stddev", source=reward_source)
         self._losses = {kind: writer.gauge("rlhfd_loss", kind=kind) for kind in ("policy", "value", "kl", "total")}
@@ -105,14 +104,18 @@ class TrainerMetrics:
         with self.clock.during("publish"):
             yield
 
-    def began(self, version: int) -> None:
-        """Set the policy version from which training starts."""
-        self._version.set(version)
+    def began(self, version: int, *, steps_before: int = 0) -> None:
+        """Set the point from which training starts.
 
-    def resumed(self, steps: int) -> None:
-        """Count the steps of earlier instances of the run, whose counters are gone."""
+        Args:
+            version: The policy version.
+            steps_before: Steps of earlier instances of the run, whose counters are gone.
+        """
+        self._version.set(version)
         if self._leads:
-            self._steps.inc(steps)
+            # Absent until now: a reader that saw 0 first would take the steps before for a rate.
+            self._steps = self._writer.counter("rlhfd_train_steps_total")
+            self._steps.inc(steps_before)
 
     def stepped(self, stats: StepStats, batches: list[Experience], for_version: int) -> None:
         """Count a step and export its statistics."""

@@ -15,7 +15,7 @@ from pipeline.config.identity import identity_of
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
-from pipeline.models.device import process_device
+from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import Saved, adapt
 from pipeline.models.weights.probe import answer
@@ -25,11 +25,12 @@ from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
-from pipeline.trainer.connection import Connection, open_connection
+from pipeline.trainer.connect import open_connection
+from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Resumption
-from pipeline.trainer.state import Progress, tensors_of
+from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.trainer import CheckpointWriter, Trainer
 
 _IDLE_S = 0.25
@@ -42,8 +43,12 @@ def run(config: Config, context: RoleContext) -> ExitCode:
 
     Returns:
         `ExitCode.OK`; `ExitCode.FAILED` if the last checkpoint could not be written.
+
+    Raises:
+        ConfigError: If this rank's GPU cannot be used, or a model or tokenizer cannot be loaded.
     """
     torch.set_num_threads(config.trainer.threads)
+    device = process_device()
     connection = open_connection(
         context.folder,
         rank=context.index,
@@ -52,10 +57,10 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         verify_checksum=config.buffer.checksum,
         traffic=Traffic(context.metrics),
     )
-    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(process_device()))
+    context.metrics.gauge("rlhfd_arena_pinned_bytes").set(connection.pin(device))
     join_ranks(config, context)
     trainer = new_trainer(config, context, connection)
-    context.ready()
+    context.ready(device_name(device))
     try:
         while not trainer.finished:
             context.metrics.beat()
@@ -69,9 +74,10 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         if trainer.complete:
             context.report(Report(state="finished"))
     finally:
-        connection.close()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        # In the process group only after an error. Then nothing is released: freed page-locked memory waits for the GPU
+        # as the group does, and the process exits at once. The supervisor ends the other ranks.
+        if not context.in_process_group:
+            connection.close()
     return ExitCode.OK if saved else ExitCode.FAILED
 
 
@@ -98,6 +104,14 @@ def join_ranks(config: Config, context: RoleContext) -> None:
         # A rank may wait for data without limit; hang detection is the supervisor's.
         timeout=datetime.timedelta(days=7),
     )
+    context.in_process_group = True
+
+
+def leave_ranks(context: RoleContext) -> None:
+    """Leave the process group; returns once every rank leaves, and must follow a collective of all ranks."""
+    if context.in_process_group:
+        distributed.destroy_process_group()
+        context.in_process_group = False
 
 
 def all_ranks_agree(ready: bool) -> bool:
@@ -105,6 +119,14 @@ def all_ranks_agree(ready: bool) -> bool:
     flag = torch.tensor(int(ready), device=process_device())
     distributed.all_reduce(flag, distributed.ReduceOp.MIN)
     return bool(flag)
+
+
+def progress_of_all_ranks(own: RankProgress) -> list[RankProgress]:
+    """Return every rank's progress, in order of ranks; a collective."""
+    sent = torch.tensor(own, dtype=torch.int64, device=process_device())
+    received = [torch.empty_like(sent) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(received, sent)
+    return [RankProgress(*progress.tolist()) for progress in received]
 
 
 def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
@@ -127,6 +149,17 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
             return ready
         with metrics.in_collective():
             return all_ranks_agree(ready)
+
+    def leave() -> None:
+        # The first rank may still publish, or write a checkpoint that was due.
+        with metrics.in_collective():
+            leave_ranks(context)
+
+    def gather(own: RankProgress) -> list[RankProgress]:
+        if config.trainer.world_size == 1:
+            return [own]
+        with metrics.in_collective():
+            return progress_of_all_ranks(own)
 
     learner = Learner(
         config.trainer,
@@ -152,6 +185,8 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         metrics,
         device=device,
         agree=agree,
+        leave=leave,
+        gather=gather,
         save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
         start=start,
         probe=actor_probe(config, actor, device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,13 +39,26 @@ class Progress(NamedTuple):
 
     Attributes:
         step: Optimizer steps taken.
-        digest: Digest of all experience trained on, in order (`digest_after`).
+        digest: Digest of all experience that all ranks trained on, in order (`digest_after`, `after_step`); the same on
+            every rank.
         position: First prompt that may be missing from the trained experience.
     """
 
     step: int = 0
     digest: int = 0
     position: int = 0
+
+
+class RankProgress(NamedTuple):
+    """The progress of one rank in a step.
+
+    Attributes:
+        digest: Digest of all ranks' experience before the step, and of this rank's experience in it.
+        position: Every prompt before it is trained or dropped, or in a lease up to this rank's newest.
+    """
+
+    digest: int
+    position: int
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -79,6 +92,24 @@ def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
         # 63 bits: the digest also fits into a signed integer.
         digest = link.intdigest() >> 1
     return digest
+
+
+def after_step(step: int, ranks: Sequence[RankProgress]) -> Progress:
+    """Return the progress after a step, the same on every rank: rank 0's training state alone holds it.
+
+    The digests of several ranks are joined to one, from which each rank continues its chain: the ranks of a successor
+    then continue as these would have done. Each rank's position holds for the rows of its own batches and of all lower
+    leases; a step trains the leases of all ranks, so that the highest of their positions holds after it.
+
+    Args:
+        step: Optimizer steps taken.
+        ranks: The progress of each rank, in order of ranks.
+    """
+    position = max(rank.position for rank in ranks)
+    if len(ranks) == 1:
+        return Progress(step, ranks[0].digest, position)
+    joined = xxhash.xxh3_64(b"".join(rank.digest.to_bytes(8, "little") for rank in ranks))
+    return Progress(step, joined.intdigest() >> 1, position)
 
 
 def tensors_of(learner: LearnerProtocol, progress: Progress, device: torch.device) -> dict[str, torch.Tensor]:

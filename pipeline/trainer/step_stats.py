@@ -48,9 +48,9 @@ class StepStats:
         row_kl_nats: Mean k3 KL to the reference of each row of this rank; empty without reference log-probs.
         row_rewards: Raw score of each row of this rank.
         forward_s: Seconds in forward passes; on a GPU, seconds to issue them.
-        backward_s: Seconds in backward passes; on a GPU, seconds to issue them.
+        backward_s: Seconds in backward passes; on a GPU, until the forward and backward pass are computed.
         reduce_s: Seconds in the reduction of counts and gradients over the ranks.
-        optimizer_s: Seconds in the optimizers, including the wait for all work issued to a GPU.
+        optimizer_s: Seconds in the optimizers; on a GPU, seconds to issue their work.
     """
 
     step: int
@@ -149,10 +149,15 @@ class Observed:
 
 
 class Stopwatch:
-    """Seconds by phase; calls `on_phase` at the start of each phase."""
+    """Seconds by phase; calls `on_phase` at the start of each phase.
 
-    def __init__(self, on_phase: Callable[[str], None]) -> None:
+    A GPU computes a pass after the call that issues it. So each backward pass ends with `synchronize`: otherwise its
+    seconds would count for the phase that next reads a value from the GPU.
+    """
+
+    def __init__(self, on_phase: Callable[[str], None], synchronize: Callable[[], None] = lambda: None) -> None:
         self._on_phase = on_phase
+        self._synchronize = synchronize
         self.seconds = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "optimizer": 0.0}
 
     @contextmanager
@@ -161,6 +166,8 @@ class Stopwatch:
         self._on_phase(phase)
         started_s = time.perf_counter()
         yield
+        if phase == "backward":
+            self._synchronize()
         self.seconds[phase] += time.perf_counter() - started_s
 
 

@@ -17,7 +17,7 @@ from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
-from pipeline.trainer.state import LearnerProtocol, Progress, digest_after, tensors_of
+from pipeline.trainer.state import LearnerProtocol, Progress, RankProgress, after_step, digest_after, tensors_of
 from pipeline.trainer.step_stats import StepStats
 
 _IDLE_STEPS = 20
@@ -40,8 +40,8 @@ class Trainer:
     """One rank's decisions: when a step is due, when weights are published, when training has ended.
 
     Attributes:
-        progress: Steps taken, and the digest of every batch in training order; the digest is equal only for runs that
-            trained on the same experience.
+        progress: Steps taken, and the digest of every batch of all ranks in training order; the digest is equal only
+            for runs whose ranks trained on the same experience.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class Trainer:
         *,
         device: torch.device,
         agree: Callable[[bool], bool] = lambda ready: ready,
+        leave: Callable[[], None] = lambda: None,
+        gather: Callable[[RankProgress], list[RankProgress]] = lambda own: [own],
         save: CheckpointWriter | None = None,
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
@@ -69,6 +71,8 @@ class Trainer:
             device: Device of the batches.
             agree: A collective that all ranks call before each step; returns True if every rank passed True. A rank
                 that drains passes False, so that no rank waits in a collective for a rank that has ended.
+            leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
+            gather: A collective that all ranks call after each step; returns every rank's progress, in order of ranks.
             save: Writes a checkpoint; None on every rank but the first.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
@@ -82,7 +86,9 @@ class Trainer:
         self._metrics = metrics
         self._device = device
         self._agree = agree
+        self._leave = leave
         self._agreed_to_stop = False
+        self._gather = gather
         self._save = save
         self._probe = probe
         self._batches: list[Batch] = []
@@ -97,9 +103,8 @@ class Trainer:
             self._version = found
         else:
             self._publish(start.version, rollback=start.rollback, position=start.position)
-        if start.version is not None and not start.rollback:
-            metrics.resumed(self.step)
-        metrics.began(self._version.version)
+        is_resumed = start.version is not None and not start.rollback
+        metrics.began(self._version.version, steps_before=self.step if is_resumed else 0)
 
     @property
     def fingerprint(self) -> int:
@@ -147,6 +152,8 @@ class Trainer:
         """
         if not (self.complete or self._agreed_to_stop):
             self._agree(False)
+        # From here on no rank waits for another one: the last checkpoint may take minutes.
+        self._leave()
         self._connection.hand_back(len(self._batches))
         if self.step > self._published_step:
             # The batches in the last checkpoint count as trained.
@@ -155,9 +162,10 @@ class Trainer:
             self._checkpoint()
         self._connection.close()
         log.info(
-            "training ended: steps=%d weights=%016x experiences=%016x",
+            "training ended: steps=%d weights=%s experiences=%016x",
             self.step,
-            self._version.fingerprint,
+            # The first rank alone publishes.
+            "-" if self._connection.rank else f"{self._version.fingerprint:016x}",
             self.progress.digest,
         )
         return self._save is None or self._saved_step == self.step
@@ -173,14 +181,9 @@ class Trainer:
         experiences = [batch.experience for batch in self._batches]
         with self._metrics.training():
             stats = self._learner.update(experiences)
-        self.progress = Progress(
-            self.step + 1,
-            digest_after(self.progress.digest, experiences),
-            # The newest batch's position, even if it is lower: a rollback may have re-issued prompts. On several ranks
-            # the first rank's position is the lowest: at worst the other ranks' prompts of one step are rolled out
-            # again; no prompt is left out.
-            batch.position,
-        )
+        # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
+        own = RankProgress(digest_after(self.progress.digest, experiences), batch.position)
+        self.progress = after_step(self.step + 1, self._gather(own))
         self._batches = []
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()

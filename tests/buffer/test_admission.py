@@ -11,6 +11,7 @@ from pipeline.buffer import admission
 from pipeline.buffer.admission import Limits
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
+from pipeline.storage.tables import PromptRange
 
 LIMITS = Limits(
     sample_batch_size=8,
@@ -134,6 +135,94 @@ def test_a_batch_takes_the_oldest_tickets_first_whatever_the_order_of_arrival():
     batch = admission.next_batch(ledger, LIMITS)
 
     assert [(record.ticket, rows) for record, rows in batch] == [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
+
+
+def test_without_staleness_a_batch_waits_for_every_earlier_prompt_of_its_version():
+    limits = dataclasses.replace(LIMITS, world_size=2, rows_per_version=16)
+    ledger = ledger_at()
+    records = [issue(ledger, limits) for _ in range(4)]
+    for record in records[1:]:
+        seal(ledger, record)
+    assert ledger.ready == 12
+    assert admission.next_batch(ledger, limits) is None, "rank 0 would train on prompts of rank 1"
+
+    seal(ledger, records[0])
+
+    batches = []
+    for _ in range(2):
+        batches.append([record.position for record, _ in admission.next_batch(ledger, limits)])
+        ledger.lease(admission.next_batch(ledger, limits))
+    assert batches == [[0, 2], [4, 6]]
+
+
+def test_a_batch_does_not_wait_for_later_prompts():
+    limits = dataclasses.replace(LIMITS, world_size=2, rows_per_version=16)
+    ledger = ledger_at()
+    records = [issue(ledger, limits) for _ in range(4)]
+    for record in records[:2]:
+        seal(ledger, record)
+
+    assert [record.position for record, _ in admission.next_batch(ledger, limits)] == [0, 2]
+
+
+def test_without_staleness_a_batch_waits_for_earlier_prompts_that_are_to_be_issued_again():
+    limits = dataclasses.replace(LIMITS, world_size=2, rows_per_version=16)
+    ledger = ledger_at()
+    first, *later = [issue(ledger, limits) for _ in range(4)]
+    for record in later:
+        seal(ledger, record)
+    ledger.abandon(first)
+    ledger.resume(position=8, redo=[PromptRange(0, 2)], versions=[], spool=1)
+    assert admission.next_batch(ledger, limits) is None
+
+    seal(ledger, issue(ledger, limits))
+
+    assert [record.position for record, _ in admission.next_batch(ledger, limits)] == [0, 2]
+
+
+def test_without_staleness_a_batch_does_not_wait_for_prompts_that_its_version_has_no_room_for():
+    """Rows that were set aside may leave a version full of later prompts."""
+    ledger = ledger_at()
+    for _ in range(2):
+        seal(ledger, issue(ledger))
+    ledger.resume(position=4, redo=[PromptRange(0, 1)], versions=[], spool=1)
+    assert admission.prompts_to_issue(ledger, LIMITS)[0] == 0
+
+    assert admission.next_batch(ledger, LIMITS) is not None
+
+
+@given(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2**32))
+def test_without_staleness_each_batch_has_the_same_rows_in_any_order_of_arrival(world, batches, prompts, limit, seed):
+    limits = dataclasses.replace(
+        LIMITS,
+        sample_batch_size=4,
+        rows_per_version=4 * world * batches,
+        prompts_per_ticket=prompts,
+        limit_batches=limit,
+        world_size=world,
+    )
+    rng, ledger, out = random.Random(seed), ledger_at(), []
+    while ledger.totals.leases < 3 * limits.batches_per_version:
+        actions = ["issue"] if admission.prompts_to_issue(ledger, limits)[0] else []
+        actions += ["seal"] if ledger.reserved else []
+        actions += ["lease"] if admission.next_batch(ledger, limits) else []
+        if not actions:
+            for lease in out:
+                ledger.acknowledge(lease)
+            out = []
+            ledger.publish(ledger.totals.policy_version + 1, 0, ledger.totals.leases)
+            continue
+        action = rng.choice(actions)
+        if action == "issue":
+            issue(ledger, limits)
+        elif action == "seal":
+            seal(ledger, rng.choice(list(ledger.reserved_extents())))
+        else:
+            chosen = admission.next_batch(ledger, limits)
+            found = [record.position + row // limits.group_size for record, rows in chosen for row in rows]
+            first = 2 * ledger.next_lease()
+            assert found == [first, first, first + 1, first + 1], "prompts in their order, two to a batch"
+            out.append(ledger.lease(chosen))
 
 
 def test_a_batch_waits_for_a_ticket_that_would_be_too_old_for_the_next():

@@ -14,7 +14,7 @@ from pipeline.runtime.role import RoleContext
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, trainer_name, worker_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.telemetry.slab import MetricsSlab, SlotName
-from pipeline.trainer.connection import open_connection
+from pipeline.trainer.connect import open_connection
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ the weights and the experience of an undisturbed run of as many steps.
 
 from __future__ import annotations
 
-import re
 import signal
 from pathlib import Path
 
@@ -14,11 +13,12 @@ import pytest
 
 from tests.chaos.campaign import TARGETS, Campaign, Target, trained_in
 from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.endings import Ending, endings
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 KILLS, FULL_KILLS = 5, 250
-"""Kills of each of the two campaigns; the full ones by ``bin/test --chaos``."""
+"""Kills of each of the three campaigns; the full ones by ``bin/test --chaos``."""
 
 REPORT_EVERY = 50
 
@@ -32,7 +32,6 @@ SETTINGS = (
     "daemon.restart_delay_max_s=0.02",
     "daemon.hang_timeout_s=15",
 )
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 
 
 @pytest.fixture
@@ -67,11 +66,11 @@ def end_in_order(campaign: Campaign) -> None:
     assert daemon.leftovers() == []
 
 
-def result(errors: str) -> tuple[str, ...]:
-    """Return steps, fingerprint of the weights, and digest of all trained experience."""
-    found = ENDED.search(errors)
-    assert found is not None, errors[-4000:]
-    return found.groups()
+def ranks_ended(errors: str, ranks: int = 1) -> list[Ending]:
+    """Return the last line of each rank, in order of ranks."""
+    found = endings(errors)
+    assert len(found) == ranks, errors[-4000:]
+    return [found[name] for name in sorted(found)]
 
 
 @pytest.mark.timeout(3600)
@@ -88,16 +87,41 @@ def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_di
     with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
         strike(campaign, kills, say)
         end_in_order(campaign)
-        disturbed = result(campaign.daemon.errors)
+        disturbed = ranks_ended(campaign.daemon.errors)
     say(campaign.report())
 
     folder = tmp_path / "undisturbed"
     folder.mkdir()
     telling_reward(folder)
-    steps = f"trainer.max_steps={disturbed[0]}"
+    steps = f"trainer.max_steps={disturbed[0].steps}"
     with Daemon(folder, *settings, steps, task=task, arguments=("--serial",)) as serial:
         assert serial.wait(1800.0) == 0, serial.errors[-4000:]
-    assert disturbed == result(serial.errors)
+    assert disturbed == ranks_ended(serial.errors)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_that_nobody_disturbed(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    kills: int,
+    say,
+    request: pytest.FixtureRequest,
+):
+    settings = (*SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", "buffer.max_staleness=0")
+    with Campaign(tmp_path, *settings, task=task, seed=2 + request.config.getoption("--chaos-seed")) as campaign:
+        strike(campaign, kills, say)
+        end_in_order(campaign)
+        disturbed = ranks_ended(campaign.daemon.errors, 2)
+    say(campaign.report())
+
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    telling_reward(folder)
+    steps = f"trainer.max_steps={disturbed[0].steps}"
+    with Daemon(folder, *settings, steps, task=task) as daemon:
+        assert daemon.wait(1800.0) == 0, daemon.errors[-4000:]
+    assert disturbed == ranks_ended(daemon.errors, 2)
 
 
 @pytest.mark.full
@@ -115,6 +139,6 @@ def test_two_ranks_ahead_of_their_workers_train_every_row_exactly_once(
         end_in_order(campaign)
     say(campaign.report())
 
-    (steps, *_) = result(campaign.daemon.errors)
+    steps = ranks_ended(campaign.daemon.errors, 2)[0].steps
     trained = campaign.trained_before_stops + trained_in(campaign.daemon.errors)
-    assert trained == 64 * int(steps), "each step is 64 rows: none missing in it, none in two"
+    assert trained == 64 * steps, "each step is 64 rows: none missing in it, none in two"

@@ -38,6 +38,7 @@ STATUS = {
     "policy_version": 1041,
     "reward_mean": 0.8125,
     "reward_trend": 0.4375,
+    "reward_since_step": 541,
     "tokens_per_s": 12345.6,
     "steps_per_s": 0.1,
     "why": "trainer-0 waits for data: 128 of 256 rows are ready.",
@@ -316,14 +317,14 @@ class TestStatus:
         with process(folder / "r", SERVE) as child:
             answer = json.loads(run("status", "--json", *options).stdout)
 
-        assert answer == {"state": "ready", "pid": child.pid, "reward_trend": 0.5}
+        assert answer == {"state": "ready", "pid": child.pid, "reward_trend": 0.5, "reward_since_step": 7}
 
     def test_terminal_without_arrows_is_no_error(self, folder: Path) -> None:
         with process(folder, SERVE):
             ended = rlhfd("status", "--runtime-dir", str(folder), PYTHONIOENCODING="latin-1")
 
         assert ended.returncode == 0, ended.stderr
-        assert "? +0.5000 since the start" in ended.stdout
+        assert "? +0.5000 since step 7" in ended.stdout
 
     def test_nobody_there_exits_with_3(self) -> None:
         ended = rlhfd("status", RLHFD_RUNTIME_DIR="/none")
@@ -341,7 +342,7 @@ class TestStatus:
         assert status_view.render(STATUS).splitlines() == [
             "state      ready, up 3 min 12 s",
             "step       1,042 of 2,000, about 2 h 39 min left",
-            "reward     0.8125 ↑ +0.4375 since the start",
+            "reward     0.8125 ↑ +0.4375 since step 541",
             "speed      12,346 tokens/s, 6.0 steps/min",
             "now        trainer-0 waits for data: 128 of 256 rows are ready.",
             "ATTENTION  rollout 1 has failed; rollout 0 was started again 12 times; 6 rows are in quarantine; "

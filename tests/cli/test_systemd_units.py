@@ -56,6 +56,9 @@ def test_nothing_that_a_gpu_run_needs_is_taken_away() -> None:
     assert "AF_NETLINK" in settings["RestrictAddressFamilies"]
     assert settings["LimitMEMLOCK"] == "infinity" and settings["RemoveIPC"] == "no"
     assert settings["RestartPreventExitStatus"].split() == ["2", "70", "78"]
+    # As root and outside of the hardening (+); a machine without a GPU has no such program (-).
+    assert settings["ExecStartPre"] == "+-/usr/bin/nvidia-modprobe -u -c=0"
+    assert "nvidia-fabricmanager.service" in settings["After"].split()
 
 
 @pytest.mark.needs("systemd-analyze")

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from pipeline.cli import top as top_view
 from pipeline.cli.collect_env import report
+from pipeline.cli.status import devices
 from pipeline.telemetry import log_file
 from tests.cli.test_main import STATUS
 
@@ -28,6 +29,20 @@ WHY = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("process", "shown"),
+    [
+        ({"devices": "cpu", "device": ""}, "cpu"),
+        ({"devices": "cpu", "device": "cpu"}, "cpu"),
+        ({"devices": "3", "device": ""}, "3"),
+        ({"devices": "3", "device": "NVIDIA H200"}, "3: NVIDIA H200"),
+        ({}, "–"),
+    ],
+)
+def test_a_device_is_shown_with_its_name_once_it_computes(process: dict[str, str], shown: str) -> None:
+    assert devices(process) == shown
+
+
 class TestTop:
     def test_a_row_tells_what_a_process_is_at(self) -> None:
         lines = top_view.text(STATUS, WHY).splitlines()
@@ -36,7 +51,7 @@ class TestTop:
             ["process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices"],
             ["buffer 0", "1235", "ready", "wait_data", "0 s", "–", "wait_data 99%", "0", "900 B", "cpu"],
             ["rollout 0", "1236", "stopped", "generate", "41 s", "ticket 1,700", "generate 90% reward 10%", "12",
-             "3.0 GiB", "[0, 1]"],
+             "3.0 GiB", "0, 1"],
             ["rollout 1", "–", "failed", "–", "–", "–", "–", "–", "–", "–"],
         ]  # fmt: skip
 

@@ -152,6 +152,11 @@ MISTAKES = [
     ),
     # Values that are right each by itself, at the one to change that was set.
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
+    (
+        '[model]\ndtype = "float16"',
+        '2:9: model.dtype: must be "bfloat16" or "float32" with trainer.kind = "builtin": gradients underflow in '
+        "float16, and the trainer does not scale losses",
+    ),
     ("[trainer]\nworld_size = 2\ndevices = [0]", "3:11: trainer.devices: names 1 for 2 ranks, each needs its own"),
     (
         "[buffer]\nmax_staleness = 0\n[rollout]\nnum_generations = 7",

@@ -185,6 +185,20 @@ def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, 
     assert shown[-1] == f"--set rollout.reward_functions: {message}"
 
 
+# A GPU that cannot be used: no run computes on the CPU in its place.
+
+
+@pytest.mark.parametrize("arguments", [(), ("--serial",)], ids=["daemon", "serial"])
+def test_a_gpu_that_cannot_be_used_ends_the_start(tmp_path: Path, task: Path, arguments: tuple[str, ...]) -> None:
+    # No machine has as many: CUDA shows no device then, as it does where the driver does not work.
+    environment = {"CUDA_VISIBLE_DEVICES": "97"}
+
+    shown = refused(Daemon(tmp_path, *SMALL, task=task, arguments=arguments, environment=environment))
+
+    assert "this process was given GPU 97 (CUDA_VISIBLE_DEVICES) and cannot use it: " in shown[-1]
+    assert shown[-1].endswith('; CUDA_VISIBLE_DEVICES="" runs on the CPU')
+
+
 # Prompts that leave no room.
 
 

@@ -2,11 +2,13 @@
 
 import ctypes
 import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.pinned import PinnedMemory, pin_arena
@@ -19,8 +21,10 @@ from pipeline.storage.arena import Arena
 from pipeline.supervisor.gpus import LIBRARY, Nvml
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.learner import Learner
+from tests.daemon.test_rank_endings import FAILING, TWO_RANKS, loaded_first
 from tests.support import tiny
-from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 from tests.support.experiences import made_up
 from tests.support.slabs import SLOTS, begun, value
 from tests.trainer.test_connection import House
@@ -114,13 +118,33 @@ def test_log_probs_of_a_rollout_on_the_gpu_are_those_of_the_cpu():
 
 def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # noqa: F811
     with Daemon(
-        tmp_path, *SMALL, "trainer.max_steps=5", task=task, environment={"CUDA_VISIBLE_DEVICES": "0"}
+        tmp_path, *SMALL, "trainer.max_steps=200", task=task, environment={"CUDA_VISIBLE_DEVICES": "0"}
     ) as daemon:
-        devices = {process["role"]: process["devices"] for process in daemon.wait_ready()["processes"]}
-        assert devices == {"buffer": "cpu", "trainer": "0", "rollout": "0"}
+        processes = daemon.wait_ready()["processes"]
+        name = torch.cuda.get_device_name(0)
+        assert {process["role"]: process["devices"] for process in processes} == {
+            "buffer": "cpu", "trainer": "0", "rollout": "0",
+        }  # fmt: skip
+        assert {process["role"]: process["device"] for process in processes} == {
+            "buffer": "", "trainer": name, "rollout": name,
+        }  # fmt: skip
+        daemon.wait_step(2)
+        for role in ("trainer", "rollout"):
+            assert total(daemon.metrics(), "rlhfd_device_info", role=role, device=name) == 1
+            assert total(daemon.metrics(), "rlhfd_torch_memory_bytes", role=role, state="allocated") > 0
         assert daemon.wait() == 0
     assert "roles are started without it" not in daemon.errors, "the forkserver opens no GPU"
     assert not daemon.shm_dir.exists()
+
+
+def test_a_process_that_has_asked_cuda_for_its_devices_serves_no_forks():
+    program = (
+        "import torch; torch.cuda.is_available()\n"
+        "from pipeline.runtime.forkserver_process import _forks_badly\n"
+        "print(_forks_badly())\n"
+    )
+
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_the_arena_is_page_locked_once_and_given_back(tmp_path):
@@ -199,3 +223,28 @@ def test_a_graph_computes_with_weights_that_were_replaced_in_place():
 
     expected = TransformersGenerator(other).generate(prompts, torch.ones_like(prompts), greedy)
     assert torch.equal(after.sequences, expected.sequences)
+
+
+def test_the_seconds_of_a_step_count_for_the_phase_that_computes():
+    actor = tiny.llama().cuda()
+    # Half a second or more of the device's time, which the call does not wait for.
+    actor.model.layers[0].register_forward_hook(lambda *_: torch.cuda._sleep(1_500_000_000))
+    learner = Learner(TrainerConfig(), "grpo", actor)
+    batch = made_up(4, ppo=False)
+    batch.sequences %= actor.config.vocab_size
+    batch.to_device(torch.device("cuda"))
+    # The first step loads the kernels.
+    learner.update([batch])
+
+    stats = learner.update([batch])
+
+    assert stats.backward_s > 0.5 > stats.forward_s + stats.reduce_s
+
+
+def test_nccl_ranks_end_within_seconds_of_an_error_of_one(tmp_path, task):  # noqa: F811
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    environment = loaded_first(tmp_path, FAILING.format(once=str(tmp_path / "has-failed")), collective_end=False)
+    with Daemon(tmp_path, *TWO_RANKS, "daemon.hang_timeout_s=0", task=task, environment=environment) as daemon:
+        daemon.wait_logged("ValueError: the card fell off the bus")
+        assert daemon.wait() == 0, daemon.errors

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.daemon import PROGRAM, Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
 
@@ -184,6 +185,19 @@ def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon:
     daemon.wait_step(step + 1)
     assert daemon.status()["state"] == "ready"
     assert scraped(daemon, "rlhfd_paused") == scraped(daemon, "rlhfd_items_unaccounted") == 0
+
+
+def test_status_and_metrics_show_the_device_that_computes(daemon: Daemon) -> None:
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    daemon.wait_ready()
+
+    assert {one["role"]: one["device"] for one in daemon.status()["processes"]} == {
+        "buffer": "", "trainer": name, "rollout": name,
+    }  # fmt: skip
+    assert [dict(labels) for metric, labels in daemon.metrics("first") if metric == "rlhfd_device_info"] == [
+        {"role": role, "worker": "0", "device": name} for role in ("trainer", "rollout")
+    ]
+    daemon.wait_logged(f" device={name}")
 
 
 def test_top_shows_every_process_and_leaves_the_run_alone(daemon: Daemon) -> None:

@@ -138,6 +138,7 @@ def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path
         assert daemon.wait() == 1, daemon.errors
         assert f"ERROR trainer-0 pipeline.trainer.trainer: checkpoint {daemon.state_dir}" in daemon.errors
         assert "training ended: steps=" in daemon.errors
+        assert "trainer-0 has not written the last checkpoint, its error is above" in daemon.errors.splitlines()[-1]
 
 
 def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alone_in(tmp_path, task):  # noqa: F811
@@ -146,7 +147,7 @@ def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alo
     with daemon_in(tmp_path, *settings, task=task, environment=sabotaged(tmp_path, COPIES_ELSEWHERE)) as daemon:
         daemon.wait_logged("does not compute with the weights that it was given: version=")
         assert daemon.wait() == 70, daemon.errors
-        assert "rollout-0 ended (exit code 1), it is not started again" in daemon.errors
+        assert "rollout-0 failed (exit code 1): " in daemon.errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -159,8 +160,7 @@ def test_without_a_state_in_memory_a_killed_trainer_does_again_what_its_checkpoi
         daemon.wait_step(5)
         daemon.signal(signal.SIGKILL, f"trainer-{ranks - 1}")
         result = ended(daemon)
-        # Of several ranks' last step the first knows its own prompts only: those of the others are asked once more.
-        assert result == expected if ranks == 1 else result[0] == expected[0], "the same prompts, the same weights"
+        assert result == expected, "the same prompts, the same weights"
         assert "prompts whose training is undone are issued again" in daemon.errors
         assert re.search(r"WARNING trainer-0 \S+ rolled back to a checkpoint: version=[567] -> 4 step=4", daemon.errors)
         sealed, trained, dropped = map(

@@ -276,6 +276,81 @@ def test_an_environment_that_is_only_linked_to_is_not_emptied(project: Project, 
     assert [path.name for path in theirs.iterdir()] == ["installing"]
 
 
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """An environment that was made ready elsewhere: no network reaches it, and its pip must not be called."""
+    prefix = tmp_path / "an environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
+    packages = next(prefix.glob("lib/python*/site-packages"))
+    for name, version in (("pip", "26"), ("needed", "1.2")):
+        (packages / f"{name}-{version}.dist-info").mkdir()
+        (packages / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (packages / "pip.py").write_text("raise SystemExit('pip was called')\n")
+    (packages / "pipeline").mkdir()
+    (packages / "pipeline" / "__init__.py").write_text("raise SystemExit('the rlhfd of another checkout')\n")
+    return prefix
+
+
+def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in [folder, *folder.rglob("*")]}
+
+
+def test_a_ready_environment_is_taken_as_it_is(project: Project, prepared: Path) -> None:
+    project.root.joinpath("pyproject.toml").write_text(f'{PYPROJECT}dependencies = ["needed>=1"]\n')
+    (project.root / "pipeline" / "__init__.py").touch()
+    before = state_of(prepared)
+
+    told, said = project.run("status", "--json", RLHFD_VENV=str(prepared), PYTHONDONTWRITEBYTECODE="1")
+
+    assert said == ""
+    assert told["prefix"] == str(prepared)
+    assert told["file"] == str(project.root / "pipeline" / "cli" / "main.py")
+    assert told["arguments"] == ["status", "--json"]
+    assert state_of(prepared) == before
+    assert not (project.root / ".venv").exists()
+
+
+def test_tests_run_in_a_ready_environment(project: Project, prepared: Path) -> None:
+    packages = next(prepared.glob("lib/python*/site-packages"))
+    packages.joinpath("pytest.py").write_text("import sys; print('pytest of', sys.prefix, sys.argv[1:])\n")
+    before = state_of(prepared)
+
+    with project.start(
+        "-k", "a", program=project.root / "bin" / "test", RLHFD_VENV=str(prepared), PYTHONDONTWRITEBYTECODE="1"
+    ) as process:
+        output, said = process.communicate(timeout=60)
+
+    assert (output, said) == (f"pytest of {prepared} ['-k', 'a']\n", "")
+    assert state_of(prepared) == before
+    assert not (project.root / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "lacking"), [("rlhfd", "missing-one"), ("test", "missing-one tool")], ids=["runtime", "test"]
+)
+def test_a_ready_environment_that_lacks_packages_is_refused_with_their_names(
+    project: Project, prepared: Path, program: str, lacking: str
+) -> None:
+    project.root.joinpath("pyproject.toml").write_text(
+        f'{PYPROJECT}dependencies = ["needed>=1", "missing-one>=2,<3"]\n'
+        '[project.optional-dependencies]\ntest = ["tool", "rlhfd[more]"]\n'
+        "more = [\"needed[extra]; python_version > '3'\"]\n"
+    )
+
+    with project.start(program=project.root / "bin" / program, RLHFD_VENV=str(prepared)) as process:
+        output, said = process.communicate(timeout=60)
+
+    assert (process.returncode, output) == (1, "")
+    assert said == f"rlhfd: RLHFD_VENV: {prepared} lacks {lacking}; nothing is installed into it\n"
+
+
+def test_a_ready_environment_that_is_none_is_refused(project: Project, tmp_path: Path) -> None:
+    assert refusal(project, RLHFD_VENV=f"{tmp_path}/none") == (
+        f"rlhfd: RLHFD_VENV: there is no folder {tmp_path}/none\n"
+    )
+    assert refusal(project, RLHFD_VENV=str(tmp_path)) == f"rlhfd: RLHFD_VENV: there is no {tmp_path}/bin/python\n"
+
+
 def test_an_old_python_is_refused_in_one_line(project: Project, tmp_path: Path) -> None:
     old = executable(tmp_path / "old-python", '#!/bin/sh\ncase "$2" in *print*) echo 3.9 ;; *) exit 1 ;; esac\n')
 

@@ -25,7 +25,7 @@ SEEDS = {
     ],
     "rollout.maker": ["ExperienceMaker", "NaiveExperienceMaker"],
     "replay.buffer": ["DetachedReplayBuffer"],
-    "trainer.connection": ["connect"],
+    "trainer.connect": ["connect"],
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

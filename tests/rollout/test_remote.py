@@ -77,7 +77,7 @@ def equal(one, other):
 def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(task, node_of):  # noqa: F811
     config = config_of(task)
     node, here = node_of(config), NodeTelemetry()
-    local = load_roller(config, load_tokenizer(config.model.actor), CPU, here, here.on_row, texts=True)
+    local = load_roller(config, load_tokenizer(config.model.actor), here, here.on_row, texts=True, device=CPU)
 
     loaded = sent(node.load())
     assert loaded.error is None

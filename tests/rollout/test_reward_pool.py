@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -130,6 +133,38 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
     assert [row for row, each in enumerate(of_each) if each is None] == bad
     assert all(each is None or (sum(each) == right(row) and len(each) == 2) for row, each in enumerate(of_each))
     assert "in by_answer" in capfd.readouterr().err, "the log shows where the one that hung was"
+
+
+FORKING = """
+import json, os, sys, threading
+import torch
+from pipeline.rollout.reward_pool import RewardPool
+
+if sys.argv[2] == "thread":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+with RewardPool(["judges:by_answer", "judges:by_answer"], sys.argv[1], timeout_s=30.0, may_fork=True) as rewards:
+    rewards.wait_ready()
+    rows = dict(
+        input_ids=torch.arange(1, 5).repeat(4, 1), attention_mask=torch.ones(4, 4, dtype=torch.int64),
+        response_start=torch.ones(4, dtype=torch.int64), response_end=torch.full((4,), 3),
+        gt_answer=["a", "die", "a", None],
+    )
+    print(json.dumps([rewards(**rows).tolist(), type(rewards._process).__name__]))
+"""
+
+
+def test_scorers_are_forks_of_a_process_without_threads_and_score_the_same(folder: Path, tokenizer: str) -> None:
+    forked, executed = (
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", FORKING, tokenizer, how], cwd=folder, capture_output=True, text=True, check=True
+            ).stdout.replace("NaN", "null")
+        )
+        for how in ("alone", "thread")
+    )
+
+    assert forked == [[10.0, None, 10.0, 10.0], "ForkedChild"]
+    assert executed == [[10.0, None, 10.0, 10.0], "Popen"]
 
 
 def long_rows(rewards: RewardPool, rows: int) -> list[float]:

@@ -37,7 +37,10 @@ def view(
     **shares: float,
 ) -> ProcessView:
     progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, 0.0, in_collective)
-    observed = Observation(name, name.partition("-")[0], 4711, state == "ready", progress, NOW_S if stopped else None)
+    observed = Observation(
+        name, name.partition("-")[0], 4711, state == "ready", progress, NOW_S if stopped else None,
+        stopped_by="SIGTSTP" if stopped else "",
+    )  # fmt: skip
     return ProcessView(observed, state, NOW_S - age_s, shares, last_line)
 
 
@@ -69,12 +72,12 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
          "rollout-0 (pid 4711) hangs or is very slow: it has made no progress for 41 s in generate on ticket 17; "
          "after 5 min 00 s it is killed and restarted."),
         (run(BUFFER, STARVED, view("rollout-0", "reward", silent_s=12, stopped=True)),
-         "rollout-0 (pid 4711) is stopped (SIGSTOP, or a debugger) and has made no progress for 12 s in reward; "
+         "rollout-0 (pid 4711) is stopped (SIGTSTP), kill -CONT 4711: it has made no progress for 12 s in reward; "
          "after 5 min 00 s it is killed and restarted."),
         (run(BUFFER, STARVED, view("rollout-0", "", state="starting", last_line="loading weights"), state="starting"),
          "rollout-0 (pid 4711) has been starting for 1 min 00 s; its last line: loading weights."),
         (run(BUFFER, view("rollout-0", "generate", state="starting", stopped=True), state="starting"),
-         "rollout-0 (pid 4711) has been starting for 1 min 00 s, and is stopped (SIGSTOP, or a debugger)."),
+         "rollout-0 (pid 4711) has been starting for 1 min 00 s, and is stopped (SIGTSTP), kill -CONT 4711."),
         (run(BUFFER, STARVED, view("rollout-0", "", state="backoff", age_s=-3, last_line="OSError: gone")),
          "rollout-0 ended and restarts in 3.0 s: OSError: gone"),
         (run(BUFFER, dataclasses.replace(TRAINING, observed=dataclasses.replace(TRAINING.observed, is_ready=False)),
@@ -94,6 +97,23 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
 )  # fmt: skip
 def test_what_holds_it_back_is_said_first(seen: RunView, expected: str) -> None:
     assert explain(seen, {})[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("hang_timeout_s", "silent_s", "is_named"),
+    [(300, 8, False), (300, 29, False), (300, 31, True), (0, 59, False), (0, 61, True), (20, 9, False), (20, 11, True),
+     (4, 1.9, False), (4, 2.1, True)],
+)  # fmt: skip
+def test_a_long_forward_pass_is_no_hang(hang_timeout_s: float, silent_s: float, is_named: bool) -> None:
+    training = view("trainer-0", "train", since_s=silent_s, silent_s=silent_s, working_on=4)
+    seen = dataclasses.replace(
+        run(BUFFER, training, GENERATING), limits=dataclasses.replace(LIMITS, hang_timeout_s=hang_timeout_s)
+    )
+
+    sentence = explain(seen, {})[0]
+
+    assert ("hangs or is very slow" in sentence) == is_named
+    assert is_named or f"trainer-0 (pid 4711) has been in train on lease 4 for {duration(silent_s)}" in sentence
 
 
 def test_the_last_minute_is_said_last_and_there_are_never_more_than_five_sentences() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -37,6 +38,7 @@ class Idlers(Fleet):
 
     def __init__(self, folder: Path) -> None:
         slots = [SlotName("supervisor"), SlotName("buffer"), SlotName("trainer", 0), SlotName("trainer", 1)]
+        slots.append(SlotName("rollout"))
         slab = MetricsSlab.create(folder / "metrics", slots)
         slab.begin("supervisor")
         self.ended: Callable[[Slot, int], None] = lambda slot, code: None
@@ -232,6 +234,61 @@ def test_a_trainer_that_has_something_to_write_is_not_cut(tmp_path: Path) -> Non
             assert len(fleet.alive("trainer")) == 2
 
     asyncio.run(stop())
+
+
+@pytest.mark.parametrize(
+    ("complete", "before_s", "after_s", "line"),
+    [
+        (True, 0.5, 1.5, (logging.INFO, "cut, all steps are taken: rollout-0")),
+        (False, 29.0, 31.0, (logging.WARNING, "cut at daemon.drain_timeout_s: rollout-0")),
+    ],
+    ids=["after the last step", "at a stop"],
+)
+def test_a_rollout_is_cut_once_and_at_once_if_all_steps_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, complete: bool, before_s: float, after_s: float,
+    line: tuple[int, str],
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO)
+
+    async def stop() -> None:
+        fleet = Idlers(tmp_path)
+        worker = fleet.add("rollout", 0, Place("", ()))
+        daemon = DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state", drain_timeout_s=30.0)
+        shutdown = Shutdown(Config(daemon=daemon), fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+        fleet.ignored = signal.SIGTERM
+        fleet.start(worker)
+        began_s = time.monotonic()
+        shutdown.begin(complete=complete)
+
+        shutdown.advance(began_s + before_s)
+        await asyncio.sleep(0.2)
+        assert worker.alive
+
+        for _ in range(3):
+            shutdown.advance(time.monotonic() + after_s)
+        await fleet.until(lambda: not fleet.alive())
+        assert worker.last_exit == -signal.SIGKILL
+
+    asyncio.run(stop())
+
+    assert [(record.levelno, record.getMessage()) for record in caplog.records if "cut" in record.getMessage()] == [
+        line
+    ]
+
+
+def test_ranks_that_end_together_during_a_stop_give_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def stop() -> None:
+        async with stopping(tmp_path) as (fleet, shutdown):
+            os.kill(fleet.started[1][0], signal.SIGKILL)
+            await fleet.until(lambda: not fleet.alive())
+            shutdown.advance(time.monotonic())
+
+    asyncio.run(stop())
+
+    warned = [record.getMessage() for record in caplog.records if "before its last checkpoint" in record.msg]
+    assert warned == ["trainer-1 ended (-9) before its last checkpoint, restart: "]
 
 
 @pytest.mark.parametrize("first", [0, 1])

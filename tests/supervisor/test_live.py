@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.supervisor.live import LiveView, line, panel, sparkline
-from pipeline.supervisor.snapshot import RateWindow, Snapshot
+from pipeline.supervisor.snapshot import Pace, RateWindow, Snapshot
 from tests.support.slabs import ROOT
 
 SNAPSHOT = Snapshot(
@@ -408,3 +408,23 @@ def test_sparkline_spans_its_blocks() -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 40))
 def test_sparkline_never_exceeds_its_width(values: list[float], width: int) -> None:
     assert len(sparkline(values, width)) == min(width, len(values))
+
+
+def test_the_pace_counts_from_the_resume_and_not_from_the_start_of_the_processes() -> None:
+    pace = Pace()
+    # Twenty seconds of start; the trainer then finds that it resumes at step 1,000.
+    for second in range(20):
+        pace.add(second, 0.0, None, can_roll=False)
+    assert (pace.tokens_per_s, pace.steps_per_s) == (None, None)
+    for second in range(20, 31):
+        pace.add(second, 800.0 * (second - 20), 1000.0 + 0.5 * (second - 20), can_roll=True)
+
+    assert (pace.tokens_per_s, pace.steps_per_s) == (800.0, 0.5)
+
+
+def test_the_pace_goes_on_while_a_worker_is_replaced() -> None:
+    pace = Pace()
+    pace.add(0.0, 0.0, 0.0, can_roll=True)
+    pace.add(10.0, 100.0, 1.0, can_roll=False)
+
+    assert (pace.tokens_per_s, pace.steps_per_s) == (10.0, 0.1)

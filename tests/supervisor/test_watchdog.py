@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import Config, DaemonConfig
+from pipeline.runtime.stopped import stop_signal
 from pipeline.supervisor.fleet import Slot
-from pipeline.supervisor.watchdog import Watchdog, is_stopped
+from pipeline.supervisor.watchdog import Watchdog
 from tests.supervisor.test_fleet import Idlers
 
 LIMIT_S = 100.0
@@ -191,7 +192,7 @@ def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(tmp_p
             watch.fleet.start(rank)
         (pid,) = watch.fleet.started[1]
         os.kill(pid, signal.SIGSTOP)
-        await watch.fleet.until(lambda: is_stopped(pid))
+        await watch.fleet.until(lambda: stop_signal(pid) is not None)
 
         watch.pass_s(LIMIT_S + 1.0)
         await watch.fleet.until(lambda: bool(watch.ended))

@@ -10,6 +10,7 @@ Import the fixture `task` beside it: the embedded task, made once a session, so 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -18,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -33,7 +35,21 @@ from pipeline.errors import RlhfdError
 from pipeline.runtime import control, lock
 from pipeline.runtime.lock import InstanceRecord, shm_directory
 
-PROGRAM = Path(sys.executable).with_name("rlhfd")
+
+def _program() -> Path:
+    """Return the program rlhfd; in an environment without it (RLHFD_VENV), one for the length of the session."""
+    installed = Path(sys.executable).with_name("rlhfd")
+    if installed.exists():
+        return installed
+    folder = tempfile.TemporaryDirectory(prefix="rlhfd-program-")
+    atexit.register(folder.cleanup)
+    made = Path(folder.name, "rlhfd")
+    made.write_text(f"#!{sys.executable}\nimport sys\nfrom pipeline.cli.main import main\nsys.exit(main())\n")
+    made.chmod(0o755)
+    return made
+
+
+PROGRAM = _program()
 SMALL = ("buffer.sample_batch_size=32", "rollout.num_generations=4")
 """Settings of steps that take some 0.1 s."""
 

@@ -37,7 +37,7 @@ async def serve():
     async def answer(request):
         if request["command"] == "stop" and "deaf" not in sys.argv:
             stopped.set()
-        return {"state": "ready", "pid": os.getpid(), "reward_trend": 0.5}
+        return {"state": "ready", "pid": os.getpid(), "reward_trend": 0.5, "reward_since_step": 7}
     server = await serve_control(folder / "control.sock", answer)
     InstanceRecord(os.getpid(), 0.0, "run", str(folder)).write(folder)
     print("held", flush=True)

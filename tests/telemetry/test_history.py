@@ -43,14 +43,16 @@ def test_means_rates_and_shares_are_those_of_all_that_was_added() -> None:
 
     # Rewards 3 and 4 with a variance of 1 each: mean 3.5, variance 1 within and 0.25 between.
     assert both == {
-        "start_s": 6.0, "end_s": 10.0, "step": 4, "reward": 3.5, "reward_spread": round(1.25**0.5, 5),
+        "start_s": 6.0, "end_s": 10.0, "seconds": 4.0, "step": 4, "reward": 3.5, "reward_spread": round(1.25**0.5, 5),
         "tokens_per_s": 2.5, "ready_items": 3.5, "staleness": pytest.approx(1 / 3, abs=1e-4),
         "shares": {"rollout": {"generate": 0.75, "reward": 0.25}},
     }  # fmt: skip
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert Point(0.0, 2.0, 2.0).shown().keys() == {"start_s", "end_s", "step", "tokens_per_s", "ready_items", "shares"}
+    assert Point(0.0, 2.0, 2.0).shown().keys() == {
+        "start_s", "end_s", "seconds", "step", "tokens_per_s", "ready_items", "shares"
+    }  # fmt: skip
 
 
 def test_a_history_goes_on_after_a_restart_and_not_with_another_run(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_points_hold_what_the_metrics_grew_by(tmp_path: Path) -> None:
     bench.look(0.5, ready_items=40)
 
     (one,) = bench.history.points()
-    assert one.end_s - one.start_s == one.seconds == SPAN_S
+    assert one.end_s - one.start_s == one.seconds == one.shown()["seconds"] == SPAN_S
     assert (one.step, one.rewards, one.reward_sum) == (7, 2, 1.0)
     assert one.reward_squares == pytest.approx(2 * 0.25 + 0.0625 + 0.5625)
     assert one.tokens == 60

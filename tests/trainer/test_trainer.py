@@ -10,6 +10,7 @@ from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.state import RankProgress, after_step, digest_after
 from pipeline.trainer.step_stats import StepStats
 from pipeline.trainer.trainer import Trainer
 from tests.trainer.test_connection import House
@@ -54,7 +55,7 @@ class Bench:
         self.learner = CountingLearner(self.model)
         self.saved = []
 
-    def trainer(self, *, agree=lambda ready: ready, **settings):
+    def trainer(self, *, agree=lambda ready: ready, leave=lambda: None, gather=lambda own: [own], **settings):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
@@ -66,6 +67,8 @@ class Bench:
             TrainerMetrics(self.slab.writer("trainer", 0), rank=0, reward_source="function"),
             device=torch.device("cpu"),
             agree=agree,
+            leave=leave,
+            gather=gather,
             save=lambda progress, version, complete: self.saved.append(progress.step) or self.house.weights_path,
         )
 
@@ -154,6 +157,22 @@ def test_a_stopped_trainer_lets_the_others_go_exactly_once(bench):
     assert said == [False]
 
 
+def test_ranks_part_after_they_have_agreed_and_before_the_last_checkpoint(bench):
+    said = []
+    trainer = bench.trainer(
+        agree=lambda ready: said.append(ready) or ready, leave=lambda: said.append(f"saved {bench.saved}")
+    )
+    bench.turns(trainer, 4)
+    taken = trainer.step
+
+    trainer.stop()
+    trainer.close()
+
+    assert taken > 0
+    assert said == [*[True] * taken, False, "saved []"]
+    assert bench.saved == [taken]
+
+
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(bench):
     trainer = bench.trainer(save_every=2, max_steps=5)
 
@@ -173,6 +192,27 @@ def test_equal_experience_gives_an_equal_digest(tmp_path):
         bench.close()
 
     assert digests[0] == digests[1] != 0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_two_ranks_continue_one_digest_of_both_and_the_higher_position(bench, place):
+    """A successor restores the first rank's progress on every rank."""
+    other, own = RankProgress(77, 1_000_000), []
+
+    def gather(progress):
+        own.append(progress)
+        return [other, progress] if place else [progress, other]
+
+    trainer = bench.trainer(max_steps=2, gather=gather)
+    bench.run(trainer)
+
+    (first, second), experiences = own, [batches[0] for batches in bench.learner.batches]
+    assert first.digest == digest_after(0, experiences[:1])
+    ranks = [other, first] if place else [first, other]
+    assert second.digest == digest_after(after_step(1, ranks).digest, experiences[1:])
+    assert trainer.progress.position == other.position
+    assert after_step(1, [first, other]).digest != after_step(1, [other, first]).digest, "in order of ranks"
+    assert after_step(1, [first]) == (1, first.digest, first.position), "of one rank, its own"
 
 
 def test_what_was_learned_is_counted(bench):
@@ -196,3 +236,15 @@ def test_the_position_is_that_of_the_newest_batch_even_if_prompts_were_taken_bac
     bench.run(trainer)
 
     assert trainer.progress == (2, trainer.progress.digest, 24)
+
+
+def test_no_reader_sees_a_count_of_steps_below_those_before_a_resume(bench):
+    bench.slab.begin("trainer", 0)
+    metrics = TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
+    reader = MetricsReader(bench.slab)
+    assert reader.read().value("rlhfd_train_steps_total") is None
+
+    metrics.began(7, steps_before=1000)
+
+    assert reader.read().value("rlhfd_train_steps_total") == 1000
+    assert reader.read().value("rlhfd_policy_version", role="trainer", worker="0") == 7

@@ -151,6 +151,20 @@ export class LineChart extends Chart {
 }
 
 /** Time of the processes of a role by activity, stacked to one. */
+/** Returns the share of each activity of a role over all points from `start_s` on; null if none is known. */
+export function meanShares(points, role, start_s) {
+  const spent = {};
+  let seconds = 0;
+  for (const point of points) {
+    const shares = Object.entries(point.shares?.[role] ?? {});
+    if (!shares.length) continue;
+    const seen = point.seconds * (point.end_s - Math.max(start_s, point.start_s)) / (point.end_s - point.start_s || 1);
+    seconds += seen;
+    for (const [name, share] of shares) spent[name] = (spent[name] ?? 0) + share * seen;
+  }
+  return seconds ? Object.fromEntries(Object.entries(spent).map(([name, sum]) => [name, sum / seconds])) : null;
+}
+
 export class ShareChart extends Chart {
   constructor(host, name, role, legend) {
     super(host, name);
@@ -177,12 +191,12 @@ export class ShareChart extends Chart {
       }
     }
     this.top.textContent = "";
-    const last = this.points.findLast(known);
+    const whole = meanShares(this.points, this.role, this.start_s) ?? {};
     const worth = names.filter((name) => this.points.some((point) => (point.shares?.[this.role]?.[name] ?? 0) >= 0.01));
     this.legend.replaceChildren(...worth.map((name) => {
       const entry = document.createElement("li");
       entry.className = `a-${name}`;
-      entry.textContent = `${NAMES[name] ?? name} ${Math.round((last?.shares[this.role][name] ?? 0) * 100)} %`;
+      entry.textContent = `${NAMES[name] ?? name} ${Math.round((whole[name] ?? 0) * 100)} %`;
       return entry;
     }));
   }

@@ -1,6 +1,6 @@
 // Polls the daemon once a second while the page is visible, and shows its answers.
 
-import { LineChart, ShareChart, ago, isWait, NAMES } from "./charts.js";
+import { LineChart, ShareChart, ago, isWait, meanShares, NAMES } from "./charts.js";
 import { Feed } from "./rollouts.js";
 
 const INTERVAL_MS = 1000, TIMEOUT_MS = 10000, MOST_POINTS = 4000;
@@ -48,7 +48,7 @@ function showRun({ status, why }) {
   write("why", why.join(" ") || "Nothing to report yet.");
   write("reward", shown(status.reward_mean, fixed(3)));
   const change = status.reward_trend;
-  write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since the start`);
+  write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since step ${shown(status.reward_since_step, fixed(0))}`);
   write("speed", shown(status.tokens_per_s, fixed(0)));
   write("ready", shown(buffer.ready_items, fixed(0)));
   write("ready-of", buffer.capacity_items ? `of ${fixed(0)(buffer.capacity_items)} rows ready, ${fixed(0)(buffer.leased_items)} leased` : "rows ready");
@@ -59,10 +59,15 @@ function showRun({ status, why }) {
   $("lost").hidden = !lost;
   if (lost) write("lost", `${lost} rows are unaccounted for: please report this.`);
   const rows = status.processes.map((process) => [
-    process.name, process.state, NAMES[process.activity] ?? process.activity, process.pid ?? "–", process.devices, process.restarts,
+    process.name, process.state, NAMES[process.activity] ?? process.activity, process.pid ?? "–", device(process), process.restarts,
     process.pid ? bytes(process.resident_bytes) : "–", process.pid ? ago(process.uptime_s) : "–",
   ]);
   showRows($("processes"), rows);
+}
+
+/** The number of a process's GPU with its name, or cpu. */
+function device(process) {
+  return process.device && process.device !== process.devices ? `${process.devices}: ${process.device}` : process.devices;
 }
 
 /** Updates cell by cell: replacing a row would lose the text selection in it. */
@@ -94,7 +99,7 @@ function showCharts() {
   const seen = points.filter((point) => point.end_s > start_s);
   for (const chart of charts) chart.draw(seen, start_s, end_s);
   for (const role of ["rollout", "trainer", "buffer"]) {
-    const shares = points.findLast((point) => point.shares?.[role])?.shares[role];
+    const shares = meanShares(seen, role, start_s);
     const busy = shares && Object.entries(shares).reduce((sum, [name, share]) => sum + (isWait(name) ? 0 : share), 0);
     write(`${role}-busy`, busy === undefined ? "–" : `${Math.round(busy * 100)} %`);
   }

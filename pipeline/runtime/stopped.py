@@ -1,0 +1,46 @@
+"""Processes that a signal has stopped: Ctrl-Z sends SIGTSTP, a person or a tool SIGSTOP."""
+
+from __future__ import annotations
+
+import signal
+
+from pipeline.errors import StoppedError
+
+_EXIT_CODE = 49
+"""Place of the exit code after the command's name in /proc/PID/stat; of a stopped process it is the stop signal."""
+
+
+def stop_signal(pid: int) -> str | None:
+    """Return the name of the signal that has stopped a process; None if it is not stopped.
+
+    Args:
+        pid: The process; in the kernel's state T, not in t, a debugger's.
+
+    Returns:
+        As ``"SIGTSTP"``; ``"by a signal"`` if the kernel does not tell which one.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        if fields[0] != "T":
+            return None
+        return signal.Signals(int(fields[_EXIT_CODE])).name
+    except (OSError, IndexError):
+        return None
+    except ValueError:
+        return "by a signal"
+
+
+def refuse_stopped(pid: int) -> None:
+    """Raise if a signal has stopped the instance with this pid.
+
+    Raises:
+        StoppedError: If it is stopped.
+    """
+    if by := stop_signal(pid):
+        raise StoppedError(f"pid {pid} is {stopped_text(pid, by)}")
+
+
+def stopped_text(pid: int, by: str) -> str:
+    """Return the state of a stopped process, with the command that continues it."""
+    return f"stopped ({by}), kill -CONT {pid}"

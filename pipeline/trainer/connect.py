@@ -1,0 +1,98 @@
+"""Connections of trainer ranks to a running daemon over ZeroMQ: `pipeline.connect`, and the built-in trainer's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from pipeline.errors import ConfigError, UnreachableError
+from pipeline.runtime.lock import find
+from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Traffic, trainer_name
+from pipeline.storage.arena import Arena
+from pipeline.trainer.connection import Check, Connection
+from pipeline.trainer.publish_check import PublishCheck
+
+_CONNECT_TIMEOUT_S = 30.0
+
+
+def connect(
+    runtime_dir: str | os.PathLike[str] = "run/rlhfd", *, rank: int = 0, world_size: int = 1, prefetch: int = 2
+) -> Connection:
+    """Connect a trainer rank to the daemon that serves `runtime_dir`.
+
+    Args:
+        runtime_dir: The daemon's ``daemon.runtime_dir``.
+        rank: This process's rank; each rank connects once.
+        world_size: Number of ranks, as configured under ``trainer.world_size``.
+        prefetch: Batches leased ahead, including the batch in hand.
+
+    Returns:
+        The rank's connection: it yields batches of experience and publishes weights. The caller closes it.
+
+    Raises:
+        NotRunningError: If no daemon serves `runtime_dir`.
+        UnreachableError: If the daemon's buffer does not answer within 30 s.
+        ConfigError: If the rank is connected already, or the daemon is configured for another world size.
+    """
+    record = find(Path(runtime_dir))
+    if record.world_size != world_size or not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {record.world_size}")
+    folder = Path(record.shm_dir)
+    connection = open_connection(
+        folder, rank=rank, world_size=world_size, prefetch=prefetch, check=PublishCheck(folder)
+    )
+    if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
+        connection.close()
+        raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
+    return connection
+
+
+def open_connection(
+    folder: Path,
+    *,
+    rank: int,
+    world_size: int,
+    prefetch: int = 2,
+    verify_checksum: bool = True,
+    traffic: Traffic | None = None,
+    check: Check = lambda actor, critic: None,
+) -> Connection:
+    """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`.
+
+    Args:
+        folder: The instance's folder in shared memory.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        prefetch: Batches leased ahead, including the batch in hand.
+        verify_checksum: Whether each extent's checksum is verified before its rows are used.
+        traffic: Counts the messages.
+        check: Called with the state dicts of each publish; raises if they must not be published.
+    """
+    lock = _lock_rank(folder, rank)
+    arena = Arena(folder / "arena")
+    arena.populate()
+    mailbox = Mailbox(folder, trainer_name(rank), traffic)
+    outbox = Outbox(folder, BUFFER, traffic)
+
+    def on_close() -> None:
+        outbox.close(linger_s=1.0)
+        mailbox.close()
+        arena.close()
+        os.close(lock)
+
+    return Connection(
+        arena, folder / "weights", mailbox, outbox,
+        rank=rank, world_size=world_size, prefetch=prefetch, verify_checksum=verify_checksum,
+        on_close=on_close, check=check,
+    )  # fmt: skip
+
+
+def _lock_rank(folder: Path, rank: int) -> int:
+    descriptor = os.open(folder / f"{trainer_name(rank)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"trainer rank {rank} is connected already") from None
+    return descriptor

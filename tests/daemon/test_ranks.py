@@ -1,0 +1,119 @@
+"""Two trainer ranks: whichever process is killed, weights and digest of experience are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.telemetry.slab import MetricsSlab
+from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.endings import Ending, endings
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+STEPS = 6
+ROWS_OF_HALF_A_VERSION = 32
+SETTINGS = (
+    *SMALL,
+    f"trainer.max_steps={STEPS}",
+    "trainer.world_size=2",
+    "rollout.workers=2",
+    "buffer.max_staleness=0",
+    "daemon.restart_delay_s=0.02",
+)
+
+
+def two_ranks(folder: Path, task: Path) -> Daemon:  # noqa: F811
+    """Return a daemon in a folder of its own, not started."""
+    folder.mkdir()
+    return Daemon(folder, *SETTINGS, *telling_reward(folder), task=task)
+
+
+def finished(daemon: Daemon) -> dict[str, Ending]:
+    """Wait for the end; return each rank's last line."""
+    assert daemon.wait() == 0, daemon.errors
+    return endings(daemon.errors)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[str, Ending]:  # noqa: F811
+    """Return each rank's last line of a run without a kill."""
+    with two_ranks(tmp_path_factory.mktemp("ranks") / "undisturbed", task) as daemon:
+        return finished(daemon)
+
+
+@contextlib.contextmanager
+def metrics_of(daemon: Daemon) -> Iterator[MetricsSlab]:
+    slab = MetricsSlab.attach(daemon.shm_dir / "metrics")
+    try:
+        yield slab
+    finally:
+        slab.close()
+
+
+def strike(daemon: Daemon, name: str, activity: str, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a signal to a process while it is in an activity; return its pid."""
+    role, _, index = name.partition("-")
+    pid = daemon.pids()[name]
+    with metrics_of(daemon) as slab:
+        daemon.wait_until(lambda: slab.progress(role, int(index)).activity == activity, f"{name} is in {activity}")
+        daemon.signal(number, name)
+    return pid
+
+
+def rows_here(daemon: Daemon) -> int:
+    """Return the rows of this version that are rolled out: ready or leased."""
+    with metrics_of(daemon) as slab:
+        held = slab.conservation()
+        return 0 if held is None else held.ready_items + held.leased_items
+
+
+def test_rows_that_arrive_early_do_not_go_to_the_rank_of_earlier_prompts(tmp_path, task, undisturbed):  # noqa: F811
+    """Half of a version's prompts are late: their worker is stopped, and killed once the other half has arrived."""
+    with two_ranks(tmp_path / "late", task) as daemon:
+        daemon.wait_step(2)
+        strike(daemon, "rollout-0", "generate", signal.SIGSTOP)
+        daemon.wait_until(lambda: rows_here(daemon) >= ROWS_OF_HALF_A_VERSION, "the other worker's rows are there")
+        daemon.signal(signal.SIGKILL, "rollout-0")
+
+        assert finished(daemon) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("name", "activity"), [("trainer-1", "train"), ("trainer-0", "train"), ("trainer-1", "wait_data")]
+)
+def test_the_successors_of_killed_ranks_continue_the_digest(tmp_path, task, undisturbed, name, activity):  # noqa: F811
+    with two_ranks(tmp_path / "killed", task) as daemon:
+        daemon.wait_step(2)
+        killed = strike(daemon, name, activity)
+        daemon.wait_until(lambda: daemon.pids().get(name) not in (None, killed), f"{name} is started again")
+
+        assert finished(daemon) == undisturbed
+
+
+def test_the_successor_of_a_killed_buffer_gives_each_rank_the_same_rows(tmp_path, task, undisturbed):  # noqa: F811
+    with two_ranks(tmp_path / "buffer", task) as daemon:
+        for step in (1, 3):
+            daemon.wait_step(step)
+            strike(daemon, "buffer-0", "wait_data")
+
+        assert finished(daemon) == undisturbed
+
+
+def test_a_stopped_and_started_run_continues_the_digest_of_its_checkpoint(tmp_path, task, undisturbed):  # noqa: F811
+    with two_ranks(tmp_path / "stopped", task) as first:
+        first.wait_step(2)
+        first.signal(signal.SIGTERM)
+        assert {ending.steps for ending in finished(first).values()} != {STEPS}, "stopped before its end"
+    with Daemon(first.folder, *SETTINGS, *telling_reward(first.folder), task=task, name="second") as second:
+        assert finished(second) == undisturbed
+
+
+def test_both_ranks_log_one_digest(undisturbed):
+    assert undisturbed.keys() == {"trainer-0", "trainer-1"}
+    assert undisturbed["trainer-0"].experiences == undisturbed["trainer-1"].experiences
+    assert undisturbed["trainer-0"].weights != undisturbed["trainer-1"].weights == "-"

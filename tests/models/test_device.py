@@ -1,0 +1,61 @@
+"""The device of a process: the GPU that it was given, the CPU, or a refusal; never the CPU in place of a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.models.device import device_name, process_device
+
+# No machine has as many; CUDA then shows no device, as it does where the driver does not work.
+NO_SUCH_GPU = "97"
+
+
+def asked(visible: str | None) -> str:
+    """Return the device, or the refusal, of a new process: CUDA reads the variable once a process."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    program = (
+        "from pipeline.errors import ConfigError\n"
+        "from pipeline.models.device import process_device\n"
+        "try: print(process_device())\n"
+        "except ConfigError as error: print(int(error.exit_code), error)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return found.stdout.rstrip("\n")
+
+
+def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason():
+    answer = asked(NO_SUCH_GPU)
+
+    assert answer.startswith(f"78 this process was given GPU {NO_SUCH_GPU} (CUDA_VISIBLE_DEVICES) and cannot use it: ")
+    reason = answer.partition("cannot use it: ")[2].partition(";")[0]
+    assert "CUDA" in reason or "NVIDIA" in reason
+    assert answer.endswith('; CUDA_VISIBLE_DEVICES="" runs on the CPU')
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "-1,0"])
+def test_without_a_gpu_in_the_list_a_process_computes_on_the_cpu(visible):
+    assert asked(visible) == "cpu"
+
+
+def test_a_forked_process_that_cannot_use_cuda_says_that_it_was_forked(monkeypatch):
+    import torch
+
+    # As in a fork of a process that had asked CUDA for its devices, with a PyTorch for GPUs or without.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+
+    with pytest.raises(ConfigError, match="cannot use it: Cannot re-initialize CUDA in forked subprocess"):
+        process_device()
+
+
+def test_the_cpu_has_its_own_name():
+    import torch
+
+    assert device_name(torch.device("cpu")) == "cpu"
