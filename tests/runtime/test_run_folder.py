@@ -155,6 +155,18 @@ def test_a_checkpoint_whose_record_a_kill_left_out_is_found(tmp_path):
     assert read_latest(checkpoints_dir(of)).path == "step-000003"
 
 
+def test_a_checkpoint_that_was_being_replaced_when_its_trainer_died_is_put_back(tmp_path):
+    of = config(tmp_path)
+    RunFolder(of).claim()
+    model = save(of, 3, "a")
+    model.rename(model.with_name(f".{model.name}{REPLACED}1"))
+
+    open_run(of, tmp_path / "shm")
+
+    assert (model / "token").read_text() == "a"
+    assert sorted(path.name for path in checkpoints_dir(of).iterdir()) == ["latest.json", "step-000003"]
+
+
 def test_the_runs_of_a_state_directory_are_listed_by_their_last_start(tmp_path):
     first, second = config(tmp_path), config(tmp_path, daemon={"seed": 1})
     for of in (first, second, first):
