@@ -23,15 +23,18 @@ from pipeline.buffer.sizing import checked_layout, ledger_layout
 from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.buffer.spool import Spool
 from pipeline.config import user_modules
+from pipeline.config.identity import run_name
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import new_worker
 from pipeline.rollout.worker import RolloutWorker
-from pipeline.runtime.lock import InstanceLock, shm_directory
+from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
+from pipeline.runtime.lock import InstanceLock, StateLock, shm_directory
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import RoleContext, monotonic_s, reward_source
+from pipeline.runtime.run_start import begin_run, open_run
 from pipeline.runtime.signals import hold_signals, ignore_signals, unwind_on_signals
 from pipeline.runtime.transport import BUFFER, trainer_name, worker_name
 from pipeline.runtime.workspace import Workspace
@@ -89,8 +92,12 @@ class Endpoint:
         return self._transport.take(self._peer)
 
 
-def run(loaded: LoadedConfig) -> ExitCode:
+def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     """Run an instance in this process until it has ended.
+
+    Args:
+        loaded: The configuration.
+        back_to: A checkpoint of the run to go back to, such as ``step-000070``.
 
     Raises:
         ConfigError: If the configuration cannot be run in one process, or not on this machine.
@@ -109,8 +116,13 @@ def run(loaded: LoadedConfig) -> ExitCode:
     if config.cluster.engine != "local":
         raise ConfigError("--serial: one process computes all of it; set cluster.engine = local")
     hold_signals()
-    with InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "serial"):
-        workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config, checked_layout(config))
+    runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
+    state_lock = StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config))
+    with InstanceLock(runtime_dir), state_lock, RunLog(config, "serial"):
+        if completed := open_run(config, shm_dir, back_to=back_to):
+            sys.stdout.write(f"{completed}\n")
+            return ExitCode.OK
+        workspace = begin_run(config, shm_dir, checked_layout(config))
         has_begun = False
         try:
             unwind_on_signals()
@@ -181,6 +193,8 @@ class _Serial:
         self._worker.close()
         totals = self._buffer.ledger.totals
         log.info("experiences: sealed=%d trained=%d dropped=%d", totals.sealed, totals.trained, sum(totals.dropped))
+        if (latest := read_latest(root := checkpoints_dir(self._config))) is not None:
+            log.info("checkpoint, a folder for from_pretrained: %s", root / latest.path)
         return ExitCode.OK if saved and whole else ExitCode.FAILED
 
     def _stop(self, *_: object) -> None:

@@ -1,6 +1,6 @@
 """Periodic snapshots of the buffer's undelivered rows: a machine crash costs at most the time since the last one.
 
-    state_dir/journal/IDENTITY.safetensors    format of a spool (see `pipeline.buffer.spool`), replaced by each write
+    runs/NAME/journal/IDENTITY.safetensors    format of a spool (see `pipeline.buffer.spool`), replaced by each write
 
 A snapshot is written every `buffer.journal_interval_s`, and as soon as there is a new checkpoint: it is valid only with
 a checkpoint whose weights were published before. `pipeline.buffer.spool` restores it.

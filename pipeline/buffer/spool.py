@@ -1,8 +1,8 @@
 """The spool: the untrained rows of a stopped run, on disk until its next start.
 
-    state_dir/spool/IDENTITY.safetensors    extents (see `pipeline.storage.extent_file`); in its metadata: its number,
+    runs/NAME/spool/IDENTITY.safetensors    extents (see `pipeline.storage.extent_file`); in its metadata: its number,
                                             the next prompt position, prompts to be issued again, published versions
-    state_dir/journal/IDENTITY.safetensors  a snapshot during a run, same format (see `pipeline.buffer.snapshot`)
+    runs/NAME/journal/IDENTITY.safetensors  a snapshot during a run, same format (see `pipeline.buffer.snapshot`)
 
 An orderly shutdown writes the spool; the next start of the same run restores it before it serves any peer. Each extent
 goes into the ledger by itself, the number of the spool last. A buffer killed in between is continued by its successor:

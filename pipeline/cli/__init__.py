@@ -8,6 +8,7 @@ instances      `rlhfd ps` and `rlhfd attach`
 main           the commands
 options        options that commands share
 reward_rows    the rows that `rlhfd try-reward` scores
+runs           `rlhfd runs`
 samples        `rlhfd samples`
 service        `rlhfd systemd` and `rlhfd logs`
 status         `rlhfd status`

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from pipeline.cli.runs import entries_of
 from pipeline.cli.status import render, size
 from pipeline.config import load as config_load
 from pipeline.errors import NotRunningError, RlhfdError
@@ -43,6 +44,7 @@ _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|KEY|CREDENTIAL|AUTH", re.IGNO
 _TIMEOUT_S = 5.0
 _LAST_LINES = 5000
 _LAST_ERRORS = 50
+_LAST_RUNS = 20
 _GRAVE = ("warning", "error", "critical")
 _ROOT = Path(__file__).parents[2]
 
@@ -64,6 +66,7 @@ def report(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], r
         "packages": _packages,
         "limits": _limits,
         "shared memory and disks": lambda: _storage(path, sets, environ),
+        "runs": lambda: _runs(path, sets, environ),
         "environment": lambda: _environment(environ),
         "configuration": lambda: _configuration(path, sets, environ),
         "instance": lambda: _instance(folder()),
@@ -130,6 +133,13 @@ def _storage(path: Path | None, sets: Sequence[str], environ: Mapping[str, str])
         yield f"{left}: {size(nbytes)}"
     state = Path(config_load.load(path, sets, environ).config.daemon.state_dir)
     yield _used(next(folder for folder in (state, *state.parents) if folder.exists()))
+
+
+def _runs(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+    state_dir = Path(config_load.load(path, sets, environ).config.daemon.state_dir)
+    for run in entries_of(state_dir)[-_LAST_RUNS:]:
+        kept = ", ".join(run["checkpoints"]) or "no checkpoint"
+        yield f"{run['name']}: {run['state']}, step {run['step']:,}, {kept}; {run['folder']}"
 
 
 def _used(folder: Path) -> str:

@@ -12,7 +12,7 @@ import click
 
 from pipeline.cli.config import config
 from pipeline.cli.init import init
-from pipeline.cli.instances import attach, ps
+from pipeline.cli.instances import ps
 from pipeline.cli.options import (
     REQUEST_TIMEOUT_S,
     ask,
@@ -22,6 +22,7 @@ from pipeline.cli.options import (
     replace_unknown_characters,
     runtime_dir_of,
 )
+from pipeline.cli.runs import run_folder_of, runs
 from pipeline.cli.service import logs, systemd
 from pipeline.cli.try_reward import try_reward
 from pipeline.cli.usage import advised
@@ -75,36 +76,43 @@ def main() -> None:
 @main.command(short_help="Start an instance; SIGTERM or Ctrl-C shuts it down.")
 @configured
 @click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
-@click.option("--fresh", is_flag=True, help="Ignore every checkpoint; sets trainer.resume=never.")
+@click.option("--fresh", is_flag=True, help="Remove this run, and no other, and begin it anew.")
+@click.option("--from", "back_to", default="", metavar="step-N", help="Go back to an earlier checkpoint of this run.")
 @click.option("--detach", is_flag=True, help="Return when the instance is ready; it runs on without a terminal.")
-def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, detach: bool) -> None:
+def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, back_to: str, detach: bool) -> None:
     """Start an instance in the foreground; SIGTERM or Ctrl-C drains it and shuts it down.
 
-    It resumes from the last checkpoint of the same run, unless that run took all of its steps.
+    It resumes from the last checkpoint of the same run. A run that has taken all of trainer.max_steps says so and exits
+    with 0. Another model, seed, prompt file, algorithm or batch size is another run, with a folder of its own; `rlhfd
+    runs` lists them.
 
     \b
     Examples:
       rlhfd start
       rlhfd start --config grpo.toml --set rollout.workers=4 --set 'rollout.devices=[0, 1, 2, 3]'
       rlhfd start --serial --set trainer.max_steps=3
+      rlhfd start --from step-000050
       rlhfd start --fresh
       rlhfd start --detach && rlhfd attach
     """
     if serial and detach:
         raise click.UsageError("--serial and --detach exclude each other")
+    if fresh and back_to:
+        raise click.UsageError("--fresh removes the checkpoints of this run, --from goes back to one: give one of them")
     loaded = load(path, (*sets, "trainer.resume=never") if fresh else sets, files=True)
     if detach:
         from pipeline.cli import detached
 
         arguments = [*(["--config", str(path)] if path else []), *(word for item in sets for word in ("--set", item))]
         runtime_dir = Path(loaded.config.daemon.runtime_dir)
-        sys.exit(detached.start([*arguments, *(["--fresh"] if fresh else [])], runtime_dir))
+        arguments += [*(["--fresh"] if fresh else []), *(["--from", back_to] if back_to else [])]
+        sys.exit(detached.start(arguments, runtime_dir))
     if serial:
         from pipeline.serial import run
     else:
         from pipeline.supervisor.supervisor import run
     try:
-        sys.exit(int(run(loaded)))
+        sys.exit(int(run(loaded, back_to=back_to)))
     except ConfigError as error:
         raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
 
@@ -324,6 +332,7 @@ def resume(path: Path | None, runtime_dir: Path | None) -> None:
 @click.option("--max-reward", type=float, metavar="R", help="Only rollouts with a response of reward at most R.")
 @click.option("--contains", default="", metavar="TEXT", help="Only rollouts with TEXT in prompt, answer or a response.")
 @click.option("--worker", type=click.IntRange(min=0), metavar="N", help="Only rollouts of worker N.")
+@click.option("--run", default="", metavar="NAME", help="Run of that name; else the running or the last one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def samples(
     path: Path | None,
@@ -334,6 +343,7 @@ def samples(
     max_reward: float | None,
     contains: str,
     worker: int | None,
+    run: str,
     as_json: bool,
 ) -> None:
     """Show sampled rollouts: prompt, responses with reward and advantage; also of a run that has ended.
@@ -347,25 +357,14 @@ def samples(
     from pipeline.cli.samples import Filter, show
     from pipeline.telemetry.samples import SampleReader, folder_of
 
-    reader = SampleReader(folder_of(_state_dir(runtime_dir, path)))
+    reader = SampleReader(folder_of(run_folder_of(runtime_dir, path, run)))
     show(reader, Filter(min_reward, max_reward, contains, worker), last=last, follow=follow, as_json=as_json)
 
 
-def _state_dir(directory: Path | None, path: Path | None) -> Path:
-    """Return the running instance's state directory; if none runs, the configured one."""
-    from pipeline.runtime import lock
-
-    try:
-        record = lock.find(runtime_dir_of(directory, path))
-    except NotRunningError:
-        return load(path, (), files=False).config.daemon.state_dir
-    return Path(json.loads((Path(record.shm_dir) / "config.json").read_text())["daemon"]["state_dir"])
-
-
-main.add_command(attach)
 main.add_command(config)
 main.add_command(init)
 main.add_command(logs)
 main.add_command(ps)
+main.add_command(runs)
 main.add_command(systemd)
 main.add_command(try_reward)

@@ -40,7 +40,9 @@ def render(status: Mapping[str, Any]) -> str:
         ),
         "rows": f"{_shown(buffer, 'sealed')} sealed, {_shown(buffer, 'trained')} trained, {_dropped(buffer)} dropped",
         "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}",
-        "run": f"{_shown(status, 'run_id')}, pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
+        "checkpoint": _shown(status, "checkpoint"),
+        "run": f"{_shown(status, 'run')}, id {_shown(status, 'run_id')}",
+        "daemon": f"pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
         "metrics": _shown(status, "metrics_url"),
     }
     lines = [f"{name:<11}{text}" for name, text in run.items() if text]

@@ -1,15 +1,25 @@
-"""The identity of a run, and its folder; both follow from the configuration alone."""
+"""The identity of a run, its name and its folder; all follow from the configuration alone."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
+from typing import Any
 
 from pipeline.config.schema import Config
 
+_DIGITS = 8
+_MODEL_CHARACTERS = 40
+_CACHED = "models--"
+_MEANINGLESS = ("model", "actor", "checkpoint", "final", "latest")
+
 
 def identity_of(config: Config) -> str:
-    """Return a digest of the settings that identify a run: models, prompts, seed, algorithm and batches."""
+    """Return a digest of the settings that identify a run: models, prompts, seed, algorithm and batches.
+
+    It is on disk with each checkpoint: a new key of ``[model]`` or ``[prompts]`` is left out of it at its default.
+    """
     parts = (
         config.daemon.seed, config.model.model_dump_json(), config.prompts.model_dump_json(), config.rollout.algorithm,
         config.rollout.num_generations, config.lengths.row, config.sample_batch_size, config.prompts_per_ticket,
@@ -19,6 +29,52 @@ def identity_of(config: Config) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
+def identifying_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that the identity is made of, by ``section.key``."""
+    values = {
+        "daemon.seed": config.daemon.seed,
+        "rollout.algorithm": config.rollout.algorithm,
+        "rollout.num_generations": config.rollout.num_generations,
+        "rollout.max_length": config.lengths.row,
+        "rollout.max_new_tokens": config.lengths.response,
+        "rollout.batch_size": config.prompts_per_ticket,
+        "buffer.sample_batch_size": config.sample_batch_size,
+        "buffer.arena_bytes": config.buffer.arena_bytes,
+        "trainer.world_size": config.trainer.world_size,
+        "trainer.kind": config.trainer.kind,
+    }
+    for section in ("model", "prompts"):
+        kept = getattr(config, section).model_dump(mode="json")
+        values |= {f"{section}.{key}": value for key, value in kept.items()}
+    return values
+
+
+def run_name(config: Config) -> str:
+    """Return the name of a run: `daemon.run_name`, else one like ``grpo-Qwen2.5-0.5B-3f9c1a2b``, from its identity."""
+    if config.daemon.run_name is not None:
+        return config.daemon.run_name
+    return default_name(config.rollout.algorithm, config.model.actor, identity_of(config))
+
+
+def default_name(algorithm: str, actor: str, identity: str) -> str:
+    """Return the name of a run that has no `daemon.run_name`."""
+    return f"{algorithm}-{_model_name(actor)}-{identity[:_DIGITS]}"
+
+
 def run_dir(config: Config) -> Path:
     """Return the folder of a run: checkpoints, spool, snapshot, samples, history, quarantine."""
-    return config.daemon.state_dir
+    return runs_dir(config.daemon.state_dir) / run_name(config)
+
+
+def runs_dir(state_dir: Path) -> Path:
+    """Return the folder of all runs of a state directory."""
+    return Path(state_dir) / "runs"
+
+
+def _model_name(actor: str) -> str:
+    """Return the readable part of a model's path: a folder ``model`` is called by the folder around it."""
+    path = Path(actor)
+    cached = next((part for part in path.parts if part.startswith(_CACHED)), "")
+    named = (part for part in reversed(path.parts) if part.lower() not in _MEANINGLESS)
+    name = cached.rpartition("--")[2] or next(named, "") or "model"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:_MODEL_CHARACTERS] or "model"

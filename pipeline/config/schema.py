@@ -34,7 +34,16 @@ class DaemonConfig(Section):
         description="Folder by which commands find the running instance; one instance per folder.",
     )
     state_dir: AnyPath = Field(
-        default=Path("state"), description="Folder of data that outlives a run: checkpoints, spool, the embedded task."
+        default=Path("state"),
+        description="Folder of the data that stays: a folder for each run in runs/, the log, the embedded task; of one "
+        "instance at a time.",
+    )
+    run_name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=64,
+        description="Name of the run and of its folder in state_dir/runs, for runs of your own naming that differ in "
+        "the learning rate only; by default from the run's identity, such as grpo-Qwen2.5-0.5B-3f9c1a2b.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of prompt order, sampling and initialisation.")
     log_format: Literal["text", "json"] = Field(default="text", description="Log lines as text for people, or as JSON.")
@@ -262,12 +271,12 @@ class BufferConfig(Section):
         default=1 << 30,
         ge=0,
         lt=2**62,
-        description="Maximum bytes of the copies of quarantined experience under daemon.state_dir; 0: no copies.",
+        description="Maximum bytes of the copies of quarantined experience in the run's folder; 0: no copies.",
     )
     journal_interval_s: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds between snapshots of the buffer's rows in daemon.state_dir, with one more after each "
+        description="Seconds between snapshots of the buffer's rows in the run's folder, with one more after each "
         "checkpoint: the most that a crash of the machine costs; 0: no snapshots.",
     )
 
@@ -322,7 +331,9 @@ class TrainerConfig(Section):
     )
     keep_checkpoints: int = Field(default=3, ge=0, description="Checkpoints of a run that are kept; 0: all.")
     resume: Literal["auto", "never"] = Field(
-        default="auto", description="Whether a start resumes from the last checkpoint of the same run."
+        default="auto",
+        description="Whether a start resumes from the last checkpoint of the same run; never: each start removes that "
+        "run and begins it anew, as `rlhfd start --fresh` does once.",
     )
     keep_state: Literal["memory", "disk"] = Field(
         default="memory",

@@ -49,7 +49,7 @@ class SamplesConfig(Section):
         default=16 << 20,
         ge=1 << 16,
         lt=2**40,
-        description="Maximum bytes of the samples under daemon.state_dir; the oldest are removed first.",
+        description="Maximum bytes of the samples in the run's folder; the oldest are removed first.",
     )
     remote: bool = Field(
         default=False,

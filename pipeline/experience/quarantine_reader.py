@@ -75,7 +75,7 @@ def read_quarantine(path: str | os.PathLike[str]) -> QuarantinedExtent:
     """Open a quarantine file.
 
     Args:
-        path: A file in `daemon.state_dir`'s folder `quarantine`.
+        path: A file in `quarantine/` of the run's folder.
 
     Returns:
         The quarantined rows, with the reason of the quarantine.

@@ -6,12 +6,15 @@ control             the control socket
 forking             forks of this process that run one function
 forkserver          the supervisor's side of the forkserver
 forkserver_process  the forkserver, the only module here that loads torch
+former_layout       the state directory of earlier releases, moved into the folders of its runs
 latest_checkpoint   the latest checkpoint, and whether a start resumes from it
 lifeline            the end of a child with its parent
 lock                the lock and record of an instance
 messages            every message between the processes
 pause               whether tickets are issued
 role                a role's folder, metrics, reports and SIGTERM
+run_folder          the folder of a run
+run_start           the run's part of a start
 signals             signal handling of a process
 stopped             processes that a signal has stopped
 transport           ZeroMQ between the processes of an instance

@@ -1,10 +1,9 @@
 """The latest checkpoint, and whether a start resumes from it; in JSON, and without torch.
 
-    state_dir/checkpoints/latest.json          `Latest`, replaced in one rename
-    state_dir/checkpoints/step-000070/         a checkpoint (`pipeline.trainer.checkpoints`)
+    runs/NAME/checkpoints/latest.json          `Latest`, replaced in one rename
+    runs/NAME/checkpoints/step-000070/         a checkpoint (`pipeline.trainer.checkpoints`)
 
-`latest.json` always belongs to the current or the last run: a run that starts from scratch removes it before it
-publishes its first weights.
+Each run has a folder of its own (`pipeline.runtime.run_folder`): `latest.json` and the checkpoints are of one run.
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.storage.files import UNREADABLE, replacing
+
+REPLACED = ".replaced."
+"""In the name of a checkpoint that is moved away for another one of its step, before the pid."""
 
 
 class Latest(msgspec.Struct, frozen=True):
@@ -78,12 +80,18 @@ def forget_latest(root: Path) -> None:
     (root / "latest.json").unlink(missing_ok=True)
 
 
+def put_back_replaced(root: Path) -> None:
+    """Put back each checkpoint that was moved away for one of the same step, which a kill left unfinished."""
+    for moved in root.glob(f".step-*{REPLACED}*"):
+        target = root / moved.name.partition(REPLACED)[0].removeprefix(".")
+        if not target.exists():
+            moved.rename(target)
+
+
 def why_anew(config: Config, latest: Latest) -> str:
     """Return the reason why a start does not resume from the latest checkpoint, "" if it does."""
     if config.trainer.resume == "never":
         return "asked to"
     if latest.identity != identity_of(config):
         return "another run's: models, prompts, seed, algorithm or sizes differ"
-    if 0 < config.trainer.max_steps <= latest.step:
-        return f"it took all of trainer.max_steps={config.trainer.max_steps}"
     return ""

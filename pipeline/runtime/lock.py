@@ -1,6 +1,7 @@
 """The lock and the record of a running instance, by which commands find it.
 
     runtime_dir/lock            flock of the live supervisor, contains its pid; one left by a kill is taken over
+    state_dir/lock              the same for a state directory; contains runtime directory and run, too
     runtime_dir/instance.json   the record: pid, start time, folder in shared memory
     shm_dir/control.sock        a JSON line out for each JSON line in (`pipeline.runtime.control`)
 
@@ -18,6 +19,7 @@ import signal
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -46,40 +48,52 @@ def installed_version() -> str:
         return "unknown"
 
 
-class InstanceLock:
-    """The lock that makes a process the one instance of a runtime directory; a context manager.
+class FolderLock:
+    """The lock that makes a process the one user of a folder; a context manager.
 
     The kernel releases the lock at any death of the process; programs that it starts do not inherit it.
+
+    Args:
+        folder: The folder; it is made if there is none.
+        key: The configuration key that names it, for errors.
+        notes: Further lines of the lock's file, after the pid.
     """
 
-    def __init__(self, runtime_dir: Path) -> None:
-        self._runtime_dir = runtime_dir
+    def __init__(self, folder: Path, key: str, *notes: str) -> None:
+        self._folder = folder
+        self._key = key
+        self._notes = notes
         self._descriptor: int | None = None
 
-    def __enter__(self) -> InstanceLock:
-        """Take the lock; make the directory if there is none.
+    def __enter__(self) -> Self:
+        """Take the lock.
 
         Raises:
-            ConfigError: If another instance holds it, or the directory cannot be used.
+            ConfigError: If another process holds it, or the folder cannot be used.
         """
-        path = self._runtime_dir / _LOCK
         try:
-            self._runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._runtime_dir.stat().st_mode & 0o002:
-                raise ConfigError(f"daemon.runtime_dir: {self._runtime_dir} can be written by everybody")
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse()
         except OSError as error:
-            raise ConfigError(f"daemon.runtime_dir: cannot use {self._runtime_dir}: {error.strerror}") from error
+            raise ConfigError(f"{self._key}: cannot use {self._folder}: {error.strerror}") from error
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while (descriptor := _lock_file(path)) is None:
+        while (descriptor := _lock_file(self._folder / _LOCK, self._key)) is None:
             if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"daemon.runtime_dir: {self._runtime_dir} is in use by {_named(holder(self._runtime_dir))}"
-                )
+                raise ConfigError(f"{self._key}: {self._folder} is in use by {self._holder()}")
             time.sleep(_POLL_S)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
+        self._write(descriptor)
         return self
+
+    def _write(self, descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, "".join(f"{line}\n" for line in (os.getpid(), *self._notes)).encode(), 0)
+
+    def _refuse(self) -> None:
+        """Raise ConfigError if the folder may not be used."""
+
+    def _holder(self) -> str:
+        return _named(holder(self._folder))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -87,10 +101,64 @@ class InstanceLock:
         """Remove the lock file and release the lock."""
         if self._descriptor is not None:
             # Before the release: a process that opens the path from here on makes and locks a new file.
-            if _is_at(self._descriptor, self._runtime_dir / _LOCK):
-                (self._runtime_dir / _LOCK).unlink(missing_ok=True)
+            if _is_at(self._descriptor, self._folder / _LOCK):
+                (self._folder / _LOCK).unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class InstanceLock(FolderLock):
+    """The lock of a runtime directory: one instance for each."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        super().__init__(runtime_dir, "daemon.runtime_dir")
+
+    def _refuse(self) -> None:
+        if self._folder.stat().st_mode & 0o002:
+            raise ConfigError(f"daemon.runtime_dir: {self._folder} can be written by everybody")
+
+
+class StateLock(FolderLock):
+    """The lock of a state directory: an instance of another runtime directory may not write there meanwhile.
+
+    Args:
+        state_dir: The state directory.
+        runtime_dir: Runtime directory of this instance, for the message to another one.
+        run: Name of this instance's run.
+    """
+
+    def __init__(self, state_dir: Path, runtime_dir: Path, run: str) -> None:
+        super().__init__(state_dir, "daemon.state_dir", os.path.abspath(runtime_dir), run)
+
+    def _write(self, descriptor: int) -> None:
+        # A full disk does not stop a start: checkpoints may fit again later.
+        with contextlib.suppress(OSError):
+            super()._write(descriptor)
+
+    def _holder(self) -> str:
+        user = user_of(self._folder)
+        return (
+            _named(holder(self._folder)) if user is None else f"pid {user.pid}, daemon.runtime_dir {user.runtime_dir}"
+        )
+
+
+class StateUser(NamedTuple):
+    """The live instance that uses a state directory."""
+
+    pid: int
+    runtime_dir: str
+    run: str
+
+
+def user_of(state_dir: Path) -> StateUser | None:
+    """Return the live instance that uses a state directory; None without one, or before it is written."""
+    try:
+        if not holder(state_dir):
+            return None
+        pid, runtime_dir, run = (state_dir / _LOCK).read_text().splitlines()
+        return StateUser(int(pid), runtime_dir, run)
+    except (OSError, ValueError):
+        return None
 
 
 class InstanceRecord(msgspec.Struct, frozen=True):
@@ -169,7 +237,10 @@ def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -
 
 
 def holder(runtime_dir: Path) -> int | None:
-    """Return the pid of the supervisor that holds the runtime directory, 0 before it is written, None without a holder.
+    """Return the pid of the supervisor that holds a folder, 0 before it is written, None without a holder.
+
+    Args:
+        runtime_dir: A runtime directory, or a state directory.
 
     Raises:
         UnreachableError: If this user may not read the lock.
@@ -184,7 +255,7 @@ def holder(runtime_dir: Path) -> int | None:
     try:
         if _try_lock(descriptor, fcntl.LOCK_SH):
             return None
-        text = os.pread(descriptor, 32, 0).strip()
+        text = os.pread(descriptor, 32, 0).partition(b"\n")[0].strip()
         return int(text) if text.isdigit() else 0
     finally:
         os.close(descriptor)
@@ -245,7 +316,7 @@ def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
     return True
 
 
-def _lock_file(path: Path) -> int | None:
+def _lock_file(path: Path, key: str) -> int | None:
     """Open and lock the file at `path`; return None if another process holds it, or has just removed it.
 
     Raises:
@@ -254,7 +325,7 @@ def _lock_file(path: Path) -> int | None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"daemon.runtime_dir: cannot use {path}: {error.strerror}") from error
+        raise ConfigError(f"{key}: cannot use {path}: {error.strerror}") from error
     if _try_lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
         return descriptor
     os.close(descriptor)

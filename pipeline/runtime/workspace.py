@@ -18,22 +18,33 @@ import stat
 from pathlib import Path
 
 import msgspec
+from pydantic import ValidationError
 
-from pipeline.config.identity import identity_of
+from pipeline.config.identity import identity_of, run_dir, run_name
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, LedgerError
+from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
 from pipeline.storage.layout import LedgerLayout
+from pipeline.storage.weights_header import newest_version
 
 log = logging.getLogger(__name__)
 
 
 class RunId(msgspec.Struct, frozen=True):
-    """The run of an arena: its id, and the identity of its configuration; a start of the same identity resumes it."""
+    """The run of an arena: its id, the identity of its configuration, its folder; a start of the same run resumes it.
+
+    An arena of an earlier release has no folder: the identity decides.
+    """
 
     run_id: str
     identity: str
+    folder: str = ""
+
+    def is_of(self, config: Config) -> bool:
+        """Whether this is the run of a configuration."""
+        return self.identity == identity_of(config) and self.folder in ("", _folder_of(config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +82,14 @@ class Workspace:
         return cls(folder, msgspec.json.decode((folder / "run.json").read_bytes(), type=RunId))
 
     @classmethod
+    def is_left(cls, folder: Path, config: Config) -> bool:
+        """Whether a killed supervisor of a configuration's run left the folder."""
+        try:
+            return cls.open(folder).run.is_of(config)
+        except (OSError, *UNREADABLE):
+            return False
+
+    @classmethod
     def prepare(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
         """Make the folder, or take over the folder of a killed supervisor of the same run.
 
@@ -78,12 +97,15 @@ class Workspace:
         removed, a folder that it took over stays.
 
         Raises:
-            ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches.
+            ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches; if
+                the folder holds steps of a killed run that are in no checkpoint, and that this start would not resume.
         """
         _make_own(folder)
         folder.chmod(0o700)
         anew = config.trainer.resume == "never"
-        workspace = None if anew else cls._left_behind(folder, identity_of(config), layout)
+        workspace = None if anew else cls._left_behind(folder, config, layout)
+        if workspace is None:
+            _refuse_unsaved(folder, config)
         try:
             if workspace is None:
                 workspace = cls._fresh(folder, config, layout)
@@ -133,14 +155,14 @@ class Workspace:
             file.truncate()
 
     @classmethod
-    def _left_behind(cls, folder: Path, identity: str, layout: LedgerLayout) -> Workspace | None:
+    def _left_behind(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace | None:
         try:
             found = cls.open(folder)
             arena = Arena(folder / "arena", payload=False)
         except (OSError, *UNREADABLE, LedgerError):
             return None
         arena.close()
-        if found.run.identity != identity or arena.layout != layout.identity:
+        if not found.run.is_of(config) or arena.layout != layout.identity:
             return None
         # Sockets and locks of dead processes are useless, and ranks would wait for them at an old rendezvous: the
         # numbers of generations begin again.
@@ -161,11 +183,39 @@ class Workspace:
             ledger_bytes=layout.nbytes,
             layout=layout.identity,
         )
-        run = RunId(secrets.token_hex(4), identity_of(config))
+        run = RunId(secrets.token_hex(4), identity_of(config), _folder_of(config))
         # Written last: a folder without it was never finished.
         (folder / "run.json").touch(mode=0o600)
         (folder / "run.json").write_bytes(msgspec.json.encode(run))
         return cls(folder, run)
+
+
+def _folder_of(config: Config) -> str:
+    return os.path.realpath(run_dir(config))
+
+
+def _refuse_unsaved(folder: Path, config: Config) -> None:
+    """Raise ConfigError if a folder holds steps that are in no checkpoint, unless this start removes their run."""
+    newest = newest_version(folder / "weights")
+    try:
+        found = Workspace.open(folder)
+        owner = Config.model_validate_json(found.config_path.read_bytes())
+    except (OSError, ValidationError, *UNREADABLE):
+        return
+    is_asked_to = config.trainer.resume == "never" and found.run.is_of(config)
+    if newest is None or is_asked_to or owner.trainer.kind != "builtin":
+        return
+    try:
+        latest = read_latest(checkpoints_dir(owner))
+    except ConfigError:
+        latest = None
+    saved = 0 if latest is None else latest.version
+    if newest.version > saved:
+        raise ConfigError(
+            f"{folder} holds the run {run_name(owner)}, killed at policy version {newest.version}; its last checkpoint "
+            f"is of version {saved}: start it once more as it was configured, to save it, or give these versions up: "
+            f"rm -r {folder}"
+        )
 
 
 def _make_own(folder: Path) -> None:

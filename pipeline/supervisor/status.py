@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.buffer.sizing import capacity_items
+from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.external import process_row
@@ -58,6 +61,7 @@ class InstanceStatus:
         self._fleet = fleet
         self._watchdog = watchdog
         self._metrics_url = metrics_url
+        self._run_folder = run_dir(config)
         self._path = path
         self._writer = slab.writer("supervisor")
         info = {
@@ -203,6 +207,8 @@ class InstanceStatus:
         return {
             "state": self.shown_state,
             "run_id": self._workspace.run.run_id,
+            "run": self._run_folder.name,
+            "checkpoint": self._checkpoint(),
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "config": str(self._path or ""),
@@ -242,10 +248,11 @@ class InstanceStatus:
         }
 
     def summary(self) -> list[str]:
-        """Return the last lines of a run: steps and rewards, and the counts of rows by state, which add up."""
-        counts = self._slab.conservation()
+        """Return the last lines of a run: steps and rewards, the counts of rows, which add up, the last checkpoint."""
+        counts, checkpoint = self._slab.conservation(), self._checkpoint()
+        tail = [f"checkpoint, a folder for from_pretrained: {checkpoint}"] if checkpoint else []
         if counts is None or not counts.sealed:
-            return []
+            return tail
         shot, dropped = (
             self.snapshot(),
             ", ".join(f"{reason} {n}" for reason, n in counts.dropped_by_reason().items() if n),
@@ -261,9 +268,17 @@ class InstanceStatus:
             lines.insert(
                 0, f"steps: {shot.step}, {since}mean reward of the first tenth {first:.3f}, of the last {last:.3f}"
             )
-        return lines
+        return lines + tail
 
     # Readings.
+
+    def _checkpoint(self) -> str:
+        """Return the folder of the latest checkpoint, "" if there is none."""
+        try:
+            latest = read_latest(self._run_folder / "checkpoints")
+        except ConfigError:
+            return ""
+        return "" if latest is None else str(self._run_folder / "checkpoints" / latest.path)
 
     def _value(self, name: str, **labels: str) -> float | None:
         return self._reading.value(name, **labels)

@@ -17,16 +17,18 @@ from typing import Any
 from pipeline import sort_digits
 from pipeline.buffer.sizing import checked_layout
 from pipeline.config import user_modules
+from pipeline.config.identity import run_name
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.child_process import allow_descriptors
 from pipeline.runtime.control import serve_control
 from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
-from pipeline.runtime.lock import InstanceLock, InstanceRecord, shm_directory
+from pipeline.runtime.lock import InstanceLock, InstanceRecord, StateLock, shm_directory
 from pipeline.runtime.messages import PeerDied
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
+from pipeline.runtime.run_start import begin_run, open_run
 from pipeline.runtime.signals import hold_signals, release_signals
 from pipeline.runtime.transport import BUFFER, Outbox, worker_name
 from pipeline.runtime.workspace import Workspace
@@ -55,8 +57,12 @@ _TICK_S = 0.25
 log = logging.getLogger(__name__)
 
 
-def run(loaded: LoadedConfig) -> ExitCode:
+def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     """Run an instance in the foreground until it has ended; return its exit code.
+
+    Args:
+        loaded: The configuration.
+        back_to: A checkpoint of the run to go back to, such as ``step-000070``.
 
     Raises:
         ConfigError: If the configuration cannot be run on this machine; nothing is left behind then.
@@ -79,12 +85,23 @@ def run(loaded: LoadedConfig) -> ExitCode:
     allow_descriptors(children, config.rollout.reward_processes, clients)
     hold_signals()
     # First of all: a reader that does not read the output must not stop the loop.
-    with never_blocking(), InstanceLock(Path(config.daemon.runtime_dir)), RunLog(config, "supervisor") as run_log:
+    runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
+    with (
+        never_blocking(),
+        InstanceLock(runtime_dir),
+        StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config)),
+        RunLog(config, "supervisor") as run_log,
+    ):
+        if completed := open_run(config, shm_dir, back_to=back_to):
+            # For systemd, a service that ends before it was ready has failed.
+            notifier.send(READY=1, STATUS=completed)
+            sys.stdout.write(f"{completed}\n")
+            return ExitCode.OK
         # Bound before anything is created: a port in use is the most frequent reason for a failed start.
         web = config.metrics
         http = HttpServer.bind(web.host, web.port, Access.of(web)) if web.enabled else None
         try:
-            workspace = Workspace.prepare(shm_directory(config.daemon.runtime_dir), config, checked_layout(config))
+            workspace = begin_run(config, shm_dir, checked_layout(config))
         except BaseException:
             if http is not None:
                 http.close()

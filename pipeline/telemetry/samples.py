@@ -1,7 +1,7 @@
 """Rollouts kept for people to read: a few per minute, on disk, bounded; an incomplete one is not shown.
 
-    state_dir/samples/rollout-0.samples      one record after another, the newest last
-    state_dir/samples/rollout-0.samples.1    the previous file, renamed once it had half of its worker's bytes
+    runs/NAME/samples/rollout-0.samples      one record after another, the newest last
+    runs/NAME/samples/rollout-0.samples.1    the previous file, renamed once it had half of its worker's bytes
 
     record   magic (4 bytes), length (4), xxh3-64 of the payload (8), payload: a `Sample` in msgpack
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.runtime.latest_checkpoint import Latest, read_latest, write_latest
+from pipeline.runtime.latest_checkpoint import REPLACED, Latest, put_back_replaced, read_latest, write_latest
 from pipeline.storage.files import UNREADABLE, flush_folder
 
 _STATE = "trainer_state.safetensors"
@@ -282,9 +282,9 @@ def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
 def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename the folder into place; replacing a folder takes two renames.
 
-    Between the two renames the previous checkpoint is the newest whole one.
+    After a kill between the two renames the former folder is put back (`put_back_replaced`).
     """
-    replaced = target.with_name(f".{target.name}.replaced.{os.getpid()}")
+    replaced = target.with_name(f".{target.name}{REPLACED}{os.getpid()}")
     if target.exists():
         target.rename(replaced)
     temporary.rename(target)
@@ -294,6 +294,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 def _remove_unfinished(root: Path) -> None:
     """Remove the half-written folders of killed processes."""
+    put_back_replaced(root)
     for folder in root.glob(".step-*"):
         pid = folder.name.rpartition(".")[2]
         if pid.isdecimal() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):

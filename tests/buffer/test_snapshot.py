@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.buffer.snapshot import BufferSnapshot
+from pipeline.config.identity import run_dir
 from pipeline.config.schema import BufferConfig, Config, TrainerConfig
 from pipeline.experience import codec
 from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Ticket, WantTickets
@@ -223,12 +224,12 @@ def test_none_is_begun_while_one_is_written_or_before_there_is_a_version(starts)
 def test_a_disk_that_does_not_take_it_is_one_line_and_the_run_goes_on(starts, caplog):  # noqa: F811
     first = starts("first")
     serving(first, interval_s=1.0)
-    first.state_dir.mkdir()
-    (first.state_dir / "journal").write_text("in the way")
+    run_dir(first.config).mkdir(parents=True)
+    (run_dir(first.config) / "journal").write_text("in the way")
 
     for now_s in (0.0, 1.0, 2.0):
         write(first, now_s)
-    (first.state_dir / "journal").unlink()
+    (run_dir(first.config) / "journal").unlink()
     write(first, 3.0)
 
     assert first.counted == [False, False, False, True]

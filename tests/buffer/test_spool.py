@@ -7,10 +7,10 @@ import torch
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.spool import Spool
-from pipeline.config.identity import identity_of
+from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig, TrainerConfig
 from pipeline.experience import codec
-from pipeline.runtime.latest_checkpoint import Latest, write_latest
+from pipeline.runtime.latest_checkpoint import Latest, checkpoints_dir, write_latest
 from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Sealed, Ticket, WantTickets
 from pipeline.storage import extent_file
 from pipeline.storage.allocator import ExtentAllocator
@@ -122,7 +122,7 @@ def starts(tmp_path):
 
 def checkpoint(start, **changes):
     """Write the note of the trainer's last checkpoint."""
-    folder = start.state_dir / "checkpoints"
+    folder = checkpoints_dir(start.config)
     folder.mkdir(parents=True, exist_ok=True)
     latest = Latest(identity_of(start.config), step=1, version=1, position=4, complete=False, path="")
     write_latest(folder, msgspec.structs.replace(latest, **changes))
@@ -228,17 +228,27 @@ def test_a_run_that_is_complete_leaves_no_spool(starts):
     assert not first.spool.path.exists()
 
 
-@pytest.mark.parametrize("changes", [{"step": 100}, {"identity": "another"}])
-def test_a_spool_of_a_run_that_is_over_is_removed(starts, changes):
+def test_a_spool_beside_the_checkpoint_of_another_run_is_removed(starts):
     first = starts("first")
     stopped(first)
-    checkpoint(first, **changes)
+    checkpoint(first, identity="another")
 
     second = starts("second")
     second.take_in()
 
     assert second.view()[:4] == (set(), 0, 0, [])
     assert not first.spool.path.exists()
+
+
+def test_the_rows_of_a_run_that_has_taken_more_than_max_steps_stay(starts):
+    first = starts("first")
+    stopped(first)
+    checkpoint(first, step=100)
+
+    second = starts("second")
+    second.take_in()
+
+    assert second.ledger.ready == 16
 
 
 def test_without_a_checkpoint_a_spool_of_later_weights_is_removed(starts):
@@ -361,7 +371,9 @@ def test_a_damaged_extent_costs_its_rows_and_its_prompts_come_again(starts):
     assert {ticket for ticket, _, _ in second.view()[0]} == {0, 2, 3}
     assert second.ledger.redo == [PromptRange(2, 2), PromptRange(8, 4)]
     assert second.damaged == [4]
-    assert [path.name for path in (second.state_dir / "quarantine").iterdir()] == [f"spool-{first.spool.path.name}"]
+    assert [path.name for path in (run_dir(second.config) / "quarantine").iterdir()] == [
+        f"spool-{first.spool.path.name}"
+    ]
     assert not first.spool.path.exists()
 
 
@@ -385,8 +397,8 @@ def test_a_spool_that_cannot_be_written_is_no_secret(starts, caplog):
     first.serve()
     first.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 1))
     first.seal(first.heard(Ticket)[0], 0, 10)
-    first.state_dir.mkdir()
-    (first.state_dir / "spool").write_text("in the way")
+    run_dir(first.config).mkdir(parents=True)
+    (run_dir(first.config) / "spool").write_text("in the way")
     first.say(Drain())
 
     assert not first.buffer.finish(first.spool.write)

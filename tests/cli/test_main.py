@@ -28,6 +28,8 @@ STATUS = {
     "pid": 12345,
     "uptime_s": 192.3,
     "config": "config.toml",
+    "run": "grpo-small-1f2e3d4c",
+    "checkpoint": "/data/state/runs/grpo-small-1f2e3d4c/checkpoints/step-001000",
     "metrics_url": "http://127.0.0.1:9477/",
     "algorithm": "grpo",
     "model": "builtin:sort-digits",
@@ -119,6 +121,7 @@ class TestCommands:
             ["completion"],
             ["pause"],
             ["resume"],
+            ["runs"],
             ["samples"],
             ["config"],
             ["config", "check"],
@@ -159,6 +162,7 @@ class TestCommands:
             "ps",
             "reload",
             "resume",
+            "runs",
             "samples",
             "start",
             "status",
@@ -228,8 +232,8 @@ class TestStart:
         calls: dict[str, LoadedConfig] = {}
 
         def runner(name: str, code: ExitCode) -> SimpleNamespace:
-            def run(loaded: LoadedConfig) -> ExitCode:
-                calls[name] = loaded
+            def run(loaded: LoadedConfig, *, back_to: str) -> ExitCode:
+                calls[f"{name} {back_to}".strip()] = loaded
                 return code
 
             return SimpleNamespace(run=run)
@@ -248,6 +252,14 @@ class TestStart:
         assert run("start", "--serial").exit_code == 0
         assert list(started) == ["serial"]
 
+    def test_a_start_gets_the_checkpoint_that_it_goes_back_to(self, started: dict[str, LoadedConfig]) -> None:
+        assert run("start", "--from", "step-000050").exit_code == ExitCode.GAVE_UP
+        assert list(started) == ["supervisor step-000050"]
+
+        both = run("start", "--from", "step-000050", "--fresh")
+
+        assert both.exit_code == ExitCode.USAGE and "give one of them" in both.stderr
+
     @pytest.mark.parametrize("assignment", ["rollout.workers=0", "model.actor=none"])
     def test_nothing_starts_with_a_bad_configuration(self, started: dict[str, LoadedConfig], assignment: str) -> None:
         result = run("start", "--set", assignment)
@@ -258,7 +270,7 @@ class TestStart:
     def test_error_of_the_runner_is_a_line_and_its_exit_code(
         self, started: dict[str, LoadedConfig], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(loaded: LoadedConfig) -> ExitCode:
+        def refuse(loaded: LoadedConfig, *, back_to: str) -> ExitCode:
             raise ConfigError("port 9477 is in use")
 
         monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", SimpleNamespace(run=refuse))
@@ -347,7 +359,9 @@ class TestStatus:
             "staleness  0.80 versions, policy version 1,041",
             "rows       36,352 sealed, 36,000 trained, 96 (90 stale, 6 quarantined) dropped",
             "model      builtin:sort-digits, grpo",
-            "run        20261121-ab, pid 12345, configured by config.toml",
+            "checkpoint /data/state/runs/grpo-small-1f2e3d4c/checkpoints/step-001000",
+            "run        grpo-small-1f2e3d4c, id 20261121-ab",
+            "daemon     pid 12345, configured by config.toml",
             "metrics    http://127.0.0.1:9477/",
             "",
             "process    pid   state    restarts  up          memory   devices  last exit",

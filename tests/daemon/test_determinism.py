@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, only_run, task, telling_reward  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
 STEPS = 4
@@ -38,8 +38,8 @@ def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, t
 
     assert one == two == serial
     assert one[0] == str(STEPS)
-    checkpoint = Path("state") / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
-    weights = [load_file(tmp_path / name / checkpoint) for name in ("one", "two", "serial")]
+    checkpoint = Path("checkpoints") / f"step-{STEPS:06d}" / "model.safetensors"
+    weights = [load_file(only_run(tmp_path / name / "state") / checkpoint) for name in ("one", "two", "serial")]
     before = load_file(task / "model" / "model.safetensors")
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights[0].items()), "something was learned"
     for name, tensor in weights[0].items():

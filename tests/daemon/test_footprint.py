@@ -163,7 +163,7 @@ def test_signal_drains_and_leaves_nothing(tmp_path: Path, task: Path, number: si
         assert books, daemon.errors
         sealed, trained, dropped = map(int, books.groups())
         assert sealed == trained + dropped and trained >= 2 * 32
-        assert list((daemon.state_dir / "checkpoints").glob("step-*/model.safetensors"))
+        assert list((daemon.run_dir / "checkpoints").glob("step-*/model.safetensors"))
 
 
 def test_signal_while_the_roles_are_loading_ends_the_start(tmp_path: Path, task: Path) -> None:

@@ -425,7 +425,7 @@ def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_
         (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
         assert f"role=trainer-0 pid={pid} " in verdict and verdict.endswith("reason=stopped")
         assert any(line.startswith("trainer-0 | ") for line in daemon.errors.splitlines())
-    latest = read_latest(daemon.state_dir / "checkpoints")
+    latest = read_latest(daemon.run_dir / "checkpoints")
     assert latest is not None and latest.step >= step
 
 
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(
         daemon.wait_ready()
         daemon.wait_step(3)
         step, pid = daemon.status()["step"], daemon.pids()["trainer-0"]
-        checkpoints = daemon.state_dir / "checkpoints"
+        checkpoints = daemon.run_dir / "checkpoints"
         daemon.signal(signal.SIGTERM)
         since_s = time.monotonic()
         daemon.wait_until(lambda: is_stopped(pid), "it is about to put its checkpoint in place")

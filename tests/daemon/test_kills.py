@@ -197,7 +197,7 @@ def test_a_rank_killed_at_its_last_checkpoint_comes_back_with_the_one_that_has_e
     environment = stopping_at_a_checkpoint(tmp_path)
     with Daemon(tmp_path, *SETTINGS, *settings, task=task, environment=environment) as daemon:
         daemon.wait_answering()
-        unfinished = daemon.state_dir / "checkpoints"
+        unfinished = daemon.run_dir / "checkpoints"
         daemon.wait_until(lambda: is_stopped(daemon.pids().get("trainer-0", 0)), "the first rank writes its checkpoint")
         assert list(unfinished.glob(".step-*")) and read_latest(unfinished) is None
         daemon.wait_until(lambda: "trainer-1" not in daemon.pids(), "the other rank has ended")
@@ -214,7 +214,7 @@ def test_what_was_undelivered_at_a_stop_is_trained_after_the_next_start(tmp_path
     with Daemon(tmp_path, *SETTINGS, "buffer.max_staleness=2", task=task) as daemon:
         daemon.wait_step(3)
         finish(daemon)
-        (spool,) = (daemon.state_dir / "spool").iterdir()
+        (spool,) = (daemon.run_dir / "spool").iterdir()
         assert stat.S_IMODE(spool.stat().st_mode) == 0o600
         spooled = int(re.search(r"undelivered experiences spooled: rows=(\d+)", daemon.errors)[1])
         stopped_at = int(re.search(r"training ended: steps=(\d+)", daemon.errors)[1])
@@ -244,7 +244,7 @@ def test_a_stop_while_the_buffer_is_dead_still_spools_what_is_undelivered(tmp_pa
         finish(daemon)
 
         assert len(spooled_rows(daemon)) == 1
-        assert len(list((daemon.state_dir / "spool").iterdir())) == 1
+        assert len(list((daemon.run_dir / "spool").iterdir())) == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("--serial",)])
@@ -255,7 +255,7 @@ def test_a_start_that_fails_costs_nothing_of_what_the_run_before_it_left(tmp_pat
         finish(daemon)
         (rows,) = spooled_rows(daemon)
         assert rows > 0
-        step = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"]
+        step = json.loads((daemon.run_dir / "checkpoints" / "latest.json").read_bytes())["step"]
 
     broken = 'rollout.reward_functions=["nowhere:score"]'
     with Daemon(tmp_path, *settings, broken, task=task, name="broken", arguments=arguments) as daemon:
@@ -263,7 +263,7 @@ def test_a_start_that_fails_costs_nothing_of_what_the_run_before_it_left(tmp_pat
         assert f"spool taken in: rows={rows} " in daemon.errors
 
     # The trainer may have got to some of it before the worker's end.
-    more = json.loads((daemon.state_dir / "checkpoints" / "latest.json").read_bytes())["step"] - step
+    more = json.loads((daemon.run_dir / "checkpoints" / "latest.json").read_bytes())["step"] - step
     assert spooled_rows(daemon) == [rows - 32 * more]
 
 
@@ -315,7 +315,7 @@ def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_superv
     broken = 'rollout.reward_functions=["nowhere:score"]'
     fails("serial", broken, arguments=("--serial",), message="cannot import nowhere")
     # Refused by buffer and trainer, so that no checkpoint is written.
-    latest = daemon.state_dir / "checkpoints" / "latest.json"
+    latest = daemon.run_dir / "checkpoints" / "latest.json"
     latest.parent.mkdir(exist_ok=True)
     latest.write_bytes(b"no JSON")
     fails("broken", message=str(latest))
@@ -366,8 +366,8 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
             daemon.wait_until(
                 lambda: total(daemon.metrics(), "rlhfd_journal_writes_total", result="ok") > written + 2, "journals"
             )
-            (path,) = (daemon.state_dir / "journal").glob(f"*{extent_file.SUFFIX}")
-            file, latest = extent_file.load(path), read_latest(daemon.state_dir / "checkpoints")
+            (path,) = (daemon.run_dir / "journal").glob(f"*{extent_file.SUFFIX}")
+            file, latest = extent_file.load(path), read_latest(daemon.run_dir / "checkpoints")
             # It may have been stopped before word of its version left it.
             if file.extents and msgspec.json.decode(file.metadata["books"], type=SpoolTotals).include(latest):
                 return file, latest
@@ -391,7 +391,7 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
         assert balanced(metrics)
         assert total(metrics, "rlhfd_items_dropped_total") == newer
         finish(daemon)
-        assert list((daemon.state_dir / "journal").iterdir()) == []
+        assert list((daemon.run_dir / "journal").iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -424,7 +424,7 @@ def test_a_trainer_killed_during_a_stop_comes_back_and_writes_its_checkpoint(tmp
         assert daemon.wait() == 0, daemon.errors
         assert "before its last checkpoint, restart" in daemon.errors
 
-    latest = read_latest(daemon.state_dir / "checkpoints")
+    latest = read_latest(daemon.run_dir / "checkpoints")
     assert latest is not None and latest.step >= step, "no step is lost, though none was on disk"
 
 

@@ -183,7 +183,7 @@ def test_a_full_disk_costs_the_checkpoints_and_the_last_of_them_the_exit_code(tm
     with Daemon(tmp_path, *settings, task=task, program=program) as daemon:
         seen = daemon.wait_until(lambda: counted_errors(daemon), "a checkpoint that failed is counted")
         state = Path(f"/proc/{daemon.pid}/root{daemon.state_dir}")
-        left = [path.name for path in state.glob("checkpoints/*") if not path.name.startswith(".")]
+        left = [path.name for path in state.glob("runs/*/checkpoints/*") if not path.name.startswith(".")]
         assert daemon.wait() == FAILED, daemon.errors
 
     assert seen >= 1 and left == []

@@ -247,8 +247,8 @@ def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
 
     parts = dict(part.partition("\n")[::2] for part in told.removeprefix("## ").split("\n## "))
     assert list(parts) == [
-        "rlhfd", "machine", "GPUs", "packages", "limits", "shared memory and disks", "environment", "configuration",
-        "instance", "last warnings and errors",
+        "rlhfd", "machine", "GPUs", "packages", "limits", "shared memory and disks", "runs", "environment",
+        "configuration", "instance", "last warnings and errors",
     ]  # fmt: skip
     assert "torch 2." in parts["packages"] and "/dev/shm: " in parts["shared memory and disks"]
     assert str(daemon.shm_dir) in parts["shared memory and disks"]
@@ -256,6 +256,7 @@ def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
         'token_file = "' in parts["configuration"] and "top_p = 0.9  # RLHFD_ROLLOUT__TOP_P" in parts["configuration"]
     )
     assert f"pid {daemon.pid}" in parts["instance"]
+    assert f"{daemon.status()['run']}: running, step " in parts["runs"]
     assert "configuration not reloaded" in parts["last warnings and errors"]
     assert "not available" not in told
     assert "HF_TOKEN=(hidden)" in parts["environment"]

@@ -117,11 +117,11 @@ def test_a_run_that_was_stopped_goes_on_where_it_was_and_says_so(tmp_path, task)
 
     with daemon_in(tmp_path, f"trainer.max_steps={steps}", task=task, name="second") as daemon:
         assert ended(daemon)[0] == str(steps)
-        assert f"resuming: step={stopped_at} path={daemon.state_dir / 'checkpoints'}" in daemon.errors
+        assert f"resuming: step={stopped_at} path={daemon.run_dir / 'checkpoints'}" in daemon.errors
         assert f"step={steps}/{steps}" in daemon.output
 
     notes = [
-        json.loads((tmp_path / "state" / "checkpoints" / f"step-{step:06d}" / "trainer_state.json").read_text())
+        json.loads((daemon.run_dir / "checkpoints" / f"step-{step:06d}" / "trainer_state.json").read_text())
         for step in (int(stopped_at), steps)
     ]
     assert (notes[0]["fingerprint"], notes[0]["digest"], notes[0]["complete"]) == (weights, experience, False)
@@ -133,7 +133,7 @@ def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path
     with daemon_in(tmp_path, "trainer.max_steps=0", task=task) as daemon:
         daemon.wait_step(1)
         daemon.state_dir.mkdir(exist_ok=True)
-        (daemon.state_dir / "checkpoints").write_text("in the way")
+        (daemon.run_dir / "checkpoints").write_text("in the way")
         daemon.signal(signal.SIGINT)
         assert daemon.wait() == 1, daemon.errors
         assert f"ERROR trainer-0 pipeline.trainer.trainer: checkpoint {daemon.state_dir}" in daemon.errors

@@ -217,7 +217,7 @@ def test_a_stop_drains_within_its_time_and_a_start_goes_on(unit: Unit) -> None:
     assert unit.logged("draining: SIGTERM received")
     assert unit.box.run("ls", unit.runtime_dir, check=False).returncode == 2
     assert str(shm_directory(unit.runtime_dir)) not in unit.box.run("sh", "-c", "ls -d /dev/shm/*", check=False).stdout
-    assert unit.box.run("ls", f"{unit.state_dir}/checkpoints").stdout
+    assert unit.box.run("sh", "-c", f"ls -d {unit.state_dir}/runs/*/checkpoints/step-*").stdout
     assert "draining: SIGTERM received" in unit.rlhfd("logs", "supervisor", "-n", "20")
 
 

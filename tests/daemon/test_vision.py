@@ -19,7 +19,7 @@ from pipeline.models.log_probs import action_log_probs
 from pipeline.prompts import Prompt
 from pipeline.rollout.vision_prompts import VisionPrompts
 from tests.support import tiny_vision
-from tests.support.daemon import Daemon, total
+from tests.support.daemon import Daemon, only_run, total
 
 pytestmark = pytest.mark.integration
 
@@ -96,7 +96,7 @@ def test_steps_with_images_are_those_of_a_serial_run_bit_for_bit(tmp_path: Path,
     ) as daemon:
         serial = ended(daemon)
 
-    checkpoint = tmp_path / "run" / "state" / "checkpoints" / "step-000004"
+    checkpoint = only_run(tmp_path / "run" / "state") / "checkpoints" / "step-000004"
     load_actor(checkpoint, dtype="float32", device="cpu")
     image = str(task / "small.png")
     assert VisionPrompts(checkpoint, load_tokenizer(checkpoint)).render(Prompt(0, 0, 0, "a", None, (image,))).vision

@@ -177,7 +177,7 @@ def test_a_run_with_lora_publishes_adapters_and_goes_on_from_its_checkpoint(tmp_
     lora = ("model.lora_rank=2", 'model.lora_targets=["q_proj", "v_proj"]', *telling_reward(tmp_path))
     with Daemon(tmp_path, *SMALL, *lora, "trainer.max_steps=3", task=task) as daemon:
         assert daemon.wait(150.0) == 0, daemon.errors
-    first = tmp_path / "state" / "checkpoints" / "step-000003"
+    first = daemon.run_dir / "checkpoints" / "step-000003"
     with Daemon(tmp_path, *SMALL, *lora, "trainer.max_steps=5", task=task) as daemon:
         assert daemon.wait(150.0) == 0, daemon.errors
         assert "resuming: step=3" in daemon.errors

@@ -70,7 +70,7 @@ def test_what_a_live_instance_has_is_for_its_user_alone_and_another_user_is_refu
         assert {"arena", "weights", "metrics", "config.json", "run.json"} <= {path.name for path in files}
         assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) & 0o077 == 0
         files += [daemon.runtime_dir / "instance.json", daemon.runtime_dir / "lock"]
-        files += [daemon.state_dir / "checkpoints" / "latest.json", daemon.state_dir / "log" / "rlhfd.log"]
+        files += [daemon.run_dir / "checkpoints" / "latest.json", daemon.state_dir / "log" / "rlhfd.log"]
         pids = [daemon.pid, *daemon.family()]
         told = [str(daemon.shm_dir), *(";".join(map(str, part)) for part in (sockets, files, pids))]
         # The system's own python: this one may lie where another user cannot reach it.

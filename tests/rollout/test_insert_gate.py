@@ -203,14 +203,14 @@ def broken_run(folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] 
 
 def check_what_is_left(daemon: Daemon) -> None:
     """The bad rows are in quarantine with their reason and their NaN, and the weights that were trained are finite."""
-    files = sorted((daemon.state_dir / "quarantine").glob("*-not_finite-ticket-*"))
+    files = sorted((daemon.run_dir / "quarantine").glob("*-not_finite-ticket-*"))
     assert files
     case = read_quarantine(files[0])
     assert case.reason == "not_finite" and "action_log_probs is nan in column 0" in case.detail
     log_probs = case.experience().action_log_probs
     assert log_probs is not None and bool(log_probs.isnan().any())
     assert re.search(r"rollout refused: ticket=\d+ position=\d+ reason=not_finite detail=", daemon.errors)
-    weights = sorted((daemon.state_dir / "checkpoints").glob("*/*.safetensors"))
+    weights = sorted((daemon.run_dir / "checkpoints").glob("*/*.safetensors"))
     assert weights
     for path in weights:
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values() if tensor.is_floating_point())

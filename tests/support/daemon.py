@@ -63,8 +63,8 @@ _STACKS_S = 1.0
 _WARMUP_STEPS = 8
 
 _LASTING = re.compile(
-    r"log/rlhfd\.log(\.1)?|metrics\.jsonl(\.before)?|history\.msgpack|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
-    r"|checkpoints/(latest\.json|step-\d{6}/.+)"
+    r"log/rlhfd\.log(\.1)?|runs/[\w.-]+/(run\.json|metrics\.jsonl(\.before)?|history\.msgpack"
+    r"|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors|checkpoints/(latest\.json|step-\d{6}/.+))"
 )
 """Files that an orderly end may leave in the state directory."""
 
@@ -225,6 +225,11 @@ class Daemon:
         """Standard error so far, its children's lines included."""
         return self._errors.read_text(errors="replace")
 
+    @property
+    def run_dir(self) -> Path:
+        """The folder of its run; there is one run in its state directory."""
+        return only_run(self.state_dir)
+
     def family(self) -> list[int]:
         """Return the pids of its children, and theirs."""
         return descendants(self.pid)
@@ -352,6 +357,12 @@ class Daemon:
     def _tail(self) -> str:
         parts = {"standard output": self.output, "standard error": self.errors}
         return "\n".join(f"--- {name}\n{text[-_TAIL_CHARACTERS:]}" for name, text in parts.items())
+
+
+def only_run(state_dir: Path) -> Path:
+    """Return the folder of the one run of a state directory."""
+    (folder,) = (state_dir / "runs").iterdir()
+    return folder
 
 
 def clean_environment() -> dict[str, str]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pipeline.cli.samples import Filter, render, visible
 from pipeline.config.schema import Config
 from pipeline.rollout.sample_recorder import RolloutSamples, pieces, reward_names
+from pipeline.runtime.run_folder import RunNote, write_note
 from pipeline.telemetry.samples import Sample, SampledResponse, SampleReader, SampleWriter
 from tests.support.daemon import PROGRAM, clean_environment, wait_until
 from tests.support.experiences import made_up
@@ -364,15 +365,18 @@ def test_nothing_in_a_text_reaches_the_terminal_as_a_command() -> None:
 
 def test_rlhfd_samples_follows_without_a_daemon_until_it_is_interrupted(tmp_path: Path) -> None:
     folders = {"RLHFD_DAEMON__STATE_DIR": str(tmp_path), "RLHFD_DAEMON__RUNTIME_DIR": str(tmp_path / "run")}
-    kept(tmp_path / "samples", 3)
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    write_note(folder, RunNote("mine", "", 0.0, 0.0, "grpo", "model"))
+    kept(folder / "samples", 3)
     command = [str(PROGRAM), "samples", "--json", "--follow", "--last", "1", "--min-reward", "1"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=clean_environment() | folders, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         first = json.loads(process.stdout.readline())
-        kept(tmp_path / "samples", 1, rewards=(0.5,))
-        kept(tmp_path / "samples", 1, worker=1)
+        kept(folder / "samples", 1, rewards=(0.5,))
+        kept(folder / "samples", 1, worker=1)
         second = json.loads(process.stdout.readline())
         process.send_signal(signal.SIGINT)
         rest, errors = process.stdout.read(), process.stderr.read()

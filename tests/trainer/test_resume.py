@@ -15,7 +15,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.models.critic import Critic
 from pipeline.models.weights.store import WeightsPublisher
-from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
 from pipeline.trainer import checkpoints, resume
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.learner import Learner
@@ -33,7 +33,7 @@ class Site:
 
     def __init__(self, folder):
         self.folder = folder
-        self.root = folder / "state" / "checkpoints"
+        self.root = checkpoints_dir(self.config())
         self.house = House(folder)
 
     def config(self, **trainer):
@@ -138,7 +138,6 @@ def test_a_start_goes_on_from_the_last_checkpoint_bit_for_bit(site, caplog):
 @pytest.mark.parametrize(
     ("checkpoint", "settings", "reason"),
     [
-        ({"complete": True}, {"max_steps": 73}, "trainer.max_steps=73"),
         ({"identity": "another"}, {}, "another run's"),
         ({}, {"resume": "never"}, "asked to"),
     ],
@@ -323,9 +322,9 @@ def test_a_damaged_training_state_is_replaced_by_a_checkpoint_or_by_nothing(site
 
 
 def test_a_state_directory_that_takes_no_checkpoints_is_refused_at_the_start(site):
-    site.root.parent.mkdir()
+    site.root.parent.mkdir(parents=True)
     site.root.write_text("in the way")
     trainer = site.trainer()
 
-    with pytest.raises(ConfigError, match=r"daemon.state_dir: no checkpoints can be written: .*state/checkpoints"):
+    with pytest.raises(ConfigError, match=r"daemon.state_dir: no checkpoints can be written: .*runs/.*/checkpoints"):
         trainer.resumption.settle(trainer.resumption.find())

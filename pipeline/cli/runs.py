@@ -1,0 +1,111 @@
+"""`rlhfd runs`: the runs of a state directory, what each is and where its model lies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.cli.options import finding, load, replace_unknown_characters, runtime_dir_of
+from pipeline.errors import NotRunningError, RlhfdError
+
+_COLUMNS = ("run", "algorithm", "model", "step", "state", "last start", "checkpoint")
+
+
+@click.command(short_help="List the runs: what each is, and where its model lies.")
+@finding
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list.")
+def runs(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+    """List the runs of the state directory, the one that was started last at the end.
+
+    The checkpoint is a folder that from_pretrained takes. `rlhfd start` continues a run if it gets the configuration of
+    that run, `rlhfd start --from step-N` goes back to an earlier checkpoint of it.
+
+    \b
+    Examples:
+      rlhfd runs
+      rlhfd runs --json | jq -r '.[-1].checkpoint'
+    """
+    import json
+
+    from pipeline.cli.status import table
+
+    replace_unknown_characters()
+    state_dir = state_dir_of(runtime_dir, path)
+    entries = entries_of(state_dir)
+    if as_json:
+        click.echo(json.dumps(entries, indent=2))
+    elif entries:
+        click.echo("\n".join(table(_COLUMNS, [_row(entry) for entry in entries])))
+    else:
+        click.echo(f"no run in {state_dir}")
+    if list((state_dir / "checkpoints").glob("step-*")):
+        click.echo(f"checkpoints of an earlier release are in {state_dir / 'checkpoints'}: "
+                   "the next start moves them to the folders of their runs", err=True)  # fmt: skip
+
+
+def entries_of(state_dir: Path) -> list[dict[str, Any]]:
+    """Return the runs of a state directory as JSON objects, the one that was started last at the end."""
+    from pipeline.runtime.lock import user_of
+    from pipeline.runtime.run_folder import heads_in, runs_of
+
+    user, entries = user_of(state_dir), []
+    for run in runs_of(state_dir):
+        is_running = user is not None and user.run == run.folder.name
+        ended = "complete" if run.latest is not None and run.latest.complete else "stopped"
+        entries.append({
+            "name": run.folder.name,
+            "state": "running" if is_running else ended,
+            "algorithm": run.note.algorithm,
+            "model": run.note.model,
+            "step": 0 if run.latest is None else run.latest.step,
+            "made_unix_s": run.note.made_unix_s,
+            "started_unix_s": run.note.started_unix_s,
+            "folder": str(run.folder),
+            "checkpoint": str(run.checkpoint or ""),
+            "checkpoints": [folder.name for folder, _ in heads_in(run.folder / "checkpoints")],
+            "settings": run.note.settings,
+        })  # fmt: skip
+    return entries
+
+
+def state_dir_of(directory: Path | None, path: Path | None) -> Path:
+    """Return the running instance's state directory; if none runs, the configured one."""
+    import json
+
+    from pipeline.runtime import lock
+
+    try:
+        record = lock.find(runtime_dir_of(directory, path))
+    except NotRunningError:
+        return load(path, (), files=False).config.daemon.state_dir
+    return Path(json.loads((Path(record.shm_dir) / "config.json").read_text())["daemon"]["state_dir"])
+
+
+def run_folder_of(directory: Path | None, path: Path | None, name: str) -> Path:
+    """Return the folder of a run: the one of that name, else the running one, else the one that was started last.
+
+    Raises:
+        RlhfdError: If there is no run of that name.
+    """
+    from pipeline.config.identity import runs_dir
+    from pipeline.runtime.lock import user_of
+    from pipeline.runtime.run_folder import runs_of
+
+    state_dir = state_dir_of(directory, path)
+    names = [run.folder.name for run in runs_of(state_dir)]
+    if name and name not in names:
+        raise RlhfdError(f"no run {name} in {state_dir}; there are: {', '.join(names) or 'none'}")
+    user = user_of(state_dir)
+    running = [user.run] if user is not None and user.run in names else []
+    return runs_dir(state_dir) / (name or next(iter([*running, *names[-1:]]), ""))
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    model = Path(entry["model"])
+    shown = f"{model.parent.name}/{model.name}" if model.name == "model" else model.name
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started_unix_s"]))
+    values = (entry["algorithm"], shown, f"{entry['step']:,}", entry["state"], started, entry["checkpoint"])
+    return (entry["name"], *(value or "–" for value in values))

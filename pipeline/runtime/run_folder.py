@@ -1,0 +1,330 @@
+"""The folder of a run: made, found again, completed, gone back to an earlier checkpoint, removed on demand only.
+
+    state_dir/lock                     of the one live instance (`pipeline.runtime.lock`)
+    state_dir/runs/NAME/run.json       `RunNote`: the run's name, identity and settings
+                        checkpoints/   latest.json and step-000070/ ...
+                        aside/         of each `start --from`: later checkpoints, spool and snapshot; never removed
+                        spool/         untrained rows of the last stop       journal/      snapshot of a run's rows
+                        samples/       recorded rollouts                     quarantine/   rows that are never delivered
+                        history.msgpack    of the page
+
+NAME is `pipeline.config.identity.run_name`: a start finds the folder by its configuration alone, and another
+configuration has another folder. Nothing in it is removed but by its own run (`trainer.keep_checkpoints`) or by a start
+with ``--fresh``. The caller holds the lock of the state directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.config.identity import identifying_settings, identity_of, run_dir, run_name, runs_dir
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.runtime.latest_checkpoint import Latest, put_back_replaced, read_latest, write_latest
+from pipeline.storage.files import UNREADABLE, flush_folder, replacing
+
+_NOTE = "run.json"
+_REMOVED = ".removed-"
+_CHECKPOINT_NOTE = "trainer_state.json"
+_DIFFERENCES = 3
+
+log = logging.getLogger(__name__)
+
+
+class RunNote(msgspec.Struct, frozen=True):
+    """The description of a run.
+
+    Attributes:
+        name: Name of its folder.
+        identity: Identity of its configuration (`pipeline.config.identity.identity_of`).
+        made_unix_s: Unix time of its first start.
+        started_unix_s: Unix time of its last start.
+        algorithm: ``"ppo"`` or ``"grpo"``.
+        model: The actor's path.
+        settings: The settings that its identity is made of.
+    """
+
+    name: str
+    identity: str
+    made_unix_s: float
+    started_unix_s: float
+    algorithm: str
+    model: str
+    settings: dict[str, Any] = {}
+
+
+class CheckpointHead(msgspec.Struct, frozen=True):
+    """The fields of a checkpoint's own description that decide about folders (`pipeline.trainer.checkpoints`)."""
+
+    identity: str
+    step: int
+    version: int
+    position: int
+    complete: bool
+    run: str = ""
+    fingerprint: str = ""
+    config: dict[str, Any] = {}
+
+    def latest(self, folder: Path) -> Latest:
+        """Return the record for `latest.json` that names this checkpoint."""
+        return Latest(
+            self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run,
+            self.fingerprint,
+        )  # fmt: skip
+
+    def setting(self, section: str, key: str) -> str:
+        """Return a setting of the configuration that wrote it, "" if it is missing."""
+        settings = self.config.get(section)
+        return str(settings.get(key) or "") if isinstance(settings, dict) else ""
+
+
+class Listed(NamedTuple):
+    """A run of a state directory, with its latest checkpoint."""
+
+    note: RunNote
+    folder: Path
+    latest: Latest | None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder of the latest checkpoint."""
+        return None if self.latest is None else self.folder / "checkpoints" / self.latest.path
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The folder of the run of a configuration."""
+
+    config: Config
+
+    @property
+    def path(self) -> Path:
+        """The folder; it need not exist."""
+        return run_dir(self.config)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.path / "checkpoints"
+
+    def claim(self) -> None:
+        """Make the folder, or find it again; nothing in it is removed.
+
+        Raises:
+            ConfigError: If it belongs to another run, or cannot be made.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in self.path.parent.glob(f"{_REMOVED}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            found = read_note(self.path)
+            if found is None:
+                self._write_note(made_unix_s=time.time())
+            elif found.identity != identity_of(self.config):
+                raise ConfigError(self._taken(found))
+        except OSError as error:
+            raise ConfigError(f"daemon.state_dir: cannot use {self.path}: {error}") from error
+
+    def completion(self) -> str:
+        """Return the reason why there is nothing to train: its steps are taken; "" if there is something."""
+        trainer = self.config.trainer
+        if trainer.resume == "never" or trainer.kind != "builtin" or not trainer.max_steps:
+            return ""
+        latest = read_latest(self.checkpoints)
+        if latest is None or latest.step < trainer.max_steps:
+            return ""
+        return (
+            f"run {self.path.name} is complete: step {latest.step} of trainer.max_steps = {trainer.max_steps}; raise "
+            f"trainer.max_steps to go on, or `rlhfd start --fresh` removes it and begins anew; "
+            f"its model: {self.checkpoints / latest.path}"
+        )
+
+    def begin(self) -> None:
+        """Record a start; with ``trainer.resume = never`` the folder's content is removed first, and named in the log.
+
+        Raises:
+            ConfigError: If the folder cannot be made anew.
+        """
+        try:
+            made = read_note(self.path)
+            if self.config.trainer.resume == "never" and _has_content(self.path):
+                self._remove()
+                made = None
+            self._write_note(time.time() if made is None else made.made_unix_s)
+        except OSError as error:
+            if not (self.path / _NOTE).exists():
+                raise ConfigError(f"daemon.state_dir: cannot use {self.path}: {error}") from error
+            # The former note stays; only the time of this start is missing.
+            log.warning("the run's start is not recorded: path=%s: %s", self.path / _NOTE, error)
+
+    def checkpoint_called(self, wanted: str) -> Path:
+        """Return the checkpoint that `go_back` may go back to.
+
+        Args:
+            wanted: ``step-000070``, ``step-70`` or ``70``.
+
+        Raises:
+            ConfigError: If there is no such checkpoint, or it has all of `trainer.max_steps`.
+        """
+        match = re.fullmatch(r"(?:step-)?(\d+)", wanted.strip())
+        heads, most = dict(heads_in(self.checkpoints)), self.config.trainer.max_steps
+        for folder, head in heads.items():
+            if match and head.step == int(match[1]):
+                if 0 < most <= head.step:
+                    raise ConfigError(f"--from {wanted}: it has all of trainer.max_steps = {most}; raise it")
+                return folder
+        names = ", ".join(folder.name for folder in heads) or "none"
+        raise ConfigError(f"--from {wanted}: no such checkpoint of run {self.path.name}; it has: {names}")
+
+    def go_back(self, target: Path) -> None:
+        """Make an earlier checkpoint the latest; later checkpoints, spool and snapshot are moved aside.
+
+        A kill in between leaves a run that continues from a checkpoint not later than the wanted one, or from the
+        latest as before.
+
+        Args:
+            target: A checkpoint's folder.
+
+        Raises:
+            ConfigError: If a file cannot be moved.
+        """
+        heads = dict(heads_in(self.checkpoints))
+        head, aside = heads[target], self._new_aside(heads[target].step)
+        later = [folder for folder, found in heads.items() if found.step > head.step]
+        rows = [path for name in ("spool", "journal") for path in (self.path / name).glob("*.safetensors")]
+        try:
+            # Rows first: they go with the checkpoint that is the latest until the end.
+            for path in (*rows, *later):
+                place = aside / path.parent.name
+                place.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.rename(place / path.name)
+            write_latest(self.checkpoints, head.latest(target))
+        except OSError as error:
+            raise ConfigError(f"daemon.state_dir: cannot go back to {target.name}: {error}") from error
+        log.info("gone back to a checkpoint: step=%d path=%s moved_aside=%d%s", head.step, target,
+                 len(rows) + len(later), f" aside={aside}" if aside.exists() else "")  # fmt: skip
+
+    def _new_aside(self, step: int) -> Path:
+        numbers = (folder.name.partition("-")[0] for folder in (self.path / "aside").glob("*"))
+        number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+        return self.path / "aside" / f"{number}-from-step-{step:06d}"
+
+    def find_latest(self) -> None:
+        """Record the newest checkpoint as the latest if none is: a kill came between the checkpoint and its record.
+
+        A checkpoint that was moved away for another one of its step, which a kill left unfinished, is put back.
+
+        Raises:
+            ConfigError: If the record cannot be written.
+        """
+        try:
+            put_back_replaced(self.checkpoints)
+            if read_latest(self.checkpoints) is not None:
+                return
+        except OSError as error:
+            raise ConfigError(f"daemon.state_dir: a checkpoint cannot be put back: {error}") from error
+        except ConfigError:
+            # The trainer reports it, unless it starts anew.
+            return
+        identity = identity_of(self.config)
+        if mine := [found for found in heads_in(self.checkpoints) if found[1].identity == identity]:
+            folder, head = newest_of(mine)
+            try:
+                write_latest(self.checkpoints, head.latest(folder))
+            except OSError as error:
+                raise ConfigError(f"daemon.state_dir: no checkpoints can be written: {error}") from error
+            log.warning("a checkpoint that no record named is the latest: step=%d path=%s", head.step, folder)
+
+    def _remove(self) -> None:
+        """Remove the folder, in one rename, and make it again."""
+        steps = [head.step for _, head in heads_in(self.checkpoints)]
+        removed = self.path.with_name(f"{_REMOVED}{self.path.name}")
+        shutil.rmtree(removed, ignore_errors=True)
+        self.path.rename(removed)
+        self.path.mkdir(mode=0o700)
+        flush_folder(self.path.parent)
+        shutil.rmtree(removed, ignore_errors=True)
+        log.warning("removed, because a fresh start was asked for: run=%s checkpoints=%d step=%d path=%s",
+                    self.path.name, len(steps), max(steps, default=0), self.path)  # fmt: skip
+
+    def _write_note(self, made_unix_s: float) -> None:
+        write_note(self.path, note_of(self.config, made_unix_s, time.time()))
+
+    def _taken(self, found: RunNote) -> str:
+        mine, its = identifying_settings(self.config), found.settings
+        odd = [
+            f"{key} is {its[key]!r} there, {mine[key]!r} here" for key in mine if key in its and mine[key] != its[key]
+        ]
+        differences = "; ".join(odd[:_DIFFERENCES]) or "another identity"
+        return (
+            f"daemon.run_name: the name {self.path.name} belongs to another run ({differences}): choose another name, "
+            f"or remove {self.path}"
+        )
+
+
+def note_of(config: Config, made_unix_s: float, started_unix_s: float) -> RunNote:
+    """Return the description of the run of a configuration."""
+    return RunNote(
+        run_name(config), identity_of(config), made_unix_s, started_unix_s, config.rollout.algorithm,
+        config.model.actor, identifying_settings(config),
+    )  # fmt: skip
+
+
+def write_note(folder: Path, note: RunNote) -> None:
+    """Write the description of a run; it is flushed to disk at the return."""
+    with (
+        replacing(folder / _NOTE, temporary=folder / ".run.json.new", flush=True) as descriptor,
+        open(descriptor, "wb", closefd=False) as file,
+    ):
+        file.write(msgspec.json.format(msgspec.json.encode(note)) + b"\n")
+
+
+def read_note(folder: Path) -> RunNote | None:
+    """Return the description of a run, None if there is none.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
+    path = folder / _NOTE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunNote)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{path}: {error}; remove this file, the next start writes it again") from error
+
+
+def runs_of(state_dir: Path) -> list[Listed]:
+    """Return the runs of a state directory, the one that was started last at the end; unreadable ones are left out."""
+    found = []
+    for folder in runs_dir(state_dir).glob("*"):
+        with contextlib.suppress(ConfigError):
+            if (note := read_note(folder)) is not None:
+                found.append(Listed(note, folder, read_latest(folder / "checkpoints")))
+    return sorted(found, key=lambda run: run.note.started_unix_s)
+
+
+def heads_in(checkpoints: Path) -> Iterator[tuple[Path, CheckpointHead]]:
+    """Yield folder and description of each checkpoint in a folder, by name; unreadable ones are left out."""
+    for folder in sorted(checkpoints.glob("step-*")):
+        with contextlib.suppress(OSError, *UNREADABLE):
+            yield folder, msgspec.json.decode((folder / _CHECKPOINT_NOTE).read_bytes(), type=CheckpointHead)
+
+
+def newest_of(heads: list[tuple[Path, CheckpointHead]]) -> tuple[Path, CheckpointHead]:
+    """Return the checkpoint that was written last."""
+    return max(heads, key=lambda found: ((found[0] / _CHECKPOINT_NOTE).stat().st_mtime_ns, found[1].step))
+
+
+def _has_content(folder: Path) -> bool:
+    return any(path.name != _NOTE for path in folder.iterdir())

@@ -1,0 +1,68 @@
+"""`rlhfd runs`: what each run is, its state, and where its model lies."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli.main import main
+from pipeline.config.identity import run_dir, run_name
+from pipeline.runtime.lock import StateLock
+from pipeline.runtime.run_folder import RunFolder
+from tests.runtime.test_run_folder import config, save
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for variable in list(os.environ):
+        if variable.startswith("RLHFD_") and variable != "RLHFD_TEST_SESSION":
+            monkeypatch.delenv(variable)
+    return tmp_path
+
+
+def shown(*words):
+    result = CliRunner().invoke(main, ["runs", *words, "--runtime-dir", "run"])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_each_run_is_listed_with_its_state_and_the_folder_of_its_model(folder):
+    complete, running = config(folder, trainer={"max_steps": 2}), config(folder, daemon={"seed": 1})
+    models = {}
+    for of, step in ((complete, 2), (running, 1234)):
+        RunFolder(of).claim()
+        models[run_name(of)] = str(save(of, step, "a"))
+
+    with StateLock(folder / "state", folder / "run", run_name(running)):
+        entries = json.loads(shown("--json").stdout)
+        table = shown().stdout.splitlines()
+
+    assert [(run["name"], run["state"], run["step"], run["checkpoint"]) for run in entries] == [
+        (run_name(complete), "complete", 2, models[run_name(complete)]),
+        (run_name(running), "running", 1234, models[run_name(running)]),
+    ]
+    assert entries[1]["checkpoints"] == ["step-001234"] and entries[1]["settings"]["daemon.seed"] == 1
+    assert table[0].split() == ["run", "algorithm", "model", "step", "state", "last", "start", "checkpoint"]
+    assert table[2].startswith(run_name(running)) and table[2].endswith(models[run_name(running)])
+    assert "1,234" in table[2]
+    assert json.loads(shown("--json").stdout)[1]["state"] == "stopped", "its daemon has ended"
+
+
+def test_without_a_run_the_folder_that_was_searched_is_named(folder):
+    (folder / "state" / "checkpoints" / "step-000001").mkdir(parents=True)
+
+    result = shown()
+
+    assert result.stdout == f"no run in {folder / 'state'}\n"
+    assert f"earlier release are in {folder / 'state'}/checkpoints: the next start moves them" in result.stderr
+
+
+def test_samples_of_a_run_that_is_not_there_name_those_that_are(folder):
+    RunFolder(config(folder)).claim()
+
+    result = CliRunner().invoke(main, ["samples", "--run", "nosuch", "--runtime-dir", "run"])
+
+    assert result.exit_code == 1
+    assert result.stderr == f"no run nosuch in {folder / 'state'}; there are: {run_dir(config(folder)).name}\n"

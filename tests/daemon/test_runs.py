@@ -1,0 +1,96 @@
+"""Runs of one state directory: none is lost whatever is started after it, and each says where its model is."""
+
+import json
+import shutil
+import signal
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from pipeline.runtime.latest_checkpoint import read_latest
+from tests.support.daemon import SMALL, Daemon, only_run, rlhfd, task  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.integration
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.parent != folder}
+
+
+@pytest.mark.timeout(600)
+def test_a_finished_run_stays_whatever_is_started_after_it(tmp_path, task):  # noqa: F811
+    settings = (*SMALL, "trainer.save_every=1", "samples.per_minute=0", "metrics.page=false")
+    with Daemon(tmp_path, *settings, "trainer.max_steps=3", task=task) as daemon:
+        assert daemon.wait() == 0, daemon.errors
+    grpo = daemon.run_dir
+    model = grpo / "checkpoints" / "step-000003"
+    assert daemon.errors.splitlines()[-1].endswith(f"checkpoint, a folder for from_pretrained: {model}")
+    AutoModelForCausalLM.from_pretrained(model)
+    finished = files_of(grpo)
+
+    for most in (3, 2):
+        with Daemon(tmp_path, *settings, f"trainer.max_steps={most}", task=task, name=f"again-{most}") as daemon:
+            assert daemon.wait() == 0, daemon.errors
+        assert f"is complete: step 3 of trainer.max_steps = {most}; raise trainer.max_steps to go on" in daemon.output
+        assert str(model) in daemon.output and files_of(grpo) == finished
+    with Daemon(tmp_path, *settings, "rollout.algorithm=ppo", "trainer.max_steps=3", task=task, name="ppo") as daemon:
+        assert daemon.wait() == 0, daemon.errors
+    assert files_of(grpo) == finished
+
+    listed = rlhfd("runs", "--json", "--config", configured(tmp_path), folder=tmp_path)
+    runs = json.loads(listed.stdout)
+    assert [(run["algorithm"], run["step"], run["state"]) for run in runs] == [
+        ("grpo", 3, "complete"), ("ppo", 3, "complete"),
+    ]  # fmt: skip
+    assert runs[0]["name"] == grpo.name and runs[0]["checkpoint"] == str(model)
+
+    back = ("--from", "step-2")
+    with Daemon(tmp_path, *settings, "trainer.max_steps=4", task=task, arguments=back, name="back") as daemon:
+        assert daemon.wait() == 0, daemon.errors
+        assert "resuming: step=2 " in daemon.errors
+    aside = grpo / "aside" / "1-from-step-000002" / "checkpoints" / "step-000003"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == {
+        path.name: content for path, content in finished.items() if path.parent == model
+    }
+    assert read_latest(grpo / "checkpoints").step == 4
+
+    with Daemon(tmp_path, *settings, "trainer.max_steps=1", task=task, arguments=("--fresh",), name="fresh") as daemon:
+        assert daemon.wait() == 0, daemon.errors
+        assert f"run={grpo.name} checkpoints=" in daemon.errors
+    assert [path.name for path in (grpo / "checkpoints").glob("step-*")] == ["step-000001"]
+    assert (tmp_path / "state" / "runs" / runs[1]["name"] / "checkpoints" / "step-000003").is_dir()
+
+
+def configured(folder):
+    """Return a configuration by which commands find the state directory of no running instance."""
+    file = folder / "config.toml"
+    file.write_text('[daemon]\nruntime_dir = "run"\nstate_dir = "state"\n')
+    return str(file)
+
+
+@pytest.mark.timeout(600)
+def test_the_state_of_an_earlier_release_is_continued_and_only_by_one_daemon(tmp_path, task):  # noqa: F811
+    settings = (*SMALL, "trainer.save_every=1", "buffer.max_staleness=4")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(2)
+        daemon.wait_until(lambda: daemon.status()["checkpoint"], "there is a checkpoint")
+        status = daemon.status()
+        assert status["run"] == daemon.run_dir.name
+        with Daemon(tmp_path, *settings, task=task, runtime_dir=tmp_path / "other", name="second") as second:
+            assert second.wait() == 78, second.errors
+        assert f"is in use by pid {daemon.pid}, daemon.runtime_dir {daemon.runtime_dir}" in second.errors
+        daemon.signal(signal.SIGINT)
+        assert daemon.wait() == 0, daemon.errors
+    latest, state = read_latest(daemon.run_dir / "checkpoints"), daemon.state_dir
+    for part in list(daemon.run_dir.iterdir()):
+        if part.name != "run.json":
+            part.rename(state / part.name)
+    shutil.rmtree(state / "runs")
+    assert latest is not None and list((state / "spool").iterdir())
+
+    with Daemon(tmp_path, *settings, f"trainer.max_steps={latest.step + 2}", task=task, name="third") as daemon:
+        assert daemon.wait() == 0, daemon.errors
+
+    assert f"resuming: step={latest.step} path={only_run(state) / 'checkpoints'}" in daemon.errors
+    assert "spool taken in: rows=" in daemon.errors
+    assert not (state / "checkpoints").exists() and not (state / "spool").exists()

@@ -1,0 +1,494 @@
+"""The folder of a run: name, description, `--from`; no checkpoint is lost over random lives of several runs."""
+
+import json
+import os
+import random
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.buffer.sizing import checked_layout
+from pipeline.config.identity import identity_of, run_dir, run_name
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.runtime.latest_checkpoint import REPLACED, checkpoints_dir, read_latest, why_anew
+from pipeline.runtime.lock import StateLock, user_of
+from pipeline.runtime.run_folder import RunFolder, read_note, runs_of
+from pipeline.runtime.run_start import begin_run, open_run
+from pipeline.storage import weights_header
+from pipeline.storage.weights_header import HEADER, MAGIC, NEWEST, PAGE_BYTES, WeightsVersion, pack_version, slot_mark
+from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+
+SEQUENCES = 200
+LIVES = 6
+KILLED = 9
+
+
+def config(folder, **sections):
+    daemon = {"state_dir": str(folder / "state"), "runtime_dir": str(folder / "run"), **sections.pop("daemon", {})}
+    buffer = {"arena_bytes": 1 << 20, **sections.pop("buffer", {})}
+    return Config.model_validate({"daemon": daemon, "buffer": buffer, **sections})
+
+
+class Model:
+    """The part of a model that a checkpoint needs: it writes a file of its own content."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def save_pretrained(self, folder):
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / "token").write_text(self.token)
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        pass
+
+
+def save(of, step, token, *, root=None, keep=0):
+    """Write a checkpoint as the trainer does."""
+    most = of.trainer.max_steps
+    note = CheckpointNote(
+        identity_of(of), step, step, 10 * step, 0 < most <= step, "0a", f"{step:016x}", of.model_dump(mode="json")
+    )  # fmt: skip
+    return save_checkpoint(
+        root or checkpoints_dir(of), note, actor=Model(token), tokenizer=Tokenizer(), keep=keep,
+        state={"moment": torch.zeros(1)},
+    )  # fmt: skip
+
+
+def publish(folder, version):
+    """Write the header of a weights file that holds a version, as the store does."""
+    page = bytearray(PAGE_BYTES)
+    HEADER.pack_into(page, 0, MAGIC, 1, 0, PAGE_BYTES, 0)
+    marks = memoryview(page).cast("Q")
+    marks[NEWEST] = 1
+    for offset, word in enumerate((0, *pack_version(WeightsVersion(version, 1)))):
+        marks[slot_mark(0) + offset] = word
+    (folder / "weights").write_bytes(page)
+
+
+# Names, notes, completion.
+
+
+def test_the_name_tells_algorithm_model_and_identity(tmp_path):
+    names = {
+        actor: run_name(config(tmp_path, model={"actor": actor}, rollout={"algorithm": "ppo"}))
+        for actor in ("/m/Qwen2.5-0.5B", "/s/sort-digits/model", "/c/models--Qwen--Qwen3-8B/snapshots/abc", "/a b/ü")
+    }
+    identity = identity_of(config(tmp_path, model={"actor": "/m/Qwen2.5-0.5B"}, rollout={"algorithm": "ppo"}))
+
+    assert names["/m/Qwen2.5-0.5B"] == f"ppo-Qwen2.5-0.5B-{identity[:8]}"
+    assert [name.rpartition("-")[0] for name in names.values()] == [
+        "ppo-Qwen2.5-0.5B", "ppo-sort-digits", "ppo-Qwen3-8B", "ppo-model",
+    ]  # fmt: skip
+
+
+def test_the_identity_of_a_configuration_is_that_of_earlier_releases():
+    """It is on disk: a new key of [model] or [prompts] must not change it at its default."""
+    of = Config.model_validate({"model": {"actor": "/m"}, "prompts": {"path": "/p"}})
+
+    assert identity_of(of) == "1645503f1785013e54d28218d182c7e8"
+
+
+def test_a_learning_rate_and_a_last_step_are_no_other_run_and_a_seed_is(tmp_path):
+    of = config(tmp_path)
+
+    assert run_dir(of) == run_dir(config(tmp_path, trainer={"learning_rate": 1e-6, "max_steps": 7}))
+    assert run_dir(of) != run_dir(config(tmp_path, daemon={"seed": 1}))
+
+
+def test_a_name_of_ones_own_is_the_folders_and_another_run_may_not_take_it(tmp_path):
+    mine = config(tmp_path, daemon={"run_name": "lr-1e-6"})
+    RunFolder(mine).claim()
+    other = config(tmp_path, daemon={"run_name": "lr-1e-6", "seed": 1})
+
+    with pytest.raises(
+        ConfigError, match=r"run_name: the name lr-1e-6 belongs to another run \(daemon.seed is 0 there, 1"
+    ):
+        RunFolder(other).claim()
+
+    assert run_dir(mine) == tmp_path / "state" / "runs" / "lr-1e-6"
+    assert read_note(run_dir(mine)).identity == identity_of(mine)
+
+
+def test_a_run_whose_steps_are_taken_says_so_and_where_its_model_is(tmp_path):
+    of = config(tmp_path, trainer={"max_steps": 4})
+    RunFolder(of).claim()
+    assert RunFolder(of).completion() == ""
+    model = save(of, 6, "a")
+
+    said = RunFolder(of).completion()
+
+    assert "is complete: step 6 of trainer.max_steps = 4; raise trainer.max_steps to go on" in said
+    assert said.endswith(str(model))
+    for further in ({"max_steps": 7}, {"max_steps": 0}, {"max_steps": 4, "resume": "never"}):
+        assert RunFolder(config(tmp_path, trainer=further)).completion() == ""
+
+
+def test_fresh_names_the_run_that_it_removes_and_removes_no_other(tmp_path, caplog):
+    mine, other = config(tmp_path), config(tmp_path, daemon={"seed": 1})
+    for of in (mine, other):
+        RunFolder(of).claim()
+        save(of, 3, "a")
+
+    RunFolder(config(tmp_path, trainer={"resume": "never"})).begin()
+
+    assert [path.name for path in run_dir(mine).iterdir()] == ["run.json"]
+    assert read_latest(checkpoints_dir(other)).step == 3
+    assert f"removed, because a fresh start was asked for: run={run_name(mine)} checkpoints=1 step=3" in caplog.text
+
+
+def test_a_checkpoint_whose_record_a_kill_left_out_is_found(tmp_path):
+    of = config(tmp_path)
+    RunFolder(of).claim()
+    save(of, 3, "a")
+    (checkpoints_dir(of) / "latest.json").unlink()
+
+    RunFolder(of).find_latest()
+
+    assert read_latest(checkpoints_dir(of)).path == "step-000003"
+
+
+def test_a_checkpoint_that_was_being_replaced_when_its_trainer_died_is_put_back(tmp_path):
+    of = config(tmp_path)
+    RunFolder(of).claim()
+    model = save(of, 3, "a")
+    model.rename(model.with_name(f".{model.name}{REPLACED}1"))
+
+    open_run(of, tmp_path / "shm")
+
+    assert (model / "token").read_text() == "a"
+    assert sorted(path.name for path in checkpoints_dir(of).iterdir()) == ["latest.json", "step-000003"]
+
+
+def test_the_runs_of_a_state_directory_are_listed_by_their_last_start(tmp_path):
+    first, second = config(tmp_path), config(tmp_path, daemon={"seed": 1})
+    for of in (first, second, first):
+        RunFolder(of).claim()
+        RunFolder(of).begin()
+    model = save(first, 2, "a")
+
+    listed = runs_of(tmp_path / "state")
+
+    assert [(run.folder, run.checkpoint) for run in listed] == [(run_dir(second), None), (run_dir(first), model)]
+
+
+# Going back.
+
+
+def test_going_back_keeps_the_later_checkpoints_and_the_rows_aside(tmp_path):
+    of = config(tmp_path)
+    RunFolder(of).claim()
+    for step in (2, 4, 6):
+        save(of, step, f"at {step}")
+    spool = run_dir(of) / "spool" / f"{identity_of(of)}.safetensors"
+    spool.parent.mkdir()
+    spool.write_bytes(b"rows")
+
+    assert open_run(of, tmp_path / "shm", back_to="step-2") == ""
+
+    aside = run_dir(of) / "aside" / "1-from-step-000002"
+    assert read_latest(checkpoints_dir(of)).step == 2
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    assert (aside / "spool" / spool.name).read_bytes() == b"rows" and not spool.exists()
+    save(of, 4, "anew")
+    open_run(of, tmp_path / "shm", back_to="2")
+    assert (run_dir(of) / "aside/2-from-step-000002/checkpoints/step-000004/token").read_text() == "anew"
+    assert (aside / "checkpoints/step-000004/token").read_text() == "at 4"
+
+
+@pytest.mark.parametrize(
+    ("back_to", "trainer", "message"),
+    [
+        ("step-000003", {}, "no such checkpoint of run grpo-sort-digits-.*; it has: step-000002, step-000004"),
+        ("latest", {}, "no such checkpoint"),
+        ("2", {"max_steps": 2}, "has all of trainer.max_steps = 2; raise it"),
+        ("2", {"kind": "external"}, "an external trainer keeps its own checkpoints"),
+    ],
+)
+def test_going_back_where_it_cannot_is_refused_and_changes_nothing(tmp_path, back_to, trainer, message):
+    model = {"actor": str(tmp_path / "sort-digits" / "model")}
+    of = config(tmp_path, trainer=trainer, model=model)
+    RunFolder(of).claim()
+    for step in (2, 4):
+        save(of, step, "a")
+    before = sorted(run_dir(of).rglob("*"))
+
+    with pytest.raises(ConfigError, match=f"--from {back_to}: .*{message}"):
+        open_run(of, tmp_path / "shm", back_to=back_to)
+
+    assert sorted(run_dir(of).rglob("*")) == before
+
+
+def test_going_back_gives_up_the_shared_memory_of_a_killed_supervisor(tmp_path):
+    of, shm = config(tmp_path), tmp_path / "shm"
+    open_run(of, shm)
+    begin_run(of, shm, checked_layout(of))
+    save(of, 2, "a")
+    publish(shm, 3)
+
+    open_run(of, shm, back_to="2")
+
+    assert not shm.exists()
+
+
+# Shared memory and locks.
+
+
+def test_steps_of_another_killed_run_in_shared_memory_are_not_removed(tmp_path):
+    mine, other, shm = config(tmp_path), config(tmp_path, daemon={"seed": 1}), tmp_path / "shm"
+    open_run(other, shm)
+    begin_run(other, shm, checked_layout(other))
+    save(other, 2, "a")
+    publish(shm, 3)
+    open_run(mine, shm)
+
+    with pytest.raises(
+        ConfigError, match=rf"holds the run {run_name(other)}, killed at policy version 3; .* version 2"
+    ):
+        begin_run(mine, shm, checked_layout(mine))
+    with pytest.raises(ConfigError, match="killed at policy version 3"):
+        begin_run(config(tmp_path, trainer={"resume": "never"}), shm, checked_layout(mine))
+
+    assert weights_header.newest_version(shm / "weights").version == 3
+    save(other, 3, "b")
+    assert not begin_run(mine, shm, checked_layout(mine)).taken_over, "all of its steps are in a checkpoint"
+
+
+def test_a_killed_run_with_steps_in_shared_memory_is_taken_over_though_its_steps_are_taken(tmp_path):
+    of, shm = config(tmp_path, trainer={"max_steps": 2}), tmp_path / "shm"
+    open_run(of, shm)
+    begin_run(of, shm, checked_layout(of))
+    save(of, 2, "a")
+
+    assert open_run(of, shm) == ""
+    shutil.rmtree(shm)
+    assert "is complete" in open_run(of, shm)
+
+
+def test_a_second_instance_of_a_state_directory_is_refused_and_told_who_holds_it(tmp_path):
+    state = tmp_path / "state"
+
+    with StateLock(state, tmp_path / "run", "mine"):
+        user = user_of(state)
+        with pytest.raises(ConfigError) as refused, StateLock(state, tmp_path / "other", "its"):
+            pass
+
+    assert user == (os.getpid(), str(tmp_path / "run"), "mine")
+    assert str(refused.value) == (
+        f"daemon.state_dir: {state} is in use by pid {os.getpid()}, daemon.runtime_dir {tmp_path / 'run'}"
+    )
+    assert user_of(state) is None
+    with StateLock(state, tmp_path / "other", "its"):
+        pass
+
+
+# Random lives.
+
+
+class Lives:
+    """Random lives of several runs in one state directory; each life is a process that may be killed at any file."""
+
+    def __init__(self, folder, seed):
+        self.folder = folder
+        self.shm = folder / "shm"
+        self.random = random.Random(seed)
+        self.tokens = 0
+        # By run: step -> token of each checkpoint that must be there.
+        self.sure = {}
+        self.kills = self.refusals = self.completions = self.resumes = 0
+
+    def a_config(self, **trainer):
+        changes = self.random.choice([{}, {"daemon": {"seed": 1}}, {"rollout": {"algorithm": "ppo"}}])
+        most = self.random.choice([0, 0, 3, 6, 12])
+        return config(self.folder, trainer={"max_steps": most, **trainer}, **changes)
+
+    def former(self):
+        """Write the state directory of an earlier release: checkpoints of two runs in one folder."""
+        root = self.folder / "state" / "checkpoints"
+        last = None
+        for step in sorted(self.random.sample(range(1, 9), 4)):
+            of, token = self.a_config(max_steps=0), self.new_token()
+            # Another run's start removed the record of the latest.
+            (root / "latest.json").unlink(missing_ok=True)
+            save(of, step, token, root=root)
+            self.sure.setdefault(run_name(of), {})[step] = token
+            last = run_name(of), step
+        return last
+
+    def new_token(self):
+        self.tokens += 1
+        return f"token {self.tokens}"
+
+    def live(self):
+        """Start a run, train, save, and stop or be killed; then check every checkpoint of every run."""
+        fresh = self.random.random() < 0.1
+        of = self.a_config(resume="never" if fresh else "auto")
+        mine = self.sure.setdefault(run_name(of), {})
+        known = [step for step in self.steps_in(of) if step in mine]
+        back_to = str(self.random.choice(known)) if known and not fresh and self.random.random() < 0.2 else ""
+        steps, every = self.random.randint(0, 5), self.random.choice([0, 1, 2])
+        dies_at = self.random.choice([None, self.random.randint(1, 60), self.random.randint(1, 12)])
+        tokens = [self.new_token() for _ in range(steps + 1)]
+        told = self.in_a_process(lambda tell: self.life(of, back_to, steps, every, tokens, tell), dies_at)
+        self.follow(of, fresh, back_to, told, told[-1][0] == "killed")
+        if self.random.random() < 0.3:
+            # The machine crashes.
+            shutil.rmtree(self.shm, ignore_errors=True)
+
+    def life(self, of, back_to, steps, every, tokens, tell):
+        """One daemon: the real decisions about folders and the real checkpoints, without the computation."""
+        with StateLock(self.folder / "state", self.folder / "run", run_name(of)):
+            try:
+                if open_run(of, self.shm, back_to=back_to):
+                    return tell("complete")
+                workspace = begin_run(of, self.shm, checked_layout(of))
+            except ConfigError as error:
+                return tell("refused", str(error))
+            latest = read_latest(checkpoints_dir(of))
+            newest = weights_header.newest_version(workspace.weights_path)
+            if latest is None or why_anew(of, latest):
+                latest = None
+            step = newest.version if newest is not None else 0 if latest is None else latest.step
+            tell("resumed", step, newest is not None, back_to)
+            saved, most = 0 if latest is None else latest.step, of.trainer.max_steps
+            for token in tokens[1:]:
+                if 0 < most <= step:
+                    break
+                step += 1
+                publish(workspace.folder, step)
+                if every and step % every == 0:
+                    saved = self.saving(of, step, token, tell)
+            if step > saved:
+                self.saving(of, step, tokens[0], tell)
+            workspace.remove()
+            tell("stopped")
+
+    def saving(self, of, step, token, tell):
+        tell("saving", step, token)
+        save(of, step, token)
+        tell("saved", step, token)
+        return step
+
+    def in_a_process(self, work, dies_at):
+        """Return what a process told; `dies_at` is the change of a name on disk before which it is killed."""
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reader)
+                left = [dies_at or 1 << 30]
+                for name in ("rename", "unlink", "mkdir", "rmdir"):
+                    setattr(os, name, dying(getattr(os, name), left))
+                os.fsync = lambda descriptor: None
+                work(lambda *words: os.write(writer, json.dumps(words).encode() + b"\n"))
+            except BaseException:  # noqa: BLE001 - a process of the test ends here in any case
+                traceback.print_exc(file=sys.stderr)
+                os._exit(1)
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as lines:
+            told = [json.loads(line) for line in lines]
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in (0, KILLED), "a life ended with an error"
+        self.kills += code == KILLED
+        return [*told, ["killed" if code else "over"]]
+
+    def follow(self, of, fresh, back_to, told, killed):
+        """Bring the expectation to what the process told, and compare it with the disk."""
+        mine = self.sure[run_name(of)]
+        before, maybe = dict(mine), {}
+        words = [line[0] for line in told]
+        is_removed = fresh and ("resumed" in words or killed)
+        if is_removed:
+            mine.clear()
+        for line in told:
+            if line[0] == "resumed":
+                self.resumes += 1
+                _, step, from_memory, _ = line
+                if fresh:
+                    assert step == 0 and not from_memory, told
+                elif back_to:
+                    assert step == int(back_to), told
+                    for later in [other for other in mine if isinstance(other, int) and other > step]:
+                        # Aside from here on: no checkpoint of that step takes its place.
+                        token = mine.pop(later)
+                        mine[token] = token
+                elif before and not from_memory:
+                    assert step in before, (told, before)
+                if not from_memory and not fresh and before:
+                    assert step > 0, "a run with a checkpoint never begins anew"
+            elif line[0] == "saving":
+                # The former checkpoint of the same run and step goes once the new one is whole.
+                maybe[line[1]] = mine.pop(line[1], None), line[2]
+            elif line[0] == "saved":
+                mine[line[1]] = line[2]
+                maybe.pop(line[1], None)
+        self.refusals += "refused" in words
+        self.completions += "complete" in words
+        found = self.on_disk()
+        for name, checkpoints in self.sure.items():
+            missing = set(checkpoints.values()) - found.get(name, set())
+            assert not missing, f"lost of {name}: {missing}; {told}"
+        for step, (former, new) in maybe.items():
+            # Killed while it was written: one of them is there, the former one perhaps moved away for the moment.
+            present = found.get(run_name(of), set()) & {former, new}
+            assert present or former is None, f"lost of {run_name(of)}: {former}; {told}"
+            if present:
+                mine[step] = new if new in present else former
+        if "stopped" in words:
+            assert not list(checkpoints_dir(of).glob(".step-*")), told
+
+    def on_disk(self):
+        """Return the tokens of all whole checkpoints by run; those in the former folder count for their run, too."""
+        found = {}
+        for note in (self.folder / "state").rglob("trainer_state.json"):
+            step, _, moved = note.parent.name.removeprefix(".").partition(REPLACED)
+            is_whole = note.parent.name.startswith("step-")
+            if any(part.startswith(".removed-") for part in note.parts):
+                continue
+            if not (is_whole or (moved and not note.parent.with_name(step).exists())):
+                continue
+            of = Config.model_validate_json(json.dumps(json.loads(note.read_text())["config"]))
+            found.setdefault(run_name(of), set()).add((note.parent / "token").read_text())
+        return found
+
+    def steps_in(self, of):
+        return [int(path.name[5:]) for path in checkpoints_dir(of).glob("step-*")]
+
+
+def dying(change, left):
+    """Return a function that kills its process at the n-th change, as SIGKILL does: nothing is undone."""
+
+    def changing(*args, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(KILLED)
+        return change(*args, **options)
+
+    return changing
+
+
+@pytest.mark.timeout(600)
+def test_no_checkpoint_is_lost_over_random_starts_stops_kills_changes_and_fresh_starts(tmp_path):
+    kills = refusals = completions = resumes = 0
+    for seed in range(SEQUENCES):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        lives = Lives(folder, seed)
+        if seed % 4 == 0:
+            lives.former()
+        for _ in range(LIVES):
+            lives.live()
+        shutil.rmtree(folder)
+        kills, refusals = kills + lives.kills, refusals + lives.refusals
+        completions, resumes = completions + lives.completions, resumes + lives.resumes
+
+    # Each kind of life came often enough to mean something.
+    assert kills > 300 and resumes > 300 and refusals > 10 and completions > 10, (kills, resumes, refusals, completions)
