@@ -19,7 +19,7 @@ _CONFIG = """\
 
 [daemon]
 runtime_dir = "run"
-state_dir = "state"             # checkpoints, metrics.jsonl, log
+state_dir = "state"             # a folder a run: checkpoints, metrics.jsonl; the log
 
 [model]
 actor = {actor}

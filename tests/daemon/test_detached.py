@@ -94,7 +94,12 @@ def test_a_run_of_init_is_started_detached_listed_attached_to_and_stopped(folder
     wait_until(lambda: not is_alive(pid), END_TIMEOUT_S, "it has ended")
     log = (folder / "state/log/rlhfd.log").read_text()
     assert "training ended" in log and "Traceback" not in log
-    assert [json.loads(line)["step"] for line in (folder / "state/metrics.jsonl").read_text().splitlines()]
+    assert [json.loads(line)["step"] for line in step_log_of(folder).read_text().splitlines()]
+
+
+def step_log_of(folder: Path) -> Path:
+    (path,) = folder.glob("state/runs/*/metrics.jsonl")
+    return path
 
 
 def test_a_detached_start_that_fails_shows_its_error_and_exit_code(folder: Path) -> None:
@@ -125,4 +130,4 @@ def test_a_detached_run_of_one_step_succeeds_and_ends_by_itself(folder: Path) ->
 
     assert ended.returncode == 0, ended.stderr
     assert lock.wait_until_released(folder / "run", END_TIMEOUT_S)
-    assert len((folder / "state/metrics.jsonl").read_text().splitlines()) == 1
+    assert len(step_log_of(folder).read_text().splitlines()) == 1

@@ -15,7 +15,6 @@ __all__ = ["task"]
 
 
 def test_each_step_has_one_line_after_kills_of_trainer_and_supervisor(tmp_path: Path, task: Path) -> None:
-    path = tmp_path / "state" / "metrics.jsonl"
     settings = (*SMALL, "trainer.save_every=4", "trainer.max_steps=0", "daemon.restart_delay_s=0.05")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         for _ in range(3):
@@ -36,6 +35,7 @@ def test_each_step_has_one_line_after_kills_of_trainer_and_supervisor(tmp_path: 
         assert daemon.wait() == 0, daemon.errors
         ended = daemon.errors
 
+    (path,) = tmp_path.glob("state/runs/*/metrics.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert f"training ended: steps={len(lines)} " in ended
