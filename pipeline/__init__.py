@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipeline.rollout.generation.engines import EngineFactory
     from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
     from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
-    from pipeline.rollout.rewards import FunctionReward
+    from pipeline.rollout.reward.functions import FunctionReward
     from pipeline.trainer.connect import connect
     from pipeline.trainer.connection import Batch, Connection
     from pipeline.trainer.losses import PolicyLoss, masked_mean, policy_loss, value_loss, whiten
@@ -55,7 +55,7 @@ _MODULES = {
     "rollout.generation.engines": ("EngineFactory",),
     "rollout.generation.interface": ("ResponseGenerator", "Responses", "Sampling"),
     "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
-    "rollout.rewards": ("FunctionReward",),
+    "rollout.reward.functions": ("FunctionReward",),
     "trainer.connect": ("connect",),
     "trainer.connection": ("Batch", "Connection"),
     "trainer.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss", "whiten"),

@@ -12,7 +12,7 @@ import click
 
 from pipeline.cli.config import config
 from pipeline.cli.init import init
-from pipeline.cli.instances import ps
+from pipeline.cli.instances import attach, ps
 from pipeline.cli.options import (
     REQUEST_TIMEOUT_S,
     ask,
@@ -361,6 +361,7 @@ def samples(
     show(reader, Filter(min_reward, max_reward, contains, worker), last=last, follow=follow, as_json=as_json)
 
 
+main.add_command(attach)
 main.add_command(config)
 main.add_command(init)
 main.add_command(logs)

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from pipeline.cli.reward_rows import Row
     from pipeline.config.load import LoadedConfig
-    from pipeline.rollout.reward_trial import Trial
+    from pipeline.rollout.reward.trial import Trial
 
 _MOST_CHARACTERS = 40
 
@@ -58,7 +58,7 @@ def try_reward(
     sys.path.append(os.getcwd())
     # One progress bar a model is noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from pipeline.rollout.reward_trial import RewardTrial
+    from pipeline.rollout.reward.trial import RewardTrial
     from pipeline.trainer import setup
 
     if sort_digits.is_used(loaded.config):

@@ -10,12 +10,7 @@ process          the worker process
 progress         heartbeats with the numbers of rows and tokens done
 ray              the gateway to Ray actors that hold the models; the only import of ray
 remote           a worker's models on another machine, without Ray's part
-reward_pool      reward functions in processes that can be killed
-reward_problems  the log of rows without a reward: each cause once
-reward_process   the process of a reward pool
-reward_trial     the configured reward on given rows: `rlhfd try-reward`
-reward_wire      messages of a reward pool
-rewards          reward functions as a reward model
+reward           reward functions, in processes that can be killed
 roller           the interface of a worker to its models; prompts rendered, padded, passed to the maker
 rows             prompts and responses as rows of a batch
 sample_recorder  sampled rollouts, recorded for people to read

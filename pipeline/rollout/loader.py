@@ -25,9 +25,9 @@ from pipeline.models.weights.probe import answer, check
 from pipeline.prompts import PromptSource, first_tokens
 from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.reward_pool import RewardPool
-from pipeline.rollout.reward_problems import RewardProblems
-from pipeline.rollout.rewards import FunctionReward, load_reward_function
+from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
+from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.storage.weights_header import Probe, WeightsVersion

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
+from pipeline.errors import FieldError, RewardError, ShapeError
 from pipeline.experience.advantages import (
     action_rewards,
     coati_action_rewards,
@@ -40,7 +40,7 @@ from pipeline.rollout.generation.stops import parse_stop_token_ids
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from pipeline.rollout.model_passes import ModelPasses
 from pipeline.rollout.progress import with_numbers
-from pipeline.rollout.rows import Rows, check_prompts
+from pipeline.rollout.rows import Rows, check_prompts, check_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             critic; with GRPO it must be None.
         reward_model: ``reward_model(input_ids=, attention_mask=, response_start=, response_end=, gt_answer=)`` ->
             ``(B,)`` scores of right-padded rows; `response_end` is exclusive and the stop is included. Pixels are
-            passed only if its signature names them (`pipeline.rollout.rewards.vision_keywords`).
+            passed only if its signature names them (`pipeline.rollout.reward.functions.vision_keywords`).
         initial_model: The reference model, called as the actor for ``.logits``; None only if `kl_coef` is 0. If it is
             the actor itself, it is called without its LoRA adapters.
         tokenizer: Its pad and eos token ids are used; eos replaces a missing pad.
@@ -378,7 +378,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             ),
         )
         if is_transformers_model(self.actor):
-            _check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)
+            check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)
         rows = Rows.of(
             attention_mask.repeat_interleave(group_size, dim=0),
             responses,
@@ -431,15 +431,6 @@ def _repeat_answers(gt_answer: Any, prompts: int, group_size: int) -> list[Any]:
     if len(answers) != prompts:
         raise ShapeError(f"gt_answer has {len(answers)} elements, input_ids has {prompts} rows")
     return [answer for answer in answers for _ in range(group_size)]
-
-
-def _check_tokens(sequences: Tensor, vocabulary: int) -> None:
-    """Refuse tokens outside the vocabulary: a forward pass over them fails, and on a GPU ends the whole process."""
-    wrong = (sequences < 0) | (sequences >= vocabulary)
-    if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        token = int(sequences[row, column])
-        raise TokenError(f"row {row}: token {token} in column {column}; the vocabulary has {vocabulary:,}")
 
 
 @contextlib.contextmanager

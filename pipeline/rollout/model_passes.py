@@ -21,8 +21,8 @@ from pipeline.models.log_probs import action_log_probs, all_values
 from pipeline.models.pass_size import PassSize, default_tokens
 from pipeline.models.reward_model import SequenceReward
 from pipeline.rollout.progress import ReportsProgress
-from pipeline.rollout.reward_pool import RewardPool
-from pipeline.rollout.rewards import FunctionReward, checked_scores, vision_keywords
+from pipeline.rollout.reward.functions import FunctionReward, checked_scores, vision_keywords
+from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.rows import Rows
 
 

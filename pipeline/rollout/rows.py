@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from pipeline.errors import FieldError, ShapeError
+from pipeline.errors import FieldError, ShapeError, TokenError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.rollout.generation.interface import Responses, Sampling
 
@@ -162,3 +162,12 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
     gaps = (real[:, :-1] & ~real[:, 1:]).any(dim=1) | ~real[:, -1]
     if bool(gaps.any()):
         raise FieldError(f"row {int(gaps.nonzero()[0])}: the prompt has padding after a real token; pad on the left")
+
+
+def check_tokens(sequences: Tensor, vocabulary: int) -> None:
+    """Refuse tokens outside the vocabulary: a forward pass over them fails, and on a GPU ends the whole process."""
+    wrong = (sequences < 0) | (sequences >= vocabulary)
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        token = int(sequences[row, column])
+        raise TokenError(f"row {row}: token {token} in column {column}; the vocabulary has {vocabulary:,}")

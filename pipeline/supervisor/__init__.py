@@ -12,7 +12,6 @@ page        data of the page's requests
 placement   GPU and CPU cores of each process
 preflight   checks of the files that a configuration names
 reload      the configuration reloaded during a run
-remedies    the keys that help after a hang or without memory
 restarts    backoff and the limit of starts
 shutdown    the orderly shutdown
 snapshot    one reading of a running instance

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from pipeline.errors import ExitCode
 from pipeline.runtime.messages import PeerDied
 from pipeline.runtime.transport import Outbox, trainer_name, worker_name
 from pipeline.supervisor.fleet import Fleet, Slot
-from pipeline.supervisor.remedies import after_exit
 
 log = logging.getLogger(__name__)
+
+_LESS_MEMORY: Final = {
+    "rollout": "rollout.logits_forward_batch_size, rollout.inference_batch_size, rollout.batch_size or rollout.workers",
+    "trainer": "trainer.micro_batch_size, buffer.sample_batch_size or rollout.max_length",
+}
 
 
 class ExitHandler:
@@ -112,3 +117,16 @@ class ExitHandler:
             self._abort(ExitCode.GAVE_UP, f"{slot.name} failed {how}: {reason}")
             return
         log.error("%s ended %s, it is not started again: %s", slot.name, how, reason)
+
+
+def after_exit(role: str, ended_by: str, reason: str) -> str:
+    """Return the keys that help after an exit for want of memory; empty after any other exit.
+
+    Args:
+        role: Of the process.
+        ended_by: As in `pipeline.supervisor.fleet.Slot`; "oom" after a kill by the kernel.
+        reason: The error that the process reported, or its last line.
+    """
+    if role not in _LESS_MEMORY or not (ended_by == "oom" or "out of memory" in reason.lower()):
+        return ""
+    return f"out of memory: lower {_LESS_MEMORY[role]}"

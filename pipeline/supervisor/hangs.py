@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from pipeline.telemetry.metrics import Progress
 
@@ -16,6 +16,15 @@ Reason = Literal["no progress", "stopped", "not ready in time", "ticket overdue"
 
 _BUFFER_ENDS_S = 60.0
 """Limit for a buffer that writes the spool, with a heartbeat at each extent: the rest of the shutdown waits for it."""
+
+_SMALLER: Final = {
+    "generate": "lower rollout.inference_batch_size or rollout.max_length",
+    "logprob": "lower rollout.logits_forward_batch_size",
+    "ref_logprob": "lower rollout.logits_forward_batch_size",
+    "value": "lower rollout.logits_forward_batch_size",
+    "reward": "lower rollout.inference_batch_size or rollout.reward_timeout_s",
+    "train": "lower trainer.micro_batch_size",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,3 +222,17 @@ class RunWatch:
         self.strikes += 1
         self.quiet_since_s = now_s
         return True
+
+
+def after_hang(reason: str, stage: str) -> str:
+    """Return the keys that help after a kill for hanging; empty if none does.
+
+    Args:
+        reason: Of the verdict (`pipeline.supervisor.hangs.Reason`).
+        stage: The activity of the process.
+    """
+    if reason == "ticket overdue":
+        return "raise rollout.ticket_timeout_s, or lower rollout.batch_size or rollout.max_length"
+    if reason != "no progress" or stage not in _SMALLER:
+        return ""
+    return f"{_SMALLER[stage]}, or raise daemon.hang_timeout_s"

@@ -22,8 +22,7 @@ from pipeline.supervisor.diagnosis import (
 )
 from pipeline.supervisor.external import ExternalRank, ExternalTrainer
 from pipeline.supervisor.fleet import Fleet, Slot
-from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, Reason, RunWatch, Verdict, hung
-from pipeline.supervisor.remedies import after_hang
+from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, Reason, RunWatch, Verdict, after_hang, hung
 from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.slab import MetricsSlab
 

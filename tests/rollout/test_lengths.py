@@ -42,7 +42,7 @@ def new_roller(folder: Path, lengths: Lengths) -> Iterator[LocalRoller]:
     with contextlib.closing(PromptSource(path, 0)) as source:
         yield LocalRoller(
             maker, source, Letters(), ModelWeights({}), seed=7, lengths=lengths, template="none", generate_kwargs={},
-            device=torch.device("cpu"), vocabulary=tiny.VOCABULARY_SIZE,
+            vocabulary=tiny.VOCABULARY_SIZE,
         )  # fmt: skip
 
 

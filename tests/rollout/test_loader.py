@@ -36,7 +36,9 @@ def rollers(task, monkeypatch):  # noqa: F811
                 "trainer": trainer or {},
             }
         )
-        roller = load_roller(config, load_tokenizer(config.model.actor), CPU, telemetry, telemetry.on_row, texts=True)
+        roller = load_roller(
+            config, load_tokenizer(config.model.actor), telemetry, telemetry.on_row, texts=True, device=CPU
+        )
         telemetry.take(None, None)
         made.append(roller)
         return roller, paths, telemetry

@@ -20,7 +20,7 @@ from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.rollout.generation.interface import Responses, Sampling
 from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
-from pipeline.rollout.rewards import FunctionReward
+from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.trainer.learner import Learner
 from tests.support import tiny
 

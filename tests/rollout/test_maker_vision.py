@@ -18,7 +18,7 @@ from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_values
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.rewards import FunctionReward
+from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.state import digest_after
 from tests.models.test_vision_inputs import MIXED, reference_log_probs

@@ -12,7 +12,7 @@ from pipeline.errors import DeviceMemoryError
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.rewards import FunctionReward
+from pipeline.rollout.reward.functions import FunctionReward
 from tests.support import tiny
 
 IDS = torch.tensor([[5, 6, 7], [7, 8, 9], [0, 4, 3], [0, 0, 2]])

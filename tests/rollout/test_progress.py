@@ -11,7 +11,7 @@ from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.rewards import FunctionReward
+from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.telemetry.reader import MetricsReader
 from tests.rollout.test_worker import Bench
 from tests.rollout.test_worker import bench as bench

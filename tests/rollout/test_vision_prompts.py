@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, PromptError
 from pipeline.models.loading import load_tokenizer
 from pipeline.prompts import Prompt, PromptSource
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.rewards import FunctionReward
+from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward
 from pipeline.rollout.vision_prompts import VisionPrompts
 from tests.support import tiny, tiny_vision
@@ -189,7 +189,7 @@ def test_images_for_a_model_of_text_alone_are_refused(tmp_path: Path, model_dire
 
     with (
         source_of(tmp_path, {"prompt": "ab", "images": ["red.png"]}) as source,
-        pytest.raises(ConfigError, match=r"prompt 0 has images, but model\.actor takes text alone"),
+        pytest.raises(ConfigError, match=r"prompts\.jsonl:1: the prompt has images, but model\.actor takes text alone"),
     ):
         new_roller(source, model_directory, sees=False).roll(0, 1)
 

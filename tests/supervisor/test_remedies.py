@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from pipeline.config.schema import Config
-from pipeline.supervisor.hangs import Reason
-from pipeline.supervisor.remedies import after_exit, after_hang
+from pipeline.supervisor.exits import after_exit
+from pipeline.supervisor.hangs import Reason, after_hang
 from pipeline.telemetry.metrics import ACTIVITIES
 from tests.supervisor.test_exits import Case
 from tests.supervisor.test_exits import case as case

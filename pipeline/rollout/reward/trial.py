@@ -18,7 +18,7 @@ from pipeline.errors import PromptError, RewardError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_reward_model, load_tokenizer
 from pipeline.prompts import Prompt, render
-from pipeline.rollout.rewards import FunctionReward, RewardFunction, checked_scores, load_reward_function
+from pipeline.rollout.reward.functions import FunctionReward, RewardFunction, checked_scores, load_reward_function
 
 MODEL = "model.reward"
 

@@ -1,6 +1,6 @@
 """Reward functions in processes that can be killed: a function that hangs or crashes costs its own row only.
 
-    worker                                      scorer (`pipeline.rollout.reward_process`), one row at a time
+    worker                                      scorer (`pipeline.rollout.reward.process`), one row at a time
       RowToScore                      ------>   calls the functions; over a socket of this scorer's own
                                       <------   Loaded once, with that socket's other end, then a RowScore a row
                                       <------   Died: the scorer has ended, from the process that forked it
@@ -33,9 +33,9 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, DeadlineError, RlhfdError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.rollout import reward_process
-from pipeline.rollout.reward_problems import RewardProblems
-from pipeline.rollout.reward_wire import (
+from pipeline.rollout.reward import process as reward_process
+from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.wire import (
     Died,
     Loaded,
     Problem,

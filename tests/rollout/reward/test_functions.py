@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, RewardError
-from pipeline.rollout.rewards import FunctionReward, checked_scores, load_reward_function
+from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
 
 IDS = torch.tensor([[5, 6, 7, 1, 0], [5, 8, 1, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
@@ -71,7 +71,7 @@ def test_what_is_no_finite_number_is_an_error_that_names_function_row_and_value(
     def judge(ids: Tensor, mask: Tensor, **_: Any) -> Any:
         return value if ids[1] == 8 else 1.0
 
-    with pytest.raises(RewardError, match=rf"^tests\.rollout\.test_rewards:.*<locals>\.{message}"):
+    with pytest.raises(RewardError, match=rf"^tests\.rollout\.reward\.test_functions:.*<locals>\.{message}"):
         score(judge)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from pipeline.errors import ConfigError, DeadlineError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.rollout.reward_pool import RewardPool
+from pipeline.rollout.reward.pool import RewardPool
 from tests.support.daemon import is_alive, task, wait_until  # noqa: F401 - a fixture
 
 FUNCTIONS = """
@@ -138,7 +138,7 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
 FORKING = """
 import json, os, sys, threading
 import torch
-from pipeline.rollout.reward_pool import RewardPool
+from pipeline.rollout.reward.pool import RewardPool
 
 if sys.argv[2] == "thread":
     threading.Thread(target=threading.Event().wait, daemon=True).start()

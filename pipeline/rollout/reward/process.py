@@ -1,4 +1,4 @@
-"""The forkserver of a `pipeline.rollout.reward_pool`: loads torch and the tokenizer, forks scorers, replaces dead ones.
+"""The forkserver of a `pipeline.rollout.reward.pool`: loads torch and the tokenizer, forks scorers, replaces dead ones.
 
 It never calls a reward function and imports no user module; so it has no thread and no device that a fork could break.
 """
@@ -22,8 +22,8 @@ import torch
 from pipeline.config import user_modules
 from pipeline.errors import ExitCode, RewardError, RlhfdError
 from pipeline.models.loading import load_tokenizer
-from pipeline.rollout.reward_wire import Died, Loaded, Problem, RowScore, RowToScore, frame, unframe, vision_of
-from pipeline.rollout.rewards import FunctionReward, load_reward_function
+from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
+from pipeline.rollout.reward.wire import Died, Loaded, Problem, RowScore, RowToScore, frame, unframe, vision_of
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from pipeline.rollout.reward_wire import RowScore
+from pipeline.rollout.reward.wire import RowScore
 
 log = logging.getLogger(__name__)
 
