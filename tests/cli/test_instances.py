@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main as cli
 from pipeline.errors import ExitCode
-from pipeline.runtime import lock
+from pipeline.runtime import control, lock
 from tests.support.instances import HOLD, SERVE, process
 
 
@@ -78,9 +78,10 @@ def test_a_folder_that_is_no_instances_own_is_left_out(tmp_path: Path, memory: P
 def test_attach_shows_lines_in_a_pipe_until_the_instance_has_ended(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with process(tmp_path / "run", SERVE) as child:
-        assert lock.find(tmp_path / "run").pid == child.pid
+        record = lock.find(tmp_path / "run")
+        assert record.pid == child.pid
         # The answer of this instance has a state and no more; it is ended from a thread while the command waits.
-        ending = threading.Timer(1.0, run, ("stop", "--runtime-dir", str(tmp_path / "run")))
+        ending = threading.Timer(1.0, control.request, (record, "stop", 60.0))
         ending.start()
         shown = run("attach", "--runtime-dir", str(tmp_path / "run"))
         ending.join()

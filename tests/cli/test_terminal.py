@@ -108,7 +108,7 @@ class TestReport:
     def test_nothing_makes_it_fail(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "c.toml").write_text(text)
 
-        assert report(tmp_path / "c.toml", ("x",), {}).count("## ") == 10
+        assert report(tmp_path / "c.toml", ("x",), {}).count("## ") == 11
 
     def test_what_cannot_be_told_costs_nothing_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("platform.platform", lambda: 1 / 0)

@@ -87,9 +87,10 @@ def test_a_function_that_raises_or_returns_no_number_is_named_with_its_line_and_
 
     first, second = scored.stderr.splitlines()
     assert scored.exit_code == ExitCode.FAILED
-    assert first.startswith(f"rows.jsonl:1: {folder / module}.py:10: {module}:right raised TypeError(")
+    assert first.startswith(f"rows.jsonl:1: {module}:right raised TypeError(")
+    assert first.endswith(f" ({folder / module}.py:10)")
     assert second == (
-        f"rows.jsonl:2: {folder / module}.py:6: {module}:right returned None; a reward is a finite number"
+        f"rows.jsonl:2: {module}:right returned None; a reward is a finite number ({folder / module}.py:6)"
     )
     assert scored.stdout.splitlines()[1].split()[:4] == ["rows.jsonl:1", "none", "0.2", "–"]
 

@@ -51,6 +51,10 @@ SHOWN_TO_PEOPLE = {
     "cli/samples.py": 2,
     "supervisor/supervisor.py": 1,
     "trainer/metrics.py": 2,
+    "trainer/external_metrics.py": 1,
+    "trainer/step_log.py": 1,
+    "runtime/run_folder.py": 3,
+    "cli/runs.py": 2,
     # How long ago another process began to make a folder: a file's time has no other clock.
     "replay/client.py": 1,
 }

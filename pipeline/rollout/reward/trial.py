@@ -5,8 +5,6 @@ A row has the tokens that a run would have: the rendered prompt, the response, t
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ from pipeline.errors import PromptError, RewardError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_reward_model, load_tokenizer
 from pipeline.prompts import Prompt, render
-from pipeline.rollout.reward.functions import FunctionReward, RewardFunction, checked_scores, load_reward_function
+from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
 
 MODEL = "model.reward"
 
@@ -88,7 +86,7 @@ class RewardTrial:
                 FunctionReward([function], self._tokenizer, on_row=results.extend)(**row)
                 parts[name] = results[0]
             except RewardError as error:
-                return Trial(parts, len(response_ids), is_cut, problem_of(error, function))
+                return Trial(parts, len(response_ids), is_cut, str(error).replace(" for row 0", "", 1))
         if self._model is not None:
             on_device = {key: value.to(self._device) if isinstance(value, Tensor) else value
                          for key, value in row.items()}  # fmt: skip
@@ -108,24 +106,3 @@ class RewardTrial:
         if prompt_tokens <= lengths.prompt:
             room = lengths.row - prompt_tokens if lengths.response is None else lengths.response
         return ids[:room], is_cut or len(ids) > room
-
-
-def problem_of(error: RewardError, function: RewardFunction) -> str:
-    """Return a reward's error with file and line of the function: where it raised, or else where it begins."""
-    text = str(error).replace(" for row 0", "", 1)
-    file, line = _definition(function)
-    if error.raised and error.__cause__ is not None:
-        frames = traceback.extract_tb(error.__cause__.__traceback__)
-        # The deepest frame of the function's own file: deeper ones are of libraries that it calls.
-        own = [frame for frame in frames if frame.filename == file] or frames[-1:]
-        file, line = own[-1].filename, own[-1].lineno or line
-    return f"{file}:{line}: {text}" if file else text
-
-
-def _definition(function: Any) -> tuple[str, int]:
-    try:
-        target = inspect.unwrap(function)
-        return inspect.getsourcefile(target) or "", inspect.getsourcelines(target)[1]
-    # A callable object, or a function that is written in C.
-    except (TypeError, OSError):
-        return "", 0
