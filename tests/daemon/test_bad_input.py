@@ -25,10 +25,7 @@ PROMPT = json.dumps({"prompt": "7302>", "answer": "0237"})
 MAX_LENGTH = 24
 
 REWARDS = """
-import torch
-def raises(ids, mask, **_): raise ValueError("no luck")
 def nan(ids, mask, **_): return float("nan")
-def row(ids, mask, **_): return torch.zeros(3)
 """
 
 
@@ -159,9 +156,7 @@ def test_unknown_command_is_a_usage_error(tmp_path: Path) -> None:
 BROKEN_REWARDS = [
     ("no_such_rewards:f", "cannot import no_such_rewards: there is no module no_such_rewards; looked in "),
     ("rewards_of_test:missing", "rewards_of_test has no function missing"),
-    ("rewards_of_test:raises", "rewards_of_test:raises raised ValueError('no luck') for row 0"),
     ("rewards_of_test:nan", "rewards_of_test:nan returned nan for row 0; a reward is a finite number"),
-    ("rewards_of_test:row", "rewards_of_test:row returned shape (3,) for row 0; a reward is a finite number"),
 ]
 
 
@@ -177,7 +172,7 @@ def test_broken_reward_function_ends_the_start(tmp_path: Path, task: Path, funct
     assert f"rollout.reward_functions: {message}" in shown[-1]
 
 
-@pytest.mark.parametrize(("function", "message"), [BROKEN_REWARDS[0], BROKEN_REWARDS[3]])
+@pytest.mark.parametrize(("function", "message"), [BROKEN_REWARDS[-1]])
 def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, function: str, message: str) -> None:
     (tmp_path / "rewards_of_test.py").write_text(REWARDS)
     settings = (*SMALL, f'rollout.reward_functions=["{function}"]')
