@@ -1,7 +1,12 @@
-"""A stopped process is found, with the signal that stopped it; commands to a stopped daemon say so."""
+"""A stopped process is found, with the signal that stopped it; commands to a stopped daemon say so.
+
+Each process has a group of its own: the kernel ignores SIGTSTP in a group without a parent of another group in its
+session, such as that of a program started by setsid.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,7 +37,7 @@ with InstanceLock(Path(sys.argv[1])):
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "1000"])
+    process = subprocess.Popen(["sleep", "1000"], process_group=0)
     yield process
     process.kill()
     process.wait()
@@ -69,7 +74,13 @@ def test_a_request_to_a_stopped_instance_is_refused_at_once(tmp_path: Path, slee
 
 @pytest.mark.parametrize("has_record", [True, False], ids=["running", "starting"])
 def test_commands_say_that_the_daemon_is_stopped(tmp_path: Path, has_record: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as instance:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, process_group=0
+        ) as instance,
+        contextlib.ExitStack() as ended,
+    ):
+        ended.callback(instance.kill)
         assert instance.stdout is not None
         assert instance.stdout.readline() == b"held\n"
         if has_record:
@@ -81,4 +92,3 @@ def test_commands_say_that_the_daemon_is_stopped(tmp_path: Path, has_record: boo
 
             assert result.exit_code == ExitCode.UNREACHABLE
             assert result.output == f"pid {instance.pid} is stopped (SIGTSTP), kill -CONT {instance.pid}\n"
-        instance.kill()
