@@ -268,8 +268,8 @@ def test_a_prompt_that_the_chat_template_refuses_is_set_aside_and_the_run_goes_o
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0, daemon.errors
 
-    reason = "prompt 2 does not suit the tokenizer's chat template, which raised TemplateError"
-    assert re.search(rf"prompt set aside: position=\d+ line=3 reason=\W?{reason}", daemon.errors)
+    reason = r"prompts\.jsonl:3: the prompt does not suit the tokenizer's chat template, which raised TemplateError"
+    assert re.search(rf"prompt set aside: position=\d+ line=3 reason=\S*{reason}", daemon.errors)
     assert SYSTEM["content"] not in daemon.errors
 
 
@@ -278,7 +278,9 @@ def test_a_file_of_which_the_chat_template_refuses_every_prompt_ends_the_start(t
 
     shown = refused(Daemon(tmp_path, *settings, "trainer.kind=external"))
 
-    assert "prompts.path: none of the first 64 prompts can be rolled out, the last one: prompt 0 does not" in shown[-1]
+    place = tmp_path / "prompts.jsonl:1"
+    message = "prompts.path: none of the first 64 prompts can be rolled out, the last one"
+    assert f"{message}: {place}: the prompt does not suit" in shown[-1]
     assert SYSTEM["content"] not in "".join(shown)
 
 
