@@ -257,7 +257,9 @@ def test_a_start_that_fails_costs_nothing_of_what_the_run_before_it_left(tmp_pat
         assert rows > 0
         step = json.loads((daemon.run_dir / "checkpoints" / "latest.json").read_bytes())["step"]
 
-    broken = 'rollout.reward_functions=["nowhere:score"]'
+    # The module is found before anything is made; its function is missed by the worker, once the spool is taken in.
+    tmp_path.joinpath("empty_rewards.py").touch()
+    broken = 'rollout.reward_functions=["empty_rewards:score"]'
     with Daemon(tmp_path, *settings, broken, task=task, name="broken", arguments=arguments) as daemon:
         assert daemon.wait() == 78, daemon.errors
         assert f"spool taken in: rows={rows} " in daemon.errors
