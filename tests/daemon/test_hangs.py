@@ -351,7 +351,7 @@ def test_why_says_what_each_is_waiting_for_within_a_second(folder, task):  # noq
         answer = daemon.wait_until(lambda: "is stopped" in daemon.why()["sentences"][0] and daemon.why(), "it says so")
 
         pid = daemon.pids()["rollout-0"]
-        assert answer["sentences"][0].startswith(f"rollout-0 (pid {pid}) is stopped (SIGSTOP, or a debugger)")
+        assert answer["sentences"][0].startswith(f"rollout-0 (pid {pid}) is stopped (SIGSTOP), kill -CONT {pid}: ")
         assert answer["sentences"][-1].startswith("The last minute: rollout ")
         assert 1 <= len(answer["sentences"]) <= 5
         assert sum(answer["last_minute"]["trainer"].values()) == pytest.approx(1.0, abs=0.01)

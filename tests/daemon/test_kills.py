@@ -314,8 +314,9 @@ def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_superv
     mount = f'mount -t tmpfs -o size=4k,mode=700 none {daemon.runtime_dir} && exec {PROGRAM} "$@"'
     full = executable(tmp_path / "full", f"#!/bin/sh\nexec unshare --mount sh -c '{mount}' sh \"$@\"\n")
     fails("full-disk", program=full, message="No space left on device")
-    broken = 'rollout.reward_functions=["nowhere:score"]'
-    fails("serial", broken, arguments=("--serial",), message="cannot import nowhere")
+    tmp_path.joinpath("empty_rewards.py").touch()
+    broken = 'rollout.reward_functions=["empty_rewards:score"]'
+    fails("serial", broken, arguments=("--serial",), message="empty_rewards has no function score")
     # Refused by buffer and trainer, so that no checkpoint is written.
     latest = daemon.run_dir / "checkpoints" / "latest.json"
     latest.parent.mkdir(exist_ok=True)
