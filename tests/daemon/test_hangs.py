@@ -333,8 +333,9 @@ def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task): 
 
         (verdict,) = [line for line in daemon.errors.splitlines() if "hung: role=" in line]
         assert "role=rollout-0" in verdict and verdict.endswith("reason=the run stands still")
-        last = [line for line in daemon.errors.splitlines() if "a restart did not help" in line]
-        assert len(last) == 1
+        told = [line for line in daemon.errors.splitlines() if "a restart did not help" in line]
+        last = [line for line in told if " ERROR " in line]
+        assert len(last) == 1 and told[0].split()[1] == "INFO", "at the failure, and at the end as the error"
         assert "no progress for 12 s" in last[0]
         assert "in reward on ticket 0" in last[0]
         assert not any(map(is_alive, family))

@@ -79,7 +79,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
                 daemon.signal(signal.SIGSTOP, name)
             still = wait_still(daemon)
             # Last, and so the newest that is shown.
-            keep_markup(daemon.state_dir)
+            keep_markup(daemon.run_dir)
             yield Seen(daemon, browser, still, first["history"][0]["start_s"], len(first["history"]))
             for name in ("rollout-0", "trainer-0"):
                 daemon.signal(signal.SIGCONT, name)
@@ -87,10 +87,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
             assert daemon.wait() == 0
 
 
-def keep_markup(state_dir: Path) -> None:
+def keep_markup(run_dir: Path) -> None:
     """Keep a rollout as a worker would whose tokenizer knows more than digits."""
     response = SampledResponse([MARKUP, "\u202e"], [-0.5] * 2, [], [1.0], 2, True, 1.0, {MARKUP: 1.0, "b": 0.0})
-    writer = SampleWriter(folder_of(state_dir), 7, 1 << 20)
+    writer = SampleWriter(folder_of(run_dir), 7, 1 << 20)
     writer.write(Sample(4e9, 7, 0, 0, 0, MARKUP, 9, json.dumps(MARKUP), 1, [response]))
     writer.close()
 
