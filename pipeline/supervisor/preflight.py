@@ -54,7 +54,9 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
 
 
 def own_modules(loaded: LoadedConfig) -> list[str]:
-    """Return the reward functions that are not this package's own."""
+    """Return the reward functions of the user that this machine imports; in a cluster the actors' machines do."""
+    if loaded.config.cluster.engine == "ray":
+        return []
     return [name for name in loaded.config.rollout.reward_functions if not name.startswith("pipeline.")]
 
 
