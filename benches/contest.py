@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from benches.peers import RAY, REVERB, Environment, NotInstallableError, python_of
 from benches.report import ROOT
+from benches.workload import APPEND_ROWS, ROWS_VARIABLE
 
 WARM_APPENDS = 32
 _ANSWER_S = 60.0
@@ -36,11 +37,13 @@ RAW = Contestant("zeromq_raw", "ZeroMQ, raw bytes, zero-copy send")
 STREAMER = Contestant("zeromq_streamer", "ZeroMQ, raw bytes, through a process between the two")
 TRANSFER_QUEUE = Contestant("transfer_queue", "TransferQueue", RAY)
 COATI = Contestant("coati", "coati's DetachedReplayBuffer, on a Ray queue", RAY)
+PICKLE = Contestant("zeromq_pickle", "ZeroMQ, pickle")
+TORCHRL = Contestant("torchrl_memmap", "TorchRL, shared memmap and semaphores", RAY)
 PEERS = (
     RAW,
     STREAMER,
-    Contestant("zeromq_pickle", "ZeroMQ, pickle"),
-    Contestant("torchrl_memmap", "TorchRL, shared memmap and semaphores", RAY),
+    PICKLE,
+    TORCHRL,
     Contestant("torch_queue", "torch.multiprocessing.Queue, file_system"),
     Contestant("torch_queue_fd", "torch.multiprocessing.Queue, file_descriptor"),
     Contestant("reverb_queue", "reverb", REVERB),
@@ -56,7 +59,7 @@ class FailedError(Exception):
 class Runner:
     """A way in its process, which starts at construction."""
 
-    def __init__(self, contestant: Contestant, producers: int) -> None:
+    def __init__(self, contestant: Contestant, producers: int, append_rows: int = APPEND_ROWS) -> None:
         environment = contestant.environment
         python = sys.executable if environment is None else python_of(environment)
         # One thread each: with more, the processes of one way would compete for the cores.
@@ -64,7 +67,8 @@ class Runner:
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
             [python, "-m", "benches.ways", contestant.module, str(producers)],
-            cwd=ROOT, env={**os.environ, **threads, **quiet, "PYTHONPATH": str(ROOT)}, text=True,
+            cwd=ROOT, text=True,
+            env={**os.environ, **threads, **quiet, "PYTHONPATH": str(ROOT), ROWS_VARIABLE: str(append_rows)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -119,7 +123,7 @@ class Runner:
 
 @contextlib.contextmanager
 def running(
-    contestants: Sequence[Contestant], producers: int
+    contestants: Sequence[Contestant], producers: int, append_rows: int = APPEND_ROWS
 ) -> Iterator[tuple[dict[Contestant, Runner], dict[str, str]]]:
     """Start ways; yield the running ones, and the reasons why the others do not run."""
     runners: dict[Contestant, Runner] = {}
@@ -127,7 +131,7 @@ def running(
     try:
         for contestant in contestants:
             try:
-                runners[contestant] = Runner(contestant, producers)
+                runners[contestant] = Runner(contestant, producers, append_rows)
             except NotInstallableError as error:
                 failed[contestant.title] = str(error)
         for contestant in [*runners]:

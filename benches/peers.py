@@ -1,8 +1,8 @@
-"""The environments of the peers that transport is compared with, each made at its first use in `.venv-peers/`.
+"""The environments of the peers, each made at its first use: `.venv-peers/` for transport, `.venv-trl/` for TRL.
 
-There are two, because reverb needs a TensorFlow and a numpy of 2023. torch has the version of constraints.txt, so that
-the build is the one that rlhfd runs on. If an environment cannot be made, only the rows of its peers are missing, and
-the reason is shown.
+Transport has two, because reverb needs a TensorFlow and a numpy of 2023. torch has the version of constraints.txt, so
+that the build is the one that rlhfd runs on. If an environment cannot be made, only the rows of its peers are missing,
+and the reason is shown.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from pathlib import Path
 
 from benches.report import ROOT
@@ -39,6 +41,8 @@ class Environment:
 
 RAY = Environment("ray", ("ray==2.58.0", "torchrl==0.14.1", "TransferQueue==0.1.11"), _PINNED)
 REVERB = Environment("reverb", ("dm-reverb[tensorflow]==0.14.0",), ("pyzmq",))
+TRL = "trl==1.16.0"
+_TRL_FOLDER = ROOT / ".venv-trl"
 
 
 class NotInstallableError(Exception):
@@ -63,6 +67,25 @@ def python_of(environment: Environment) -> str:
     _run([str(python), "-m", "pip", "install", "--no-input", "--quiet", *environment.requirements])
     stamp.write_text(wanted)
     print(f"==> took {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+    return str(python)
+
+
+def python_of_trl() -> str:
+    """Return the interpreter of TRL's environment, which is made first if it is missing.
+
+    It has the torch and transformers of this environment: the comparison is of the layers above them.
+
+    Raises:
+        NotInstallableError: If pip fails.
+        OSError: If the environment cannot be written.
+    """
+    python, stamp = _TRL_FOLDER / "bin" / "python", _TRL_FOLDER / "complete"
+    if not stamp.exists():
+        venv.create(_TRL_FOLDER, with_pip=True, clear=True)
+        (shared,) = _TRL_FOLDER.glob("lib/python*/site-packages")
+        (shared / "rlhfd.pth").write_text(sysconfig.get_path("purelib"))
+        _run([str(python), "-m", "pip", "install", "--no-input", "--quiet", TRL])
+        stamp.touch()
     return str(python)
 
 

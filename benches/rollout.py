@@ -10,10 +10,8 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +23,8 @@ from transformers import LlamaForCausalLM
 from benches import rollout_card
 from benches import rollout_peers as peers
 from benches.measure import Sample, interleaved
-from benches.report import ROOT, Section, Table
+from benches.peers import TRL, NotInstallableError, python_of_trl
+from benches.report import Section, Table
 from benches.rollout_peers import EOS, PAD, Made, Work
 from pipeline.experience.advantages import group_advantages
 from pipeline.rollout.generation.hf_generate import ActorGenerator
@@ -33,8 +32,6 @@ from pipeline.rollout.generation.interface import ResponseGenerator, Responses
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 
-TRL = "trl==1.16.0"
-_ENVIRONMENT = ROOT / ".venv-trl"
 # A second thread makes each way faster on a quiet machine, and on a busy one it makes every figure random.
 _THREADS = 1
 _OURS, _GENERATE, _COATI, _TRL = "rlhfd", "transformers generate", "coati's design", "TRL"
@@ -96,7 +93,7 @@ def compared(
                 try:
                     turn = stack.enter_context(trl(actor, work, vocabulary, Path(folder), threads))
                     ways[_TRL] = turn
-                except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                except (NotInstallableError, OSError, RuntimeError) as error:
                     note = f"TRL could not be measured here: {error}"
             for way_name, way in ways.items():
                 if way_name == _TRL or work is works[0]:
@@ -237,16 +234,9 @@ def trl(
     """Start TRL, installed on first use beside this environment and with its torch and transformers.
 
     Raises:
-        OSError, subprocess.SubprocessError: If it cannot be installed or started.
+        NotInstallableError, OSError: If it cannot be installed or started.
     """
-    python = _ENVIRONMENT / "bin" / "python"
-    if not (_ENVIRONMENT / "complete").exists():
-        venv.create(_ENVIRONMENT, with_pip=True, clear=True)
-        (shared,) = _ENVIRONMENT.glob("lib/python*/site-packages")
-        # The very same torch and transformers: the comparison is of the layers above them.
-        (shared / "rlhfd.pth").write_text(sysconfig.get_path("purelib"))
-        subprocess.run([python, "-m", "pip", "install", "--quiet", TRL], check=True, stdout=sys.stderr)
-        (_ENVIRONMENT / "complete").touch()
+    python = python_of_trl()
     actor.save_pretrained(folder / "actor")
     peers.tokenizer(vocabulary).save_pretrained(folder / "actor")
     input_ids, mask = work.inputs(vocabulary)

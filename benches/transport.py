@@ -7,7 +7,7 @@ same rounds; a way's share of it is the remainder after messages, accounting, ch
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benches.contest import (
@@ -29,12 +29,14 @@ from benches.measure import Sample, figure, interleaved
 from benches.report import Section, Table
 
 OURS = (DAEMON, REPLAY)
-_Results = dict[Contestant, list[dict[str, Any]]]
+Results = dict[Contestant, list[dict[str, Any]]]
 
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Measure all ways with one producer, and the fastest ones with two."""
-    tables, notes = [], []
+    tables: list[Table] = []
+    notes: list[str] = []
+    ratios: list[tuple[str, str, str]] = []
     shapes = ("small", "large") if quick else ("small", "medium", "large", "vl")
     few = (BOUND, BARE, *OURS, RAW, STREAMER, COATI)
     ways = few if quick else (BOUND, BARE, *OURS, *PEERS)
@@ -44,13 +46,24 @@ def run(*, quick: bool) -> Sequence[Section]:
         with running(ways, producers) as (runners, failed):
             notes += [f"{title} did not run here: {reason}." for title, reason in failed.items()]
             for shape in shapes:
-                results = _contest(runners, shape, 0.5, 2 if quick else 3)
-                tables.append(_table(results, shape, producers))
+                results = contest(runners, shape, 0.5, 2 if quick else 3)
+                tables.append(table(results, shape, producers))
+                asked = {RAW: 0.8 if shape == "small" else 1.3}
+                ratios += floors(results, asked, shape, producers)
                 notes += [f"{way.title} failed at {shape}." for way in runners if way not in results]
+    tables.append(floor_table(ratios))
     return [Section("transport", "Transport of experience between processes", "\n".join([_TEXT, *notes]), tables)]
 
 
-def _contest(runners: Mapping[Contestant, Runner], shape: str, seconds: float, rounds: int) -> _Results:
+def contest(runners: Mapping[Contestant, Runner], shape: str, seconds: float, rounds: int) -> Results:
+    """Return the measurements of each way that works at this shape, in the order of the rounds.
+
+    Args:
+        runners: Ways that run.
+        shape: Name of the appends' shape.
+        seconds: Seconds of one measurement, about.
+        rounds: Measurements of each way, in turns.
+    """
     counts = calibrate(runners, shape, seconds)
 
     def measure(way: Contestant) -> dict[str, Any]:
@@ -71,7 +84,30 @@ def speed(results: Sequence[Mapping[str, Any]]) -> Sample:
     return Sample.of(one["nbytes"] / one["seconds"] / 1e9 for one in results)
 
 
-def _table(results: _Results, shape: str, producers: int) -> Table:
+def floors(
+    results: Results, asked: Mapping[Contestant, float], shape: str, producers: int
+) -> Iterator[tuple[str, str, str]]:
+    """Yield rows of `floor_table`: the ratios of rlhfd's speed to that of other ways.
+
+    Args:
+        results: Results of a contest.
+        asked: The least ratio to each way.
+        shape: The appends.
+        producers: Number of producers.
+    """
+    for way, least in asked.items():
+        if way in results and DAEMON in results:
+            ratio = speed(results[DAEMON]).over(speed(results[way]))
+            yield f"{way.title.partition(':')[0]}, {shape}, {producers} to 1", figure(least), str(ratio)
+
+
+def floor_table(rows: Sequence[tuple[str, str, str]]) -> Table:
+    """Return the table of the ratios that are asked of rlhfd."""
+    return Table(("rlhfd against", "asked, at least", "measured"), rows, "Ratios asked of rlhfd")
+
+
+def table(results: Results, shape: str, producers: int) -> Table:
+    """Return the table of a contest, the fastest way first."""
     rows = []
     speeds = {way: speed(found) for way, found in results.items()}
 

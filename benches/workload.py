@@ -1,20 +1,23 @@
 """The work of the transport benchmarks: appends of ragged rows as arrays, which each peer's own Python can make.
 
-An append is 8 rows, left-padded to its longest row; response lengths are uniform in [A/2, A], prompt lengths in
-[P/2, P]. A consumer's batch is 16 rows, two appends, left-padded to the longest of them. True bytes are counted:
-tokens, log-probs and pixels of the rows, masks included, without padding.
+An append is 8 rows, or as many as the environment says, left-padded to its longest row; response lengths are uniform in
+[A/2, A], prompt lengths in [P/2, P]. A consumer's batch is two appends, left-padded to the longest row of both. True
+bytes are counted: tokens, log-probs and pixels of the rows, masks included, without padding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-APPEND_ROWS = 8
-BATCH_ROWS = 16
+# Of this process and those that it starts.
+ROWS_VARIABLE = "RLHFD_BENCH_APPEND_ROWS"
+APPEND_ROWS = int(os.environ.get(ROWS_VARIABLE, "8"))
+BATCH_ROWS = 2 * APPEND_ROWS
 PATCH_VALUES = 1176
 TOKEN_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = ("action_log_probs", "base_action_log_probs", "kl", "advantages", "action_mask")

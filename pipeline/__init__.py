@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         zero_pad_sequences,
     )
     from pipeline.experience.quarantine_reader import QuarantinedExtent, read_quarantine
+    from pipeline.experience.recorded_batches import recorded_batches
     from pipeline.experience.types import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
     from pipeline.experience.vision_rows import VisionRows
     from pipeline.models.critic import Critic
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
     from pipeline.models.log_probs import action_log_probs, action_values
     from pipeline.models.packing import packed_action_log_probs, packed_action_values
     from pipeline.replay.buffer import DetachedReplayBuffer
+    from pipeline.rollout.environment.types import Environment, Turn
     from pipeline.rollout.generation.engines import EngineFactory
     from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
     from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
     from pipeline.rollout.reward.functions import FunctionReward
+    from pipeline.rollout.reward.signatures import batched
     from pipeline.trainer.connect import connect
     from pipeline.trainer.connection import Batch, Connection
-    from pipeline.trainer.losses import PolicyLoss, masked_mean, policy_loss, value_loss, whiten
+    from pipeline.trainer.loss.losses import PolicyLoss, masked_mean, policy_loss, value_loss, whiten
 
 _MODULES = {
     "errors": ("RlhfdError",),
@@ -45,6 +48,7 @@ _MODULES = {
         "zero_pad_sequences",
     ),
     "experience.quarantine_reader": ("QuarantinedExtent", "read_quarantine"),
+    "experience.recorded_batches": ("recorded_batches",),
     "experience.types": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
     "experience.vision_rows": ("VisionRows",),
     "models.critic": ("Critic",),
@@ -52,13 +56,15 @@ _MODULES = {
     "models.log_probs": ("action_log_probs", "action_values"),
     "models.packing": ("packed_action_log_probs", "packed_action_values"),
     "replay.buffer": ("DetachedReplayBuffer",),
+    "rollout.environment.types": ("Environment", "Turn"),
     "rollout.generation.engines": ("EngineFactory",),
     "rollout.generation.interface": ("ResponseGenerator", "Responses", "Sampling"),
     "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
     "rollout.reward.functions": ("FunctionReward",),
+    "rollout.reward.signatures": ("batched",),
     "trainer.connect": ("connect",),
     "trainer.connection": ("Batch", "Connection"),
-    "trainer.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss", "whiten"),
+    "trainer.loss.losses": ("PolicyLoss", "masked_mean", "policy_loss", "value_loss", "whiten"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -70,6 +76,7 @@ __all__ = [
     "Critic",
     "DetachedReplayBuffer",
     "EngineFactory",
+    "Environment",
     "Experience",
     "ExperienceMaker",
     "ExperienceVL",
@@ -81,9 +88,11 @@ __all__ = [
     "Responses",
     "RlhfdError",
     "Sampling",
+    "Turn",
     "VisionRows",
     "action_log_probs",
     "action_values",
+    "batched",
     "connect",
     "is_vl_experience",
     "load_actor",
@@ -96,6 +105,7 @@ __all__ = [
     "packed_action_values",
     "policy_loss",
     "read_quarantine",
+    "recorded_batches",
     "remove_padding_in_sequences",
     "split_experience_batch",
     "value_loss",

@@ -132,6 +132,10 @@ class WeightsMismatchError(RlhfdError):
     """A worker whose model's output does not match its weights: its experience is of no use, never restart it."""
 
 
+class EngineKilledError(RlhfdError):
+    """SIGKILL has ended a worker's engine: restart the worker; no ticket is the cause, unless memory ran out."""
+
+
 class CheckpointError(RlhfdError):
     """A checkpoint that cannot be written, or whose content is invalid: continue, or take the one before it."""
 

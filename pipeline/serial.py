@@ -23,13 +23,15 @@ from pipeline.buffer.sizing import checked_layout, ledger_layout
 from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.buffer.spool import Spool
 from pipeline.config import user_modules
-from pipeline.config.identity import run_name
+from pipeline.config.identity import run_dir, run_name
 from pipeline.config.load import LoadedConfig
+from pipeline.config.rewards import part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import new_worker
 from pipeline.rollout.worker import RolloutWorker
+from pipeline.runtime.child_process import attention_variables
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
 from pipeline.runtime.lock import InstanceLock, StateLock, shm_directory
 from pipeline.runtime.messages import Message
@@ -41,8 +43,9 @@ from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.telemetry import log as logs
+from pipeline.telemetry.evaluations import FILE_NAME, EvaluationFile
 from pipeline.telemetry.history import learning_of
-from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.run_log import RunLog
 from pipeline.telemetry.slab import MetricsSlab
@@ -102,8 +105,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     Raises:
         ConfigError: If the configuration cannot be run in one process, or not on this machine.
     """
-    # One process prints for all roles; one progress bar a model is noise.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _set_environment(loaded.config)
     # As for a child.
     user_modules.use_folder_of(loaded.path)
     user_modules.extend_path()
@@ -119,7 +121,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
     state_lock = StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config))
     with InstanceLock(runtime_dir), state_lock, RunLog(config, "serial"):
-        if completed := open_run(config, shm_dir, back_to=back_to):
+        if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
             sys.stdout.write(f"{completed}\n")
             return ExitCode.OK
         workspace = begin_run(config, shm_dir, checked_layout(config))
@@ -141,6 +143,12 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         ignore_signals()
         workspace.remove()
         return code
+
+
+def _set_environment(config: Config) -> None:
+    # One process prints for all roles; one progress bar a model is noise.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.update(attention_variables(cudnn_attention=config.daemon.cudnn_attention))
 
 
 def _spool_undelivered(config: Config, workspace: Workspace) -> None:
@@ -168,12 +176,20 @@ class _Serial:
         self._arena = Arena(workspace.arena_path)
         self._buffer_metrics = BufferMetrics(self._context("buffer", workspace).metrics)
         self._spool = Spool(config, self._arena)
+        self._evaluations = EvaluationFile(run_dir(config) / FILE_NAME)
         self._buffer = self._new_buffer()
         self._snapshot = BufferSnapshot(config, self._arena, self._buffer_metrics.snapshot_written)
         self._trainer = self._new_trainer(workspace)
         self._worker = self._new_worker(workspace)
 
     def run(self) -> ExitCode:
+        try:
+            return self._run()
+        except BaseException:
+            self._trainer.abandon()
+            raise
+
+    def _run(self) -> ExitCode:
         step = -1
         while not (self._trainer.finished or self._stopping):
             self._buffer_turn()
@@ -211,7 +227,7 @@ class _Serial:
         config = self._config.model_copy(update={"rollout": self._config.rollout.model_copy(update={"workers": 1})})
         metrics = self._buffer_metrics
         self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
-        return new_buffer(config, ledger, self._arena, self._transport.send, metrics)
+        return new_buffer(config, ledger, self._arena, self._transport.send, metrics, evaluations=self._evaluations)
 
     def _new_trainer(self, workspace: Workspace) -> Trainer:
         torch.set_num_threads(self._config.trainer.threads)
@@ -219,14 +235,16 @@ class _Serial:
             self._arena, workspace.weights_path,
             self._transport.outbox(trainer_name(0)), self._transport.outbox(BUFFER),
             rank=0, world_size=1, prefetch=batches_ahead(self._config),
-            gathering=Gathering(needs_reference=self._config.trainer_kl_coef > 0),
+            gathering=Gathering.of(self._config),
         )  # fmt: skip
         return new_trainer(self._config, self._context("trainer", workspace), connection)
 
     def _new_worker(self, workspace: Workspace) -> RolloutWorker:
         torch.set_num_threads(self._config.rollout.threads)
         context = self._context("rollout", workspace)
-        metrics = RolloutMetrics(context.metrics, reward_source=reward_source(self._config))
+        metrics = RolloutMetrics(
+            context.metrics, reward_source=reward_source(self._config), reward_labels=part_labels(self._config)
+        )
         return new_worker(self._config, context, self._arena, self._transport.outbox(BUFFER), metrics)
 
     def _buffer_turn(self) -> None:
@@ -234,6 +252,7 @@ class _Serial:
         for message in self._transport.take(BUFFER):
             self._buffer.handle(message, now_s)
         self._buffer.step(now_s)
+        self._evaluations.write_waiting()
         self._snapshot.step(self._buffer, now_s)
         self._buffer_metrics.publish(self._buffer, now_s, self._arena.payload_bytes)
 

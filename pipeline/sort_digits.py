@@ -54,18 +54,19 @@ def with_paths(config: Config) -> Config:
         for name in ("actor", "reference", "critic")
         if getattr(config.model, name) == BUILTIN
     }
-    prompts = {"path": str(prompts_path(directory))} if config.prompts.path == BUILTIN else {}
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=models),
-            "prompts": config.prompts.model_copy(update=prompts),
+            "prompts": config.prompts.with_path(BUILTIN, prompts_path(directory)),
         }
     )
 
 
 def is_used(config: Config) -> bool:
     """Whether a configuration uses the embedded model or prompts."""
-    return BUILTIN in (config.model.actor, config.model.reference, config.model.critic, config.prompts.path)
+    return BUILTIN in (
+        config.model.actor, config.model.reference, config.model.critic, *(one.path for one in config.prompts.files)
+    )  # fmt: skip
 
 
 def is_prepared(directory: str | os.PathLike[str], *, model_seed: int = 0, warmup_steps: int = WARMUP_STEPS) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -29,7 +30,7 @@ settings.load_profile("rlhfd")
 
 
 LONG = {
-    "chaos": "kill processes of real daemons 500 times (tests/chaos)",
+    "chaos": "kill processes of real daemons 1,060 times, with vLLM 1,160 (tests/chaos)",
     "soak": "run a daemon for 20 minutes and watch what each process holds (tests/chaos)",
     "fuzz": "a million messages to the sockets, 100,000 configurations (tests/fuzz)",
 }
@@ -40,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add an option for each kind of long run, and the seed that repeats one."""
     for kind, meaning in LONG.items():
         parser.addoption(f"--{kind}", action="store_true", help=f"{meaning}; nothing else is run")
+    parser.addoption(
+        "--variants", action="store_true", help="also slow variants of other tests, which a usual run leaves out"
+    )
     parser.addoption("--chaos-seed", type=int, default=0, help="seed of whom the chaos tests kill when")
 
 
@@ -49,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if asked:
         kept = [item for item in items if any(item.get_closest_marker(kind) for kind in asked)]
     else:
-        kept = [item for item in items if not item.get_closest_marker("full")]
+        left_out = ["full", *([] if config.getoption("--variants") else ["variant"])]
+        kept = [item for item in items if not any(item.get_closest_marker(name) for name in left_out)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
@@ -114,6 +119,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        # In the environment that is made for it, its absence is a failure.
+        wanted = os.environ.get("RLHFD_EXTRAS") == "vllm"
+        (pytest.fail if wanted else pytest.skip)("vLLM is not installed: RLHFD_EXTRAS=vllm bin/test -m vllm")
     missing = [
         program for marker in item.iter_markers("needs") for program in marker.args if shutil.which(program) is None
     ]

@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline import prompts, sort_digits
-from pipeline.config.schema import Config, DaemonConfig, ModelConfig, PromptsConfig
+from pipeline import sort_digits
+from pipeline.config.prompts import PromptsConfig
+from pipeline.config.schema import Config, DaemonConfig, ModelConfig
 from pipeline.errors import DeadlineError
+from pipeline.prompts.check import check
 from pipeline.trainer import setup
 
 FEW_STEPS = 3
@@ -88,7 +90,7 @@ def test_the_answers_are_the_digits_in_ascending_order(directory: Path) -> None:
 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
 
-    assert prompts.check(path) == len(lines) == sort_digits.PROMPT_COUNT
+    assert check(path) == len(lines) == sort_digits.PROMPT_COUNT
     assert all(line["prompt"].endswith(">") for line in lines)
     assert all(line["answer"] == "".join(sorted(line["prompt"][:-1])) for line in lines)
     assert {len(line["answer"]) for line in lines} == {3, 4, 5, 6, 7, 8}

@@ -24,7 +24,8 @@ from benches.workload import APPEND_ROWS, BATCH_ROWS, PATCH_VALUES, Arrays
 _PER_BATCH = BATCH_ROWS // APPEND_ROWS
 _MOST_PRODUCERS = 2
 _SLOTS = QUEUED_BATCHES * _PER_BATCH
-_SLOT_BYTES = 12 << 20
+# An append of any shape; of large ones there are 8 rows, of others up to 52 KiB a row.
+_SLOT_BYTES = max(12 << 20, APPEND_ROWS * (52 << 10))
 _FLOATS = ("action_log_probs", "base_action_log_probs", "kl", "advantages")
 
 # An append's producer and slot, columns of its sequences and of its actions, patches; a slot that is free again.

@@ -130,7 +130,8 @@ def configuration(folder: Path) -> Config:
             limit=QUEUED_BATCHES - _PREFETCH,
             max_staleness=1024,
             arena_bytes=256 << 20,
-            row_bytes=2 << 20,
+            # 16 MiB an append: images come in appends of 8 rows.
+            row_bytes=(16 << 20) // APPEND_ROWS,
         ),
         trainer=TrainerConfig(kind="external", publish_every=1024),
         metrics=MetricsConfig(port=0),

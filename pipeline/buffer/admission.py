@@ -22,6 +22,7 @@ import dataclasses
 import itertools
 from typing import Literal, Protocol
 
+from pipeline.buffer import refill
 from pipeline.runtime.messages import Faulty, Sealed
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen, ExtentRecord, held_rows, ready_rows
@@ -65,6 +66,8 @@ class Limits:
         ticket_timeout_s: Most time of one rollout.
         prompts_in_source: Prompts of one epoch, 0 if unknown: after that many prompts in a row without experience the
             buffer gives up.
+        max_refill: Most prompts issued in place of groups without signal, as a multiple of those of a version; 0: such
+            groups are kept.
     """
 
     sample_batch_size: int
@@ -79,6 +82,7 @@ class Limits:
     max_attempts: int = 3
     ticket_timeout_s: float = 600.0
     prompts_in_source: int = 0
+    max_refill: int = 0
 
     @property
     def batches_per_version(self) -> int:
@@ -98,23 +102,28 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
     Returns:
         Prompts, at most `prompts_per_ticket`, and a reason (``"full"``, ``"staleness"`` or ``""``).
     """
-    totals = ledger.totals
-    if totals.policy_version < 0:
+    if ledger.totals.policy_version < 0:
         return 0, "staleness"
-    held = ledger.reserved + ledger.ready
-    ahead = (totals.leases - totals.trained_through - len(ledger.vacant)) * limits.sample_batch_size
-    room = (limits.max_staleness + 1) * limits.rows_per_version - held - ahead
-    if 0 < room < limits.group_size and not ledger.reserved and held < limits.sample_batch_size:
-        # A part of a group was quarantined: without one extra prompt the batch would never fill.
-        room = limits.group_size
+    room = refill.room_of_round(ledger, limits, room_in_bound(ledger, limits))
     if room < limits.group_size:
         return 0, "staleness"
     if limits.limit_batches:
-        room = min(room, limits.limit_batches * limits.sample_batch_size - held)
+        room = min(room, limits.limit_batches * limits.sample_batch_size - ledger.reserved - ledger.ready)
     if room < limits.group_size or not ledger.has_free_slot():
         return 0, "full"
     prompts = min(limits.prompts_per_ticket, room // limits.group_size)
     return min(prompts, ledger.redo[0].prompts) if ledger.redo else prompts, ""
+
+
+def room_in_bound(ledger: Ledger, limits: Limits) -> int:
+    """Return the rows that may be issued within the staleness bound; may be negative."""
+    totals, held = ledger.totals, ledger.reserved + ledger.ready
+    ahead = (totals.leases - totals.trained_through - len(ledger.vacant)) * limits.sample_batch_size
+    room = (limits.max_staleness + 1) * limits.rows_per_version - held - ahead
+    if 0 < room < limits.group_size and not ledger.reserved and held < limits.sample_batch_size:
+        # A part of a group was quarantined: without one extra prompt the batch would never fill.
+        return limits.group_size
+    return room
 
 
 def stale_rows(ledger: Ledger, limits: Limits) -> Chosen:
@@ -147,6 +156,15 @@ def _earlier_prompts_follow(ledger: Ledger, limits: Limits, chosen: Chosen) -> b
     if any(record.position < last for record in ledger.index.reserved.values()):
         return True
     return bool(ledger.redo and ledger.redo[0].position < last and prompts_to_issue(ledger, limits)[0])
+
+
+def is_ahead(ledger: Ledger, limits: Limits, record: ExtentRecord) -> bool:
+    """Return whether prompts before those of a ticket are to be issued again, and its rows would take their place.
+
+    A ticket that was out at a rollback leaves no room for all prompts whose training is undone. With K = 0 the next
+    batch would have its rows in place of the last of theirs.
+    """
+    return not limits.max_staleness and bool(ledger.redo) and ledger.redo[0].position < record.position
 
 
 def _fits_later(ledger: Ledger, limits: Limits, left_behind: dict[int, int], slow: int) -> bool:
@@ -205,6 +223,9 @@ def undone(ledger: Ledger, position: int, group_size: int) -> list[PromptRange]:
 def is_possible(report: Sealed | Faulty, record: ExtentRecord) -> bool:
     """Return whether the sizes and numbers in a worker's report are possible for its ticket."""
     fits = 0 < report.rows <= record.rows and 0 < report.nbytes <= record.nbytes
+    if isinstance(report, Sealed) and report.flat:
+        groups = report.rows * record.prompts // record.rows
+        fits &= report.flat == sorted(set(report.flat)) and report.flat[0] >= 0 and report.flat[-1] < groups
     return fits and 0 <= report.checksum < 1 << 64 and 0 <= report.policy_version < 1 << 62
 
 

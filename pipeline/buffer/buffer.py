@@ -9,14 +9,17 @@ from collections.abc import Callable
 
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.context import BufferContext, KeepCopy, Send
+from pipeline.buffer.evaluations import EvaluationBook, Evaluations
 from pipeline.buffer.leases import Leases
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.tickets import Tickets
+from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import (
     Ack,
     Credit,
     Damaged,
     Drain,
+    Evaluated,
     Failed,
     Faulty,
     Hello,
@@ -28,6 +31,7 @@ from pipeline.runtime.messages import (
     Wait,
     WantTickets,
     Welcome,
+    is_evaluation,
 )
 from pipeline.runtime.transport import trainer_name
 from pipeline.storage import records
@@ -50,6 +54,7 @@ class Buffer:
 
     Attributes:
         ledger: The tickets and leases.
+        evaluations: The evaluation under way, and those that are due.
         draining: Whether a `Drain` was received: no new tickets, no new leases.
         complete: Whether the run has taken its last step.
         paused: Whether no tickets are issued; set by the process.
@@ -68,6 +73,8 @@ class Buffer:
         workers: int,
         incarnation: int | None = None,
         quarantine: KeepCopy = lambda chosen, reason, detail: None,
+        plan: EvaluationPlan | None = None,
+        book: EvaluationBook | None = None,
     ) -> None:
         """Take over a ledger, fresh or left by an earlier buffer.
 
@@ -80,6 +87,8 @@ class Buffer:
             workers: Rollout workers of this instance.
             incarnation: Number that differs from every other buffer's of this arena; random if left out.
             quarantine: Keeps a copy of rows that are never delivered again.
+            plan: Held-out prompts; None: there are no evaluations.
+            book: The complete evaluations; given with a plan.
         """
         self.ledger = ledger
         self.draining = self.complete = self.paused = False
@@ -91,7 +100,8 @@ class Buffer:
         self._observer = observer
         self._peers = self._context.peers
         self._pids: dict[str, int] = {}
-        self._leases = Leases(self._context)
+        self.evaluations = Evaluations(self._context, plan, book, incarnation=self.incarnation)
+        self._leases = Leases(self._context, self.evaluations.holds)
         self._tickets = Tickets(self._context, workers)
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
@@ -133,9 +143,15 @@ class Buffer:
                 is_possible = False
             case WantTickets() if self._is_current(message.worker, message.incarnation):
                 self._tickets.want(message)
+                self.evaluations.want(message)
             case Sealed():
                 if is_possible := self._is_issued(message):
                     self._tickets.seal(message, now_s)
+            case Evaluated() | Failed() if is_evaluation(message.ticket):
+                if is_possible := message.worker in self._tickets.workers:
+                    self.evaluations.end(message)
+            case Evaluated():
+                is_possible = False
             case Failed():
                 if is_possible := self._is_issued(message):
                     self._tickets.fail(message)
@@ -187,6 +203,8 @@ class Buffer:
         self._tickets.retry_early(now_s)
         if self.draining:
             return
+        # First: batches wait for an evaluation, and its tickets come before those of rollouts.
+        self.evaluations.step(now_s, paused=self.paused)
         self._leases.lease_batches(now_s)
         self._tickets.issue(now_s, paused=self.paused)
 
@@ -249,6 +267,7 @@ class Buffer:
         role, _, index = hello.peer.partition("-")
         if role == "worker":
             self._tickets.orphan(int(index), held=hello.held, attempts=hello.attempts)
+            self.evaluations.orphan(hello.peer, held=hello.held)
         elif role == "trainer":
             if index == "0" and hello.fresh:
                 self._leases.rebase()
@@ -264,12 +283,14 @@ class Buffer:
             self._forget(died.peer)
             if role == "worker":
                 self._tickets.orphan(int(index), held=[], blamed=died.working_on)
+                self.evaluations.orphan(died.peer, held=[], blamed=died.working_on)
         if role == "trainer" and died.working_on >= 0:
             self._leases.blame(died.peer, died.working_on, now_s)
 
     def _forget(self, peer: str) -> None:
         self._peers.pop(peer, None)
         self._tickets.forget(peer)
+        self.evaluations.forget(peer)
         self._leases.forget(peer)
 
     def _drain(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from pipeline.buffer import admission
 from pipeline.buffer.context import BufferContext
@@ -23,8 +24,14 @@ log = logging.getLogger(__name__)
 class Leases:
     """Batches that are leased, and batches that are due; lease j belongs to rank ``j mod world_size``."""
 
-    def __init__(self, context: BufferContext) -> None:
-        """Take over the leases of the context's ledger."""
+    def __init__(self, context: BufferContext, holds: Callable[[int], bool] = lambda version: False) -> None:
+        """Take over the leases of the context's ledger.
+
+        Args:
+            context: The surroundings, shared with the tickets.
+            holds: Returns whether the batches that a version trains on must wait.
+        """
+        self._holds = holds
         self._ledger = context.ledger
         self._limits = context.limits
         self._peers = context.peers
@@ -66,6 +73,8 @@ class Leases:
             trainer = trainer_name(self._ledger.next_lease() % self._limits.world_size)
             if outstanding.get(trainer, 0) >= self._credit.get(trainer, 0):
                 return
+            if self._holds(admission.version_of_lease(self._ledger, self._limits, self._ledger.next_lease())):
+                return
             chosen = admission.next_batch(self._ledger, self._limits)
             if chosen is None:
                 return
@@ -78,7 +87,16 @@ class Leases:
 
     def _send_lease(self, trainer: str, lease: int, chosen: Chosen) -> None:
         parts = [
-            ExtentRows(record.offset, record.nbytes, record.checksum, record.policy_version, record.ticket, rows)
+            ExtentRows(
+                record.offset,
+                record.nbytes,
+                record.checksum,
+                record.policy_version,
+                record.ticket,
+                rows,
+                record.position,
+                record.prompts,
+            )
             for record, rows in chosen
         ]
         deliveries = max([record.most_deliveries(rows) for record, rows in chosen])

@@ -6,10 +6,22 @@ import time
 from typing import get_args
 
 from pipeline.buffer.buffer import Buffer
+from pipeline.buffer.evaluations import Evaluations
 from pipeline.buffer.observer import AsideReason, Kept, LeaseEnd, TicketEnd
+from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import FaultReason
+from pipeline.telemetry.evaluations import TOTAL, Evaluation
+from pipeline.telemetry.metric import EVALUATION_PLACES
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.slab import SlotWriter
+
+_EVALUATED = {
+    "pass_at_1": "rlhfd_evaluation_pass_at_1_ratio",
+    "pass_at_k": "rlhfd_evaluation_pass_at_k_ratio",
+    "reward_mean": "rlhfd_evaluation_reward_mean",
+    "response_length_mean_tokens": "rlhfd_evaluation_response_length_mean_tokens",
+    "cut_ratio": "rlhfd_evaluation_cut_ratio",
+}
 
 
 class BufferMetrics:
@@ -61,6 +73,7 @@ class BufferMetrics:
         self._capacity_items = writer.gauge("rlhfd_buffer_capacity_items")
         self._capacity_bytes = writer.gauge("rlhfd_buffer_capacity_bytes")
         self._paused = writer.gauge("rlhfd_paused")
+        self._evaluations: EvaluationMetrics | None = None
 
     def sealed(self, rows: int, staleness_versions: int) -> None:
         """Count rows of a seal."""
@@ -131,4 +144,49 @@ class BufferMetrics:
             self._capacity_items.set(limits.limit_batches * limits.sample_batch_size)
         self._capacity_bytes.set(capacity_bytes)
         self._paused.set(float(buffer.paused))
+        if buffer.evaluations.plan is not None:
+            self._evaluations = self._evaluations or EvaluationMetrics(self._writer, buffer.evaluations.plan)
+            self._evaluations.publish(buffer.evaluations)
         self._writer.beat()
+
+
+class EvaluationMetrics:
+    """Writes the evaluations into the buffer's slot; made only where there are held-out prompts."""
+
+    def __init__(self, writer: SlotWriter, plan: EvaluationPlan) -> None:
+        self._counts = {
+            name: (writer.counter(metric, result=result), 0)
+            for name, metric, result in (
+                ("completed", "rlhfd_evaluations_total", "complete"),
+                ("abandoned", "rlhfd_evaluations_total", "abandoned"),
+                ("evaluated", "rlhfd_evaluation_prompts_total", "evaluated"),
+                ("failed", "rlhfd_evaluation_prompts_total", "failed"),
+            )
+        }
+        self._prompts = [writer.gauge("rlhfd_evaluation_under_way_prompts", state=state) for state in ("done", "all")]
+        self._version = writer.gauge("rlhfd_evaluation_version")
+        self._means = {
+            (place, field): writer.gauge(metric, file=place)
+            for place in (TOTAL, *EVALUATION_PLACES[: len(plan.names)])
+            for field, metric in _EVALUATED.items()
+        }
+        self._shown: Evaluation | None = None
+
+    def publish(self, evaluations: Evaluations) -> None:
+        """Publish counts, progress and the last evaluation."""
+        for name, (counter, before) in self._counts.items():
+            if (now := getattr(evaluations, name)) != before:
+                counter.inc(now - before)
+                self._counts[name] = counter, now
+        for gauge, count in zip(self._prompts, evaluations.progress, strict=True):
+            gauge.set(count)
+        if (last := evaluations.last) is None or last is self._shown:
+            return
+        self._shown = last
+        self._version.set(last.version)
+        for place, summary in zip((TOTAL, *EVALUATION_PLACES), (last.total, *last.files), strict=False):
+            for field in _EVALUATED:
+                value = getattr(summary, field)
+                # A file that was left out of the configuration since has no gauge.
+                if (mean := self._means.get((place, field))) is not None:
+                    mean.clear() if value is None else mean.set(value)

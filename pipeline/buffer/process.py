@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.context import Send
+from pipeline.buffer.evaluations import EvaluationBook
 from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.quarantine import Quarantine
@@ -18,6 +19,7 @@ from pipeline.buffer.spool import Spool
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
+from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import Message, Published
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import RoleContext, monotonic_s
@@ -27,6 +29,7 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.weights_header import Age, newest_version
 from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.evaluations import FILE_NAME, EvaluationFile
 
 _IDLE_S = 0.25
 _LAST_MESSAGES_S = 2.0
@@ -122,7 +125,8 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     if ledger.totals.tickets:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
     spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
-    buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts)
+    evaluations = EvaluationFile(run_dir(config) / FILE_NAME)
+    buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts, evaluations=evaluations)
     snapshot = BufferSnapshot(config, arena, metrics.snapshot_written, on_progress=context.metrics.beat)
     pause, weights = Pause(context.folder), NewestWeights(context.folder / "weights")
     weights.look(buffer, monotonic_s(), patience_s=0.0)
@@ -144,6 +148,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
             if now_s - looked_s >= _LOOK_S:
                 looked_s, buffer.paused = now_s, pause.is_on()
                 weights.look(buffer, now_s)
+                evaluations.write_waiting()
                 if (changed := context.reloaded()) is not None:
                     rollout = changed.rollout
                     buffer.limit(max_attempts=rollout.max_attempts, ticket_timeout_s=rollout.ticket_timeout_s)
@@ -185,7 +190,14 @@ def _handle_last_messages(buffer: Buffer, mailbox: Mailbox) -> None:
 
 
 def new_buffer(
-    config: Config, ledger: Ledger, arena: Arena, send: Send, observer: Observer, *, prompts: int = 0
+    config: Config,
+    ledger: Ledger,
+    arena: Arena,
+    send: Send,
+    observer: Observer,
+    *,
+    prompts: int = 0,
+    evaluations: EvaluationBook | None = None,
 ) -> Buffer:
     """Return the buffer of a configuration, on a ledger that is fresh or left by an earlier buffer."""
     if config.trainer.kind == "external" and ledger.totals.policy_version < 0:
@@ -204,4 +216,7 @@ def new_buffer(
             most_bytes=config.buffer.quarantine_bytes,
             count=observer.quarantine_file,
         ).keep,
+        # A buffer without a book makes none: it only moves the rows of a failed run to disk.
+        plan=None if evaluations is None else EvaluationPlan.of(config),
+        book=evaluations,
     )

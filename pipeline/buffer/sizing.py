@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.buffer.admission import Limits
+from pipeline.config.lengths import EXTENT_OVERHEAD_BYTES
 from pipeline.config.schema import Config
-from pipeline.config.sizes import EXTENT_OVERHEAD_BYTES
 from pipeline.errors import ConfigError
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.tables import MOST_LEASES
@@ -29,6 +29,7 @@ def limits_of(config: Config, *, prompts_in_source: int = 0) -> Limits:
         max_attempts=config.rollout.max_attempts,
         ticket_timeout_s=config.rollout.ticket_timeout_s,
         prompts_in_source=prompts_in_source,
+        max_refill=config.rollout.max_refill,
     )
 
 

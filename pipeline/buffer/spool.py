@@ -50,6 +50,8 @@ class SpoolTotals(msgspec.Struct, frozen=True):
     policy_version: int
     redo: list[PromptRange]
     versions: list[tuple[int, int]]
+    refilled: int = 0
+    round_left: int = 0
 
     def include(self, latest: Latest) -> bool:
         """Return whether a checkpoint's weights had been published when the spool was written."""
@@ -60,7 +62,10 @@ class SpoolTotals(msgspec.Struct, frozen=True):
 def metadata_of(ledger: Ledger, cut: list[PromptRange]) -> dict[str, str]:
     """Return the metadata of a spool of a ledger's extents; `cut` are the prompts of tickets in flight."""
     totals, redo, versions = ledger.totals, [*ledger.redo, *cut], ledger.versions.entries()
-    spooled = SpoolTotals(random.getrandbits(62), totals.position, totals.policy_version, redo, versions)
+    round_left = totals.round_left + sum(prompts.prompts for prompts in cut)
+    spooled = SpoolTotals(
+        random.getrandbits(62), totals.position, totals.policy_version, redo, versions, totals.refilled, round_left
+    )
     # The key is that of the files of earlier releases.
     return {"books": msgspec.json.encode(spooled).decode()}
 
@@ -138,11 +143,16 @@ class Spool:
             return
         lost = self._restore(file, ledger, now_s)
         redo = [*spooled.redo, *(self._prompts(extent) for extent in lost)]
+        refilled, round_left = spooled.refilled, spooled.round_left
         if not is_spool or (not lived and latest is not None and latest.version < spooled.policy_version):
             # If no checkpoint was written at the shutdown, the training since the last one is undone as well.
             redo += self._undone(file, spooled, 0 if latest is None else latest.position)
+            refilled = round_left = 0
         versions = spooled.versions if ledger.totals.policy_version < 0 else []
-        ledger.resume(position=spooled.position, redo=redo, versions=versions, spool=spooled.number)
+        ledger.resume(
+            position=spooled.position, redo=redo, versions=versions, spool=spooled.number,
+            refilled=refilled, round_left=round_left,
+        )  # fmt: skip
         log.info("%s taken in: rows=%d position=%d prompts_again=%d", file.path.parent.name, ledger.ready,
                  spooled.position, sum(prompts.prompts for prompts in redo))  # fmt: skip
         if lost:

@@ -7,15 +7,16 @@ import heapq
 import logging
 from collections.abc import Sequence
 
-from pipeline.buffer import admission
+from pipeline.buffer import admission, refill
 from pipeline.buffer.context import BufferContext
 from pipeline.buffer.observer import AsideReason
-from pipeline.config.sizes import extent_bytes_bound
+from pipeline.config.lengths import extent_bytes_bound
 from pipeline.errors import ArenaFullError, GaveUpError
 from pipeline.runtime.messages import Failed, Faulty, Sealed, Settled, Ticket, Wait, WantTickets
 from pipeline.runtime.transport import worker_name
 from pipeline.storage.allocator import Extent
 from pipeline.storage.records import ExtentRecord, ExtentState
+from pipeline.storage.tables import PromptRange
 
 # Wait of a seal for its weights' `Published`: the trainer may have died between the publish and the message.
 _EARLY_S = 60.0
@@ -51,6 +52,8 @@ class Tickets:
         self._unnotified: set[str] = set()
         self._reason = ""
         self._waiting: dict[str, str] = {}
+        # The newest version at which `max_refill` was reached.
+        self._exhausted = -1
         self._early: dict[int, tuple[Sealed, float]] = {}
         # A dead run may have had more workers than this one; no process will connect under their names.
         for record in [record for record in self._ledger.reserved_extents() if record.owner >= workers]:
@@ -72,16 +75,14 @@ class Tickets:
         self._short.add(worker)
         self._unnotified.add(worker)
 
-    def orphan(
-        self, worker: int, *, held: Sequence[int], attempts: Sequence[int] = (), blamed: int | None = None
-    ) -> None:
-        """Take tickets from a dead worker; the attempt counts for the ticket it was at, or the oldest if unknown.
+    def orphan(self, worker: int, *, held: Sequence[int], attempts: Sequence[int] = (), blamed: int = -1) -> None:
+        """Take tickets from a dead worker; the attempt counts for the one that may have caused the death.
 
         Args:
             worker: Its number.
             held: Tickets that the worker or its successor holds.
             attempts: The attempt number under which it got each of these; the last attempt if left out.
-            blamed: The ticket that it was at, if known.
+            blamed: The ticket that may be the cause; -1 for none.
         """
         owned = [record for record in self._ledger.reserved_extents() if record.owner == worker]
         as_attempt = dict(zip(held, attempts, strict=False))
@@ -90,7 +91,6 @@ class Tickets:
             self._observer.ticket_ended("reissued")
             self._ledger.excuse(record)
         for record in [record for record in owned if record.ticket not in held]:
-            blamed = record.ticket if blamed is None else blamed
             if record.ticket == blamed:
                 self._reissue(record, "its worker died")
             else:
@@ -183,8 +183,9 @@ class Tickets:
                 raise GaveUpError(f"buffer.arena_bytes is too small: {error}") from error
             return None, "full"
         record = self._ledger.reserve(
-            rows=rows, prompts=prompts, offset=extent.offset, nbytes=extent.nbytes, owner=owner
-        )
+            rows=rows, prompts=prompts, offset=extent.offset, nbytes=extent.nbytes, owner=owner,
+            new_round=refill.new_round(self._ledger, limits, admission.room_in_bound(self._ledger, limits)),
+        )  # fmt: skip
         return record, ""
 
     def _hand_out(self, record: ExtentRecord, worker: str, now_s: float) -> None:
@@ -209,20 +210,36 @@ class Tickets:
             self._early.pop(sealed.ticket, None)
             if reason:
                 self._refuse(record, sealed, reason)
+            elif admission.is_ahead(self._ledger, self._context.limits, record):
+                self._put_off(record)
             else:
                 self._accept(record, sealed, now_s)
         self._settle(sealed.worker, sealed.ticket)
 
     def _accept(self, record: ExtentRecord, sealed: Sealed, now_s: float) -> None:
         reserved = Extent(record.offset, record.nbytes)
-        self._ledger.seal(
+        filtered = refill.filtered_rows(sealed, self._ledger, self._context.limits)
+        self._log_exhausted(sealed, filtered)
+        has_rounds = refill.has_rounds(self._context.limits)
+        is_free = self._ledger.seal(
             record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
-            policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s,
+            policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s, filtered=filtered,
+            refilled=0 if has_rounds else len(filtered) // self._context.limits.group_size,
         )  # fmt: skip
-        self._allocator.shrink(reserved, sealed.nbytes)
+        kept = self._allocator.shrink(reserved, sealed.nbytes)
+        if is_free:
+            self._allocator.release(kept)
         self._observer.ticket_ended("sealed")
         self._observer.sealed(sealed.rows, self._ledger.totals.policy_version - sealed.policy_version)
         self._barren_prompts = 0
+
+    def _log_exhausted(self, sealed: Sealed, filtered: list[int]) -> None:
+        """Log once a version that groups without signal are kept because `max_refill` is reached."""
+        version = self._ledger.totals.policy_version
+        if sealed.flat and not filtered and self._context.limits.max_refill and version != self._exhausted:
+            self._exhausted = version
+            log.warning("groups without signal are trained, rollout.max_refill is reached: version=%d refilled=%d",
+                        version, self._ledger.totals.refilled)  # fmt: skip
 
     def refuse(self, faulty: Faulty) -> None:
         """Keep a copy of experience that failed the insert gate, and retry its prompts or set them aside.
@@ -247,11 +264,19 @@ class Tickets:
                 policy_version=report.policy_version, fingerprint=report.fingerprint,
             )  # fmt: skip
             self._quarantine([(reported, list(range(report.rows)))], reason, detail or f"sealed by {report.worker}")
-        if reason == "rolled_back":
+        if reason == "rolled_back" and admission.is_ahead(self._ledger, self._context.limits, record):
+            self._put_off(record)
+        elif reason == "rolled_back":
             self._observer.ticket_ended("reissued")
             self._ledger.excuse(record)
         else:
             self._reissue(record, f"refused: {reason}")
+
+    def _put_off(self, record: ExtentRecord) -> None:
+        """End a ticket whose prompts are to come after others; they are issued again after those."""
+        self._observer.ticket_ended("reissued")
+        self._allocator.release(Extent(record.offset, record.nbytes))
+        self._ledger.abandon(record, redo=PromptRange(record.position, record.prompts))
 
     def retry_early(self, now_s: float) -> None:
         """Check again the seals that arrived before the `Published` of their weights."""

@@ -3,10 +3,13 @@
 collect_env    `rlhfd collect-env`, a bug report that never fails
 config         `rlhfd config`
 detached       `rlhfd start --detach`
+evaluate       `rlhfd eval`
 init           `rlhfd init`
 instances      `rlhfd ps` and `rlhfd attach`
 main           the commands
 options        options that commands share
+plan           `rlhfd plan`
+recording      `rlhfd record` and `rlhfd replay`
 reward_rows    the rows that `rlhfd try-reward` scores
 runs           `rlhfd runs`
 samples        `rlhfd samples`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -28,6 +29,8 @@ def config() -> None:
 def check(path: Path | None, sets: tuple[str, ...]) -> None:
     """Print every error at once, each with its place; exit 78 if there is one.
 
+    On a machine with GPUs the notes name what does not fit there, as `rlhfd plan` does.
+
     \b
     Examples:
       rlhfd config check
@@ -35,6 +38,7 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
     """
     from pipeline.buffer import sizing
     from pipeline.supervisor import notes, preflight
+    from pipeline.supervisor.capacity.sharding import misfits
 
     loaded = load(path, sets, files=True)
     try:
@@ -43,7 +47,7 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
         raise ConfigError(loaded.placed(str(error))) from error
     if problems := preflight.problems_of_imports(loaded):
         raise ConfigError("\n".join(problems))
-    for note in notes.notes(loaded):
+    for note in [*notes.notes(loaded), *(f"rlhfd plan: {line}" for line in misfits(loaded.config, os.environ))]:
         click.echo(f"note: {note}", err=True)
     click.echo(f"{loaded.path or 'embedded defaults'}: ok")
 
@@ -61,8 +65,14 @@ def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool
       RLHFD_ROLLOUT__WORKERS=8 rlhfd config show --effective --origin
     """
     from pipeline.config import load as config_load
+    from pipeline.supervisor.capacity.sharding import decided
 
-    click.echo(config_load.render(load(path, sets, files=False), effective=effective, origin=origin), nl=False)
+    loaded = load(path, sets, files=False)
+    remarks = {}
+    if loaded.config.trainer.sharding == "auto":
+        chosen = decided(loaded.config, os.environ)
+        remarks["trainer.sharding"] = f"{chosen.config.trainer.sharding} here: {chosen.reason}"
+    click.echo(config_load.render(loaded, effective=effective, origin=origin, remarks=remarks), nl=False)
 
 
 @config.command(short_help="Print the JSON schema, for editors.")

@@ -12,10 +12,8 @@ from pipeline.errors import RlhfdError
 
 _PROMPTS = 64
 _CONFIG = """\
-# A run of GRPO. `rlhfd config show` lists every key with its value. Relative paths are taken from this folder; start
-# the run in it, where its reward function is found:
-#
-#     rlhfd start --config grpo.toml
+# A run of GRPO: rlhfd start --config grpo.toml
+# `rlhfd config show` lists every key with its value. Relative paths and the reward function are looked up here.
 
 [daemon]
 runtime_dir = "run"
@@ -29,7 +27,8 @@ path = "prompts.jsonl"          # a line: {{"prompt": "7302>", "answer": "0237"}
 
 [rollout]
 num_generations = 8             # responses to each prompt
-max_length = {max_length:<18} # tokens of prompt and response together
+max_prompt_length = {prompt:<11} # tokens; a longer prompt is set aside
+max_new_tokens = {response:<14} # tokens of a response
 reward_functions = ["my_rewards:score"]
 
 [buffer]
@@ -71,7 +70,8 @@ def contents(model: Path | None) -> dict[str, str]:
     """
     config = _CONFIG.format(
         actor=_BUILTIN if model is None else json.dumps(str(model.absolute()), ensure_ascii=False),
-        max_length=24 if model is None else 256,
+        prompt=12 if model is None else 128,
+        response=12 if model is None else 128,
         learning_rate="4e-4" if model is None else "1e-6",
     )
     rng = random.Random(0)

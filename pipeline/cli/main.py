@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from pipeline.cli.config import config
+from pipeline.cli.evaluate import evaluate
 from pipeline.cli.init import init
 from pipeline.cli.instances import attach, ps
 from pipeline.cli.options import (
@@ -22,6 +23,8 @@ from pipeline.cli.options import (
     replace_unknown_characters,
     runtime_dir_of,
 )
+from pipeline.cli.plan import plan
+from pipeline.cli.recording import record, replay
 from pipeline.cli.runs import run_folder_of, runs
 from pipeline.cli.service import logs, systemd
 from pipeline.cli.try_reward import try_reward
@@ -129,7 +132,7 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
       rlhfd stop --runtime-dir /run/rlhfd --timeout-s 300
     """
     from pipeline.runtime import control, lock
-    from pipeline.runtime.stopped import refuse_stopped
+    from pipeline.runtime.signals import refuse_stopped
 
     folder = runtime_dir_of(runtime_dir, path)
     try:
@@ -363,9 +366,13 @@ def samples(
 
 main.add_command(attach)
 main.add_command(config)
+main.add_command(evaluate)
 main.add_command(init)
 main.add_command(logs)
+main.add_command(plan)
 main.add_command(ps)
+main.add_command(record)
+main.add_command(replay)
 main.add_command(runs)
 main.add_command(systemd)
 main.add_command(try_reward)

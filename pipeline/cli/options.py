@@ -51,12 +51,15 @@ def finding(command: _Command) -> _Command:
     return directory(config_option(command))
 
 
-def load(path: Path | None, sets: tuple[str, ...], *, files: bool) -> LoadedConfig:
-    """Return the configuration that these options select."""
+def load(path: Path | None, sets: tuple[str, ...], *, files: bool, on_cards: bool | None = None) -> LoadedConfig:
+    """Return the configuration that these options select; `on_cards` is None for this machine's GPUs."""
     from pipeline.config import load as config_load
+    from pipeline.supervisor.placement import visible_gpus
     from pipeline.supervisor.preflight import problems_of_files
 
-    return config_load.load(path, sets, os.environ, check_files=problems_of_files if files else None)
+    has_gpus = bool(visible_gpus(os.environ)) if on_cards is None else on_cards
+    checks = problems_of_files if files else None
+    return config_load.load(path, sets, os.environ, check_files=checks, on_cards=has_gpus)
 
 
 def runtime_dir_of(directory: Path | None, path: Path | None) -> Path:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.prompts import Prompt, PromptSource, parse_line, prompt_lines
+from pipeline.prompts.lines import prompt_lines
+from pipeline.prompts.rows import parse_columns
+from pipeline.prompts.source import PromptSource
+from pipeline.prompts.types import Prompt
 
 _ERRORS_SHOWN = 20
 
@@ -58,7 +61,7 @@ def of_prompts(config: Config, responses: Sequence[str], count: int) -> Iterator
     Raises:
         ConfigError: If the prompts cannot be read.
     """
-    with contextlib.closing(PromptSource(config.prompts.path, config.daemon.seed)) as source:
+    with contextlib.closing(PromptSource(config.prompts, config.daemon.seed)) as source:
         for position in range(min(count, len(source))):
             prompt = source.at(position)
             for response in responses:
@@ -66,7 +69,7 @@ def of_prompts(config: Config, responses: Sequence[str], count: int) -> Iterator
 
 
 def _row(line: bytes, where: str, index: int) -> Row:
-    prompt, answer, images = parse_line(line, where)
+    prompt, answer, images, columns, _ = parse_columns(line, where)
     if images:
         raise ConfigError(f"{where}:1: a row with images cannot be scored here")
     record = json.loads(line.decode("utf-8-sig"))
@@ -76,4 +79,5 @@ def _row(line: bytes, where: str, index: int) -> Row:
         raise ConfigError(f"{where}:1: {named}")
     if not isinstance(is_cut, bool):
         raise ConfigError(f"{where}:1: cut is neither true nor false")
-    return Row(where, Prompt(index, 0, index, prompt, answer), response, is_cut)
+    others = {key: value for key, value in columns.items() if key not in ("response", "cut")}
+    return Row(where, Prompt(index, 0, index, prompt, answer, columns=others), response, is_cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 import unicodedata
 from collections.abc import Iterator
@@ -110,8 +111,13 @@ def _response(response: SampledResponse) -> Iterator[str]:
     whole = len(response.advantages) == 1
     advantage = response.advantages[0] if whole else sum(response.advantages) / max(1, len(response.advantages))
     text = "".join(
-        _coloured(visible(piece), advantage if whole else response.advantages[at])
-        for at, piece in enumerate(response.pieces)
+        _observed(response.pieces[start:end])
+        if is_observed
+        else "".join(
+            _coloured(visible(piece), advantage if whole else response.advantages[at])
+            for at, piece in enumerate(response.pieces[start:end], start)
+        )
+        for is_observed, start, end in _stretches(response)
     )
     notes = "" if response.stopped else click.style("  cut at the limit", dim=True)
     if len(response.pieces) < response.tokens:
@@ -120,6 +126,21 @@ def _response(response: SampledResponse) -> Iterator[str]:
     if len(response.parts) > 1:
         parts = ", ".join(f"{name.rpartition(':')[2]} {value:.4g}" for name, value in response.parts.items())
         yield click.style(f"{'':20}{parts}", dim=True)
+
+
+def _stretches(response: SampledResponse) -> Iterator[tuple[bool, int, int]]:
+    """Yield the stretches of tokens of the model and of the environment: whether they are the latter's, first, end."""
+    start = 0
+    for is_observed, tokens in itertools.groupby(response.observed or [False] * len(response.pieces)):
+        end = start + len(list(tokens))
+        yield is_observed, start, end
+        start = end
+
+
+def _observed(texts: list[str]) -> str:
+    return click.style(
+        f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{visible(''.join(texts))}\N{MATHEMATICAL RIGHT ANGLE BRACKET}", dim=True
+    )
 
 
 def _coloured(text: str, value: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.supervisor import diagnosis
+from pipeline.supervisor.live import evaluation_text
 
 _COLUMNS = ("process", "pid", "state", "restarts", "up", "memory", "devices", "last exit")
 
@@ -26,6 +27,8 @@ def render(status: Mapping[str, Any]) -> str:
         "step": f"{_shown(status, 'step')}{_of(status.get('max_steps'))}{_left(status)}",
         "reward": f"{_number(status, 'reward_mean', '.4f')} {_trend(status)}".rstrip(),
         "learning": _learning(status.get("learning") or {}),
+        "held out": evaluation_text(evaluation) if (evaluation := status.get("evaluation")) else "",
+        "best": str((status.get("evaluation") or {}).get("best") or ""),
         "speed": f"{_number(status, 'tokens_per_s', ',.0f')} tokens/s{_pace(status)}",
         "now": str(status.get("why") or ""),
         "ATTENTION": "; ".join(warnings(status)),
@@ -38,8 +41,13 @@ def render(status: Mapping[str, Any]) -> str:
             for process in status.get("processes") or []
             if (in_work := progress(process))
         ),
+        "engines": "; ".join(
+            f"{_name(process)}: {in_hand}{_speed(process['engine'])}"
+            for process in status.get("processes") or []
+            if (in_hand := engine(process))
+        ),
         "rows": f"{_shown(buffer, 'sealed')} sealed, {_shown(buffer, 'trained')} trained, {_dropped(buffer)} dropped",
-        "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}",
+        "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}{_ranks(status)}",
         "checkpoint": _shown(status, "checkpoint"),
         "run": f"{_shown(status, 'run')}, id {_shown(status, 'run_id')}",
         "daemon": f"pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
@@ -69,6 +77,13 @@ def warnings(status: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _ranks(status: Mapping[str, Any]) -> str:
+    ranks = status.get("ranks")
+    if not isinstance(ranks, int) or ranks < 2:
+        return ""
+    return f", {ranks} trainer ranks with {'shards of it' if status.get('sharding') == 'full' else 'all of it each'}"
+
+
 def _name(process: Mapping[str, Any]) -> str:
     return f"{_shown(process, 'role')} {_shown(process, 'index')}"
 
@@ -80,6 +95,25 @@ def progress(process: Mapping[str, Any]) -> str:
         return ""
     tokens = f", {_shown(done, 'tokens')} tokens" if done.get("tokens") else ""
     return f"{_shown(done, 'rows_done')} of {_shown(done, 'rows')} rows{tokens}"
+
+
+def engine(process: Mapping[str, Any]) -> str:
+    """Return the work in hand of a worker's engine, such as ``32 run, 8 wait, cache 97 %``; or nothing."""
+    found = process.get("engine")
+    if not found:
+        return ""
+    cache, lost = found.get("cache_ratio") or 0.0, found.get("preemptions") or 0
+    parts = [f"{_shown(found, 'running')} run", f"{_shown(found, 'waiting')} wait"]
+    parts += [f"cache {cache * 100:.0f} %"] if cache else []
+    parts += [f"{lost:,} preempted"] if lost else []
+    return ", ".join(parts)
+
+
+def _speed(found: Mapping[str, Any]) -> str:
+    hits = found.get("prefix_hit_ratio")
+    prefix = f", prefix hits {hits * 100:.0f} %" if isinstance(hits, int | float) and hits else ""
+    speeds = (_number(found, f"tokens_{direction}_per_s", ",.0f") for direction in ("in", "out"))
+    return "{}, {} tokens/s in, {} out".format(prefix, *speeds)
 
 
 def _times(count: int) -> str:

@@ -23,6 +23,7 @@ from pipeline.config import load as config_load
 from pipeline.config.load import CONFIG_VARIABLE, LoadedConfig
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError
+from pipeline.prompts.files import folder_of
 from pipeline.runtime import lock
 from pipeline.storage.files import replacing
 from pipeline.supervisor.preflight import problems_of_files
@@ -262,10 +263,12 @@ def _escaped(path: Path) -> str:
 
 def _named_paths(loaded: LoadedConfig) -> list[Path]:
     """Return the files and folders that the daemon reads with a configuration."""
-    model, metrics = loaded.config.model, loaded.config.metrics
+    model, metrics, reward = loaded.config.model, loaded.config.metrics, loaded.config.reward
     # The sockets and logs of the Ray instance on this machine.
     session = Path("/tmp/ray") if loaded.config.cluster.engine == "ray" else None
-    named = (model.actor, model.reference, model.critic, model.reward, loaded.config.prompts.path,
+    prompts = [folder_of(source) for source in loaded.config.prompts.files]
+    named = (model.actor, model.reference, model.critic, model.reward, *prompts, loaded.config.prompts.tools_file,
+             *loaded.config.evaluation.files, reward.schema_file, reward.judge_template_file,
              metrics.token_file, metrics.tls_cert, metrics.tls_key, session)  # fmt: skip
     return [Path(path).absolute() for path in named if path is not None and not str(path).startswith(BUILTIN_PREFIX)]
 

@@ -11,14 +11,27 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.status import devices, duration, progress, size, table, warnings
+from pipeline.cli.status import devices, duration, engine, progress, size, table, warnings
 from pipeline.errors import UnreachableError
+from pipeline.runtime.messages import is_evaluation
 from pipeline.supervisor.live import panel
 from pipeline.supervisor.snapshot import Snapshot
 
-_COLUMNS = ("process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices")
+_COLUMNS = ("process", "pid", "state", "doing", "for", "on", "engine", "last minute", "restarts", "memory", "devices")
 # On a narrow terminal the later columns are left out; no column is cut.
-_BY_PRIORITY = ("process", "pid", "state", "doing", "for", "restarts", "memory", "on", "devices", "last minute")
+_BY_PRIORITY = (
+    "process",
+    "pid",
+    "state",
+    "doing",
+    "for",
+    "restarts",
+    "memory",
+    "on",
+    "engine",
+    "devices",
+    "last minute",
+)
 _GAP = 2
 _COLOURS = {"ready": "green", "failed": "red", "stopped": "red"}
 _LEAST_SHARE = 0.02
@@ -44,6 +57,7 @@ def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, .
                 str(at.get("activity") or "–"),
                 duration(at.get("since_s")),
                 _on(unit, working_on, process),
+                engine(process) or "–",
                 " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE)[:48] or "–",
                 str(process.get("restarts", "–")),
                 size(process.get("resident_bytes")),
@@ -58,7 +72,7 @@ def _on(unit: str, working_on: int, process: Mapping[str, Any]) -> str:
     if not unit or working_on < 0:
         return "–"
     done = progress(process)
-    return f"{unit} {working_on:,}" + (done and f": {done}")
+    return ("held-out prompts" if is_evaluation(working_on) else f"{unit} {working_on:,}") + (done and f": {done}")
 
 
 def text(status: Mapping[str, Any], why: Mapping[str, Any]) -> str:

@@ -36,8 +36,8 @@ def try_reward(
     """Score the rows of FILE with the configured reward functions and reward model, and show each part.
 
     FILE has one JSON object a line: {"prompt": "7302>", "response": "0237", "answer": "0237"}; "answer" is optional,
-    and "cut": true marks a response without the stop token. The functions are called in this process, from the current
-    folder as by `rlhfd start`; print and a debugger work. The exit code is 1 if a row has no reward.
+    and "cut": true marks a response without the stop token. The functions are found as by `rlhfd start` and called in
+    this process; print and a debugger work. The exit code is 1 if a row has no reward.
 
     \b
     Examples:
@@ -47,6 +47,7 @@ def try_reward(
     """
     from pipeline import sort_digits
     from pipeline.cli import reward_rows
+    from pipeline.config import user_modules
 
     if (file is None) == (not responses):
         raise click.UsageError("give a FILE of rows, or at least one --response")
@@ -54,15 +55,19 @@ def try_reward(
     config = sort_digits.with_paths(loaded.config)
     # Before torch is loaded, which takes seconds: most mistakes are in the rows.
     rows: Iterable[Row] = [] if file is None else reward_rows.of_file(file)
-    # As `start` does it: modules of the user are found in the current folder.
-    sys.path.append(os.getcwd())
+    # As `start` does it: modules of the user are found beside the configuration file and in the current folder.
+    user_modules.use_folder_of(loaded.path)
+    user_modules.extend_path()
     # One progress bar a model is noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from pipeline.rollout.reward.trial import RewardTrial
     from pipeline.trainer import setup
 
     if sort_digits.is_used(loaded.config):
-        setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
+        directory = sort_digits.directory_of(config.daemon.state_dir)
+        if not sort_digits.is_prepared(directory):
+            click.echo(f"making the embedded model in {directory}, once: some 10 s", err=True)
+        setup.prepare(directory)
     try:
         trial = RewardTrial(config)
         if file is None:

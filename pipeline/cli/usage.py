@@ -20,6 +20,8 @@ def advised(error: click.UsageError) -> click.UsageError:
             found = f"a configuration file is given by --config {words[0]}"
         elif assignment:
             found = f"a value is given by --set {assignment}"
+        elif bare := [key for key in (error.ctx.params.get("sets", ()) if error.ctx else ()) if "=" not in key]:
+            found = f"a value is given by --set {bare[-1]}={words[0]}"
     elif (match := re.match(r"No such command '(.+)'\.?", error.message)) and isinstance(error.ctx, click.Context):
         group = error.ctx.command
         names = group.list_commands(error.ctx) if isinstance(group, click.Group) else []

@@ -3,15 +3,20 @@
 advice          the key that a mistyped key or value was meant to be
 changes         the keys that a reload may change
 conflicts       conflicts between keys
+evaluation      keys of the evaluation on held-out prompts
 identity        the identity of a run, and its folder
-lengths         tokens of prompt, response and row
+lengths         tokens of prompt, response and row; bounds on their bytes
 load            file, environment and --set merged into one configuration
+losses          keys of losses and advantages
+model_files     a model's sizes, from its files' headers
+own_model       defaults of a run with a model of its own
+plan            bytes that a run needs on each device
+prompts         files, columns, filters and template of prompts
 reference       docs/configuration.md
+rewards         weights and options of reward functions; their names
 schema          every key with type, bound, unit and description
-sections        base of the sections; HTTP server, samples, cluster
-sizes           bounds on the bytes of rows
-toml_advice     corrections of invalid TOML
-toml_positions  line and column of each key and value
+sections        base of the sections; buffer, HTTP server, trackers, samples, cluster
+toml_positions  line and column of each key and value; corrections of invalid TOML
 types           types and validators of values
 user_modules    where reward functions and engines are imported from
 """

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -25,6 +25,7 @@ _TYPE_MESSAGES = {
     "bool_type": "must be true or false",
     "string_type": "must be a string",
     "list_type": "must be a list",
+    "model_type": "must be a table",
     "finite_number": "must be finite",
     "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
 }
@@ -37,9 +38,33 @@ _ELSEWHERE = {
     "beta": "trainer.kl_coef",
     "kl_beta": "trainer.kl_coef",
     "init_kl_coef": "rollout.kl_coef",
+    "num_iterations": "trainer.epochs",
+    "ppo_epochs": "trainer.epochs",
+    "num_ppo_epochs": "trainer.epochs",
+    "num_epochs": "trainer.epochs",
+    "max_epochs": "trainer.epochs",
+    "num_mini_batches": "trainer.mini_batches",
+    "kl_target": "trainer.kl_coef_target",
+    "kl_horizon": "trainer.kl_coef_horizon",
+    "horizon": "trainer.kl_coef_horizon",
     "epsilon": "trainer.clip_range",
     "eps_clip": "trainer.clip_range",
     "cliprange": "trainer.clip_range",
+    "epsilon_low": "trainer.clip_low",
+    "epsilon_high": "trainer.clip_high",
+    "clip_ratio_low": "trainer.clip_low",
+    "clip_ratio_high": "trainer.clip_high",
+    "clip_ratio_c": "trainer.dual_clip",
+    "loss_type": "trainer.policy_loss",
+    "loss_agg_mode": "trainer.loss_aggregation",
+    "adv_estimator": "rollout.advantages",
+    "advantage_estimator": "rollout.advantages",
+    "filter_groups": "rollout.max_refill",
+    "max_num_gen_batches": "rollout.max_refill",
+    "dynamic_sampling": "rollout.max_refill",
+    "dynamic_filtering": "rollout.max_refill",
+    "tis_imp_ratio_cap": "trainer.importance_cap",
+    "mask_truncated_completions": "trainer.mask_cut_responses",
     "max_grad_norm": "trainer.gradient_clip_norm",
     "max_norm": "trainer.gradient_clip_norm",
     "num_train_steps": "trainer.max_steps",
@@ -47,6 +72,12 @@ _ELSEWHERE = {
     "save_steps": "trainer.save_every",
     "save_total_limit": "trainer.keep_checkpoints",
     "per_device_train_batch_size": "trainer.micro_batch_size",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "enable_gradient_checkpointing": "trainer.activation_checkpointing",
+    "use_remove_padding": "trainer.packing",
+    "packing_samples": "trainer.packing",
+    "max_token_len_per_gpu": "trainer.micro_batch_tokens",
+    "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     "warmup_ratio": "trainer.warmup_steps",
     "train_batch_size": "buffer.sample_batch_size",
     "rollout_batch_size": "rollout.batch_size",
@@ -73,6 +104,17 @@ _ELSEWHERE = {
     "precision": "model.dtype",
     "dataset": "prompts.path",
     "prompt_data": "prompts.path",
+    "dataset_name": "prompts.path",
+    "train_files": "prompts.path",
+    "datasets": "prompts.sources",
+    "prompt_key": "prompts.prompt_column",
+    "input_key": "prompts.prompt_column",
+    "label_key": "prompts.answer_column",
+    "prompt_data_probs": "prompts.sources",
+    "dataset_split": "prompts.split",
+    "chat_template_kwargs": "prompts.template_arguments",
+    "apply_chat_template": "prompts.template",
+    "filter_overlong_prompts": "rollout.max_prompt_length",
     "output_dir": "daemon.state_dir",
     "checkpoint_dir": "daemon.state_dir",
     "log_file": "daemon.log_format",
@@ -92,7 +134,8 @@ _SIZE = re.compile(r"([\d.]+)\s*([KMGT]?)i?B?", re.IGNORECASE)
 def problem_of_section(section: str, table: object) -> str:
     """Return the problem of a table or key at the top of a file; empty if it is a section."""
     if section in SECTIONS:
-        return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {toml(table)}"
+        shown = toml(_without_passwords(table))
+        return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {shown}"
     if isinstance(table, dict):
         close = _close(section, SECTIONS)
         return f"unknown section {key(section)}, " + (
@@ -149,12 +192,46 @@ def describe(section: str, name: str, given: Any, details: ErrorDetails) -> str:
     problem = problem.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     if details["type"] == "literal_error":
         problem = problem.replace("'", '"')
-    shown = toml(details["input"])
+    label, nested = _inner(section, name, details)
+    if details["type"] == "extra_forbidden":
+        close = _close(str(details["loc"][-1]), nested)
+        meant = f"did you mean {close}?" if close else f"the keys are {', '.join(nested)}"
+        return f"unknown key {key(str(details['loc'][-1]))}, {meant}"
+    if details["type"] == "missing":
+        return f"must have a {details['loc'][-1]}"
+    problem = f"{label} {problem}" if label else problem
+    shown = toml(_without_passwords(details["input"], is_url=name.endswith("_url")))
     shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
     return f"{problem}, got {shown}{_suggestion(section, name, given, details)}"
 
 
+def without_password(text: str) -> str:
+    """Return a text, user and password of a URL in it replaced by ``***``: error lines are logged and passed on."""
+    return re.sub(r"://.*@", "://***@", text, flags=re.DOTALL)
+
+
+def _without_passwords(value: Any, *, is_url: bool = False) -> Any:
+    if isinstance(value, list):
+        return [_without_passwords(one, is_url=is_url) for one in value]
+    if isinstance(value, dict):
+        return {name: _without_passwords(one, is_url=is_url) for name, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    # A URL without its scheme.
+    return re.sub(r"^.*@", "***@", value, flags=re.DOTALL) if is_url and "://" not in value else without_password(value)
+
+
+def _inner(section: str, name: str, details: ErrorDetails) -> tuple[str, list[str]]:
+    """Return the key of a table inside a value that an error is about, and all keys of such a table."""
+    kinds = get_args(type(SECTIONS[section]).model_fields[name].annotation)
+    if not kinds or not (isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel)):
+        return "", []
+    return ".".join(str(part) for part in details["loc"][2:]), list(kinds[0].model_fields)
+
+
 def _suggestion(section: str, name: str, given: Any, details: ErrorDetails) -> str:
+    if _without_passwords(details["input"]) != details["input"]:
+        return ""
     field = type(SECTIONS[section]).model_fields[name]
     check = TypeAdapter(type(SECTIONS[section]))
     if isinstance(given, str) and given.lower() in ("none", "null", "") and field.default is None:
@@ -231,6 +308,8 @@ def toml(value: object) -> str:
             return json.dumps(str(value), ensure_ascii=not str(value).isprintable())
         case list() | tuple():
             return f"[{', '.join(map(toml, value))}]"
+        case BaseModel():
+            return toml({name: inner for name, inner in value if inner is not None})
         case dict():
             return f"{{{', '.join(f'{key(name)} = {toml(inner)}' for name, inner in value.items())}}}"
     return str(value)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeline.config.evaluation import conflict_of_evaluation
 from pipeline.config.lengths import conflict_of_lengths
+from pipeline.config.losses import ADVANTAGES, GROUP_ADVANTAGES, ZERO_WITHOUT_SIGNAL
+from pipeline.config.prompts import conflict_of_prompts
+from pipeline.config.rewards import conflict_of_environment, conflict_of_rewards
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -38,24 +42,43 @@ def conflicts(config: Config) -> list[Conflict]:
     if rollout.algorithm == "grpo" and rollout.num_generations < 2:
         keys = ("rollout.num_generations", "rollout.algorithm")
         found.append(Conflict(keys, f"must be at least 2 with GRPO, got {rollout.num_generations}"))
-    if not rollout.reward_functions and config.model.reward is None:
-        keys = ("rollout.reward_functions", "model.reward")
+    if not rollout.reward_functions and config.model.reward is None and rollout.environment is None:
+        keys = ("rollout.reward_functions", "model.reward", "rollout.environment")
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
+    if environment := conflict_of_environment(config):
+        found.append(Conflict(*environment))
+    if rewards := conflict_of_rewards(config):
+        found.append(Conflict(*rewards))
+    names = config.metrics.tracker
+    if len(set(names)) < len(names):
+        found.append(Conflict(("metrics.tracker",), "must name each tracker once"))
+    if names and trainer.kind == "external":
+        message = 'must be left out with trainer.kind = "external", whose steps have no line in metrics.jsonl'
+        found.append(Conflict(("metrics.tracker", "trainer.kind"), message))
+    if evaluation := conflict_of_evaluation(config):
+        found.append(Conflict(*evaluation))
+    if prompts := conflict_of_prompts(config):
+        found.append(Conflict(*prompts))
     if lengths := conflict_of_lengths(rollout):
         first, message = lengths
         found.append(Conflict(tuple(dict.fromkeys((first, *_LENGTH_KEYS))), message))
     found += _flow_conflicts(config)
+    found += _conflicts_of_advantages(config)
+    found += _conflicts_of_updates(config)
+    found += _conflicts_of_log_probs(config)
     if (config.metrics.tls_cert is None) != (config.metrics.tls_key is None):
         keys = ("metrics.tls_cert", "metrics.tls_key")
         found.append(Conflict(keys, "must be set together with metrics.tls_key"))
     # The agreed interface names engines that are not built yet: a refusal is better than silence.
     # An engine is available as soon as its module exists; nothing else is added for it.
-    is_available = (
-        ":" in rollout.engine
-        or (Path(__file__).parents[1] / "rollout" / "generation" / f"{rollout.engine}.py").is_file()
-    )
-    if not is_available:
+    module = Path(__file__).parents[1] / "rollout" / "generation" / rollout.engine
+    if ":" not in rollout.engine and not (module.is_dir() or module.with_suffix(".py").is_file()):
         found.append(Conflict(("rollout.engine",), f'"{rollout.engine}" is not available in this version'))
+    if rollout.engine == "vllm":
+        found += _vllm_conflicts(config)
+    elif rollout.cache_bytes is not None:
+        keys = ("rollout.cache_bytes", "rollout.engine")
+        found.append(Conflict(keys, f'must be left out with rollout.engine = "{rollout.engine}": only vllm reads it'))
     if config.cluster.engine == "ray" and rollout.devices != "auto":
         keys = ("rollout.devices", "cluster.engine")
         found.append(Conflict(keys, "must be auto where Ray gives each worker its GPUs (cluster.worker_gpus)"))
@@ -70,10 +93,19 @@ def conflicts(config: Config) -> list[Conflict]:
         found.append(
             Conflict(keys, f"{message}: gradients underflow in float16, and the trainer does not scale losses")
         )
+    if trainer.sharding == "full" and trainer.kind == "external":
+        keys = ("trainer.sharding", "trainer.kind")
+        found.append(Conflict(keys, 'must not be "full" with trainer.kind = "external", which shards its own models'))
+    if trainer.record != "off" and (trainer.kind == "external" or trainer.world_size > 1):
+        keys = ("trainer.record", "trainer.kind", "trainer.world_size")
+        found.append(Conflict(keys, 'must be "off" unless the built-in trainer has one rank, which takes a step alone'))
     if trainer.micro_batch_size is not None and trainer.micro_batch_size > config.sample_batch_size:
         keys = ("trainer.micro_batch_size", "buffer.sample_batch_size", "rollout.algorithm")
         message = f"must be at most the {config.sample_batch_size} rows of buffer.sample_batch_size"
         found.append(Conflict(keys, f"{message}, got {trainer.micro_batch_size}"))
+    if trainer.micro_batch_size is not None and trainer.micro_batch_tokens is not None:
+        keys = ("trainer.micro_batch_size", "trainer.micro_batch_tokens")
+        found.append(Conflict(keys, "must be left out with trainer.micro_batch_tokens, which takes its place"))
     if trainer.devices != "auto" and len(trainer.devices) < trainer.world_size:
         keys = ("trainer.devices", "trainer.world_size")
         found.append(Conflict(keys, f"names {len(trainer.devices)} for {trainer.world_size} ranks, each needs its own"))
@@ -81,6 +113,84 @@ def conflicts(config: Config) -> list[Conflict]:
         keys = ("trainer.decay_steps", "trainer.warmup_steps")
         message = f"must be 0 or at least the {trainer.warmup_steps} of trainer.warmup_steps, got {trainer.decay_steps}"
         found.append(Conflict(keys, message))
+    return found
+
+
+def _conflicts_of_advantages(config: Config) -> list[Conflict]:
+    rollout, found = config.rollout, []
+    fitting = ("gae",) if rollout.algorithm == "ppo" else GROUP_ADVANTAGES
+    if config.advantages in ADVANTAGES and config.advantages not in fitting:
+        message = f'must be {", ".join(fitting)}, or of the form "module:function"'
+        found.append(
+            Conflict(
+                ("rollout.advantages", "rollout.algorithm"),
+                f'{message}, with rollout.algorithm = "{rollout.algorithm}", got "{config.advantages}"',
+            )
+        )
+    if rollout.max_refill and (rollout.algorithm == "ppo" or config.advantages not in ZERO_WITHOUT_SIGNAL):
+        known = ", ".join(ZERO_WITHOUT_SIGNAL)
+        found.append(
+            Conflict(
+                ("rollout.max_refill", "rollout.advantages", "rollout.algorithm"),
+                f"must be 0 unless rollout.advantages is one of {known}: with others equal rewards carry a signal, "
+                f"got {rollout.max_refill}",
+            )
+        )
+    if rollout.overlong_buffer_tokens:
+        longest = config.lengths.response
+        keys = ("rollout.overlong_buffer_tokens", "rollout.max_new_tokens")
+        if longest is None:
+            found.append(Conflict(keys, "needs rollout.max_new_tokens: responses have no common maximum length"))
+        elif rollout.overlong_buffer_tokens > longest:
+            message = f"must be at most the {longest} tokens of a response, got {rollout.overlong_buffer_tokens}"
+            found.append(Conflict(keys, message))
+    return found
+
+
+def _conflicts_of_updates(config: Config) -> list[Conflict]:
+    trainer, found = config.trainer, []
+    rows = config.sample_batch_size * trainer.world_size * trainer.gradient_accumulation_steps
+    of_rows = ("buffer.sample_batch_size", "trainer.world_size", "trainer.gradient_accumulation_steps")
+    if trainer.mini_batches > rows:
+        message = f"must be at most the {rows} rows of a step, got {trainer.mini_batches}"
+        found.append(Conflict(("trainer.mini_batches", *of_rows), message))
+    if trainer.kl_coef_target is not None and config.trainer_kl_coef == 0:
+        keys = ("trainer.kl_coef_target", "trainer.kl_coef", "rollout.algorithm")
+        found.append(Conflict(keys, "needs trainer.kl_coef above 0, the first value: a weight of 0 stays 0"))
+    if trainer.kl_coef_target is not None and trainer.kl_coef_horizon < rows:
+        message = f"must be at least the {rows} rows of a step, got {trainer.kl_coef_horizon}"
+        found.append(Conflict(("trainer.kl_coef_horizon", *of_rows), message))
+    return found
+
+
+def _conflicts_of_log_probs(config: Config) -> list[Conflict]:
+    rollout = config.rollout
+    keys: tuple[str, ...]
+    if rollout.log_probs == "engine" and rollout.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k):
+        filtered = "top_p" if rollout.top_p < 1 else "top_k"
+        keys = ("rollout.log_probs", f"rollout.{filtered}", "rollout.engine")
+        message = f'must be "worker" or "trainer" with rollout.{filtered}: the log-probs of vllm are those after it'
+        return [Conflict(keys, message)]
+    if rollout.log_probs == "trainer" and config.trainer.kind == "external":
+        keys = ("rollout.log_probs", "trainer.kind")
+        message = 'must be "engine" or "worker" with trainer.kind = "external", which gets whole rows'
+        return [Conflict(keys, message)]
+    if rollout.log_probs == "trainer" and config.rollout_kl_coef:
+        keys = ("rollout.log_probs", "rollout.kl_coef", "rollout.algorithm")
+        message = f'must be "engine" or "worker" with a KL in the reward (rollout.kl_coef = {config.rollout_kl_coef:g})'
+        return [Conflict(keys, f"{message}: the worker scores it")]
+    return []
+
+
+def _vllm_conflicts(config: Config) -> list[Conflict]:
+    """Return the options that the vLLM engine lacks."""
+    found = []
+    if config.model.lora_rank:
+        message = f'must be 0 with rollout.engine = "vllm", which gets whole weights, got {config.model.lora_rank}'
+        found.append(Conflict(("model.lora_rank", "rollout.engine"), message))
+    if config.cluster.engine == "ray":
+        message = 'must be "transformers" or an engine of your own with cluster.engine = "ray", got "vllm"'
+        found.append(Conflict(("rollout.engine", "cluster.engine"), message))
     return found
 
 

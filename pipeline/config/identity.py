@@ -7,23 +7,31 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.prompts import identifying_keys, identity_of_prompts
 from pipeline.config.schema import Config
 
 _DIGITS = 8
+_RANKS = 1
+"""In the place of a number of ranks, which the identity of earlier releases had."""
 _MODEL_CHARACTERS = 40
 _CACHED = "models--"
+_NOT_IDENTIFYING = {"float32_logits"}
+"""Keys of ``[model]`` with which a run can go on at another value."""
 _MEANINGLESS = ("model", "actor", "checkpoint", "final", "latest")
 
 
 def identity_of(config: Config) -> str:
     """Return a digest of the settings that identify a run: models, prompts, seed, algorithm and batches.
 
-    It is on disk with each checkpoint: a new key of ``[model]`` or ``[prompts]`` is left out of it at its default.
+    It is on disk with each checkpoint: a new key of ``[model]`` or ``[prompts]`` is left out of it at its default. The
+    number of trainer ranks is no part of it: a checkpoint is resumed by any number.
     """
+    model = config.model.model_dump_json(exclude=_NOT_IDENTIFYING)
     parts = (
-        config.daemon.seed, config.model.model_dump_json(), config.prompts.model_dump_json(), config.rollout.algorithm,
-        config.rollout.num_generations, config.lengths.row, config.sample_batch_size, config.prompts_per_ticket,
-        config.trainer.world_size, config.trainer.kind, config.buffer.arena_bytes,
+        config.daemon.seed, model, identity_of_prompts(config.prompts),
+        config.rollout.algorithm, config.rollout.num_generations, config.lengths.row, config.sample_batch_size,
+        config.prompts_per_ticket,
+        _RANKS, config.trainer.kind, config.buffer.arena_bytes,
         *(() if config.lengths.response is None else (config.lengths.response,)),
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -40,11 +48,12 @@ def identifying_settings(config: Config) -> dict[str, Any]:
         "rollout.batch_size": config.prompts_per_ticket,
         "buffer.sample_batch_size": config.sample_batch_size,
         "buffer.arena_bytes": config.buffer.arena_bytes,
-        "trainer.world_size": config.trainer.world_size,
         "trainer.kind": config.trainer.kind,
     }
-    for section in ("model", "prompts"):
-        kept = getattr(config, section).model_dump(mode="json")
+    for section, kept in (
+        ("model", config.model.model_dump(mode="json", exclude=_NOT_IDENTIFYING)),
+        ("prompts", identifying_keys(config.prompts)),
+    ):
         values |= {f"{section}.{key}": value for key, value in kept.items()}
     return values
 

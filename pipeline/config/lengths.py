@@ -1,4 +1,4 @@
-"""Lengths of prompt, response and row, in tokens, from the keys of ``[rollout]`` that are set.
+"""Lengths of prompt, response and row, in tokens, from the keys of ``[rollout]`` that are set; bounds on their bytes.
 
 `max_length` is the sum of `max_prompt_length` and `max_new_tokens`. Any two of the three give the third; with
 `max_length` alone a response gets the room that the longest prompt of its ticket leaves.
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_LENGTH: Final = 24
 MOST_TOKENS: Final = 2**20
+# Header of an extent: fields, groups and vision fields, and some numbers per row, which `row_bytes_bound` includes.
+EXTENT_OVERHEAD_BYTES = 8192
 
 
 class Lengths(NamedTuple):
@@ -62,3 +64,18 @@ def conflict_of_lengths(rollout: RolloutConfig) -> tuple[str, str] | None:
         most = f"must be at most {MOST_TOKENS - response} with rollout.max_new_tokens = {response}"
         return "rollout.max_prompt_length", f"{most}: a row has at most {MOST_TOKENS} tokens, got {prompt}"
     return None
+
+
+def row_bytes_bound(max_length: int) -> int:
+    """Return an upper bound on the bytes of a text row of `max_length` tokens, its share of the header included.
+
+    Per token two int64 columns, seven float32 and one bool; per row 256 B for scalars, lengths and alignment. Of the
+    eight float32 fields makers write six at most: never `returns` and `action_entropy`. The bytes of pixels are not
+    known beforehand: `buffer.row_bytes` sets them.
+    """
+    return max_length * (2 * 8 + 7 * 4 + 1) + 256
+
+
+def extent_bytes_bound(rows: int, row_bytes: int) -> int:
+    """Return the room to reserve for an append of `rows` rows."""
+    return rows * row_bytes + EXTENT_OVERHEAD_BYTES

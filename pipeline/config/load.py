@@ -21,8 +21,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.config.advice import SECTIONS, describe, problem_of_key, problem_of_section, toml
+from pipeline.config import own_model
+from pipeline.config.advice import SECTIONS, describe, problem_of_key, problem_of_section, toml, without_password
 from pipeline.config.conflicts import conflicts
+from pipeline.config.prompts import CACHED_PREFIX
 from pipeline.config.schema import Config
 from pipeline.config.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
 from pipeline.config.types import BUILTIN_PREFIX
@@ -34,8 +36,10 @@ _PREFIX = "RLHFD_"
 FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
 SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
 MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
+FUNCTION_KEYS = ("trainer.policy_loss", "rollout.advantages", "rollout.environment")
 _PATH_KEYS = {
-    *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "prompts.path",
+    *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "prompts.path", "prompts.tools_file", "reward.schema_file",
+    "reward.judge_template_file", "evaluation.files",
 }  # fmt: skip
 
 
@@ -69,6 +73,8 @@ class LoadedConfig:
         path: The file that was read, if any.
         sets: The assignments of the command line.
         environ: The environment variables with the prefix ``RLHFD_``.
+        reasons: Why a default differs from the schema's, by ``section.key`` (`pipeline.config.own_model`).
+        on_cards: Whether the run has GPUs.
     """
 
     config: Config
@@ -76,10 +82,17 @@ class LoadedConfig:
     path: Path | None
     sets: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    on_cards: bool = False
 
     def where(self, key: str) -> str:
         """Return the prefix of an error about ``section.key``: place and name."""
         return _where(self.origins.get(key, Origin("default")), key)
+
+    @property
+    def dtype_follows_gpus(self) -> bool:
+        """Whether `model.dtype` is the default of a model of its own (`pipeline.config.own_model`)."""
+        return "model.dtype" not in self.origins and not self.config.model.actor.startswith(BUILTIN_PREFIX)
 
     def placed(self, error: str) -> str:
         """Return a one-line error that begins with its key, preceded by the key's place."""
@@ -94,7 +107,12 @@ FileChecks = Callable[[LoadedConfig], list[str]]
 
 
 def load(
-    path: Path | None, sets: Sequence[str], environ: Mapping[str, str], *, check_files: FileChecks | None = None
+    path: Path | None,
+    sets: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    check_files: FileChecks | None = None,
+    on_cards: bool = False,
 ) -> LoadedConfig:
     """Read and check a configuration.
 
@@ -107,6 +125,7 @@ def load(
         environ: The environment.
         check_files: Returns the problems of the files that the configuration names; None: files are not checked.
             `pipeline.supervisor.preflight.problems_of_files` is the daemon's.
+        on_cards: Whether the run has GPUs, for the defaults of a model of its own.
 
     Raises:
         ConfigErrors: If there are errors; contains all of them.
@@ -116,10 +135,14 @@ def load(
     values = _from_file(path, errors) if path else {}
     values |= _from_environment(environ, errors)
     values |= _from_sets(sets, errors)
-    config = _validate(values, path.parent if path else Path(), errors)
+    base = path.parent if path else Path()
+    given = own_model.defaults({key: value.value for key, value in values.items()}, base, on_cards=on_cards)
+    own = {key: _Value(default.value, Origin("default")) for key, default in given.items()}
+    config = _validate({**values, **own}, base, errors)
     origins = {key: value.origin for key, value in values.items()}
     ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
-    loaded = LoadedConfig(config, origins, path, tuple(sets), ours)
+    reasons = {key: default.reason for key, default in given.items()}
+    loaded = LoadedConfig(config, origins, path, tuple(sets), ours, reasons, on_cards)
     if check_files is not None:
         errors += check_files(loaded)
     if errors:
@@ -133,7 +156,7 @@ def load_again(loaded: LoadedConfig, check_files: FileChecks) -> LoadedConfig:
     Raises:
         ConfigErrors: As `load`.
     """
-    return load(loaded.path, loaded.sets, loaded.environ, check_files=check_files)
+    return load(loaded.path, loaded.sets, loaded.environ, check_files=check_files, on_cards=loaded.on_cards)
 
 
 def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
@@ -161,15 +184,16 @@ def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
     return Path(_resolve("daemon.runtime_dir", folder, path.parent if path else Path()))
 
 
-def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
+def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapping[str, str] = {}) -> str:
     """Return a configuration as TOML: the keys that were set, or all values in force.
 
     Args:
         loaded: The configuration.
         effective: Include defaults, and the values in force of keys that were left out.
         origin: Add the origin of each value as a comment.
+        remarks: Comments by ``section.key``, beside those of `LoadedConfig.reasons`.
     """
-    config = loaded.config
+    config, remarks = loaded.config, {**loaded.reasons, **remarks}
     in_force = {
         "buffer.sample_batch_size": config.sample_batch_size,
         "buffer.row_bytes": config.row_bytes,
@@ -192,7 +216,8 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool) -> str:
             value = in_force.get(key) if value is None else value
             line = f"# {name} is left out" if value is None else f"{name} = {toml(value)}"
             place = loaded.origins.get(key, Origin("default")).place or "default"
-            lines.append(f"{line}  # {place}" if origin and value is not None else line)
+            comments = [*([place] if origin and value is not None else []), *([remarks[key]] if key in remarks else [])]
+            lines.append(f"{line}  # {'; '.join(comments)}" if comments else line)
         if lines:
             blocks.append("\n".join([f"[{section}]", *lines, ""]))
     return "\n".join(blocks)
@@ -254,7 +279,10 @@ def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Pos
         place = "{}:{}:{}".format(path, *line_and_column(before, len(before)))
         errors.append(f"{place}: not UTF-8 but {found}, save the file as UTF-8")
     except tomllib.TOMLDecodeError as error:
-        errors += [f"{path}:{line}:{column}: {message}" for line, column, message in syntax_errors(text, str(error))]
+        errors += [
+            f"{path}:{line}:{column}: {without_password(message)}"
+            for line, column, message in syntax_errors(text, str(error))
+        ]
     except RecursionError:
         errors.append(f"{path}: nested too deeply")
     return "", {}, Positions({}, [])
@@ -309,7 +337,8 @@ def _from_sets(sets: Sequence[str], errors: list[str]) -> dict[str, _Value]:
         key, separator, text = (part.strip() for part in assignment.partition("="))
         section, dot, name = key.partition(".")
         if not (section and dot and name and separator):
-            errors.append(f"--set {assignment}: must be of the form section.key=value{_assignment_meant(assignment)}")
+            shown = without_password(assignment)
+            errors.append(f"--set {shown}: must be of the form section.key=value{_assignment_meant(shown)}")
         else:
             values |= _from_text(section, name, text, Origin("set", f"--set {key}"), errors)
     return values
@@ -341,9 +370,21 @@ def _from_text(section: str, name: str, text: str, origin: Origin, errors: list[
 
 
 def _resolve(key: str, value: Any, base: Path) -> Any:
+    if key == "prompts.sources" and isinstance(value, list):
+        return [_with_resolved_path(source, base) for source in value]
+    if key == "evaluation.files" and isinstance(value, list):
+        return [_resolve(key, one, base) for one in value]
+    if key == "prompts.path" and isinstance(value, str) and value.startswith(CACHED_PREFIX):
+        return value
     if key not in _PATH_KEYS or not isinstance(value, str) or not value or value.startswith(BUILTIN_PREFIX):
         return value
     return os.path.abspath(base / os.path.expanduser(value))
+
+
+def _with_resolved_path(source: Any, base: Path) -> Any:
+    if not isinstance(source, dict) or "path" not in source:
+        return source
+    return {**source, "path": _resolve("prompts.path", source["path"], base)}
 
 
 def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Config:

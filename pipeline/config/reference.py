@@ -80,25 +80,51 @@ def bounds(field: FieldInfo) -> dict[str, int | float]:
 
 def _section_schema(section: str) -> dict[str, Any]:
     model = type(SECTIONS[section])
-    described = model.model_json_schema()["properties"]
+    described = model.model_json_schema()
+    tables = {f"#/$defs/{name}": _table_schema(found) for name, found in described.get("$defs", {}).items()}
+    properties = described["properties"]
+    for found in properties.values():
+        if (reference := found.get("items", {}).get("$ref")) in tables:
+            found["items"] = tables[reference]
     return {
         "type": "object",
         "description": model.__doc__,
         "additionalProperties": False,
-        "properties": {name: _key_schema(section, name, described[name]) for name in model.model_fields},
+        "properties": {name: _key_schema(section, name, properties[name]) for name in model.model_fields},
     }
 
 
-def _key_schema(section: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
-    field = type(SECTIONS[section]).model_fields[name]
-    for word in ("title", "default", "x-reload", "format"):
+def _table_schema(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a table inside a value."""
+    properties = {name: _plain(described) for name, described in found["properties"].items()}
+    for described in properties.values():
+        if described.get("default", 0) is None:
+            del described["default"]
+    return {
+        "type": "object",
+        "description": found["description"],
+        "additionalProperties": False,
+        "required": found["required"],
+        "properties": properties,
+    }
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a key without title and null: TOML has no null, a key is left out instead."""
+    for word in ("title", "x-reload", "format"):
         found.pop(word, None)
-    # TOML has no null: a key is left out instead.
     choices = [choice for choice in found.pop("anyOf", ()) if choice != {"type": "null"}]
     if len(choices) == 1:
         found |= choices[0]
     elif choices:
         found["anyOf"] = choices
+    return found
+
+
+def _key_schema(section: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
+    field = type(SECTIONS[section]).model_fields[name]
+    found = _plain(found)
+    found.pop("default", None)
     for kind in (found, *found.get("anyOf", ())):
         for word in ("gt", "lt", "ge", "le", "format"):
             kind.pop(word, None)
@@ -116,12 +142,21 @@ def _section_lines(section: str) -> Iterator[str]:
     model = type(SECTIONS[section])
     yield f"## [{section}]\n"
     yield f"{model.__doc__}\n"
+    properties = _section_schema(section)["properties"]
+    yield from _rows(properties)
+    for name, described in properties.items():
+        if (inner := described.get("items", {})).get("type") == "object":
+            yield f"### [[{section}.{name}]]\n"
+            yield f"{inner['description']}\n"
+            yield from _rows(inner["properties"])
+
+
+def _rows(properties: dict[str, Any]) -> Iterator[str]:
     yield "| key | value | default | reload | meaning |"
     yield "|---|---|---|---|---|"
-    properties = _section_schema(section)["properties"]
     for name, described in properties.items():
         default = f"`{toml(described['default'])}`" if "default" in described else ""
-        live = "live" if described["x-reload"] == "live" else ""
+        live = "live" if described.get("x-reload") == "live" else ""
         meaning = described["description"].replace("|", "\\|")
         yield f"| `{name}` | {_value(described)} | {default} | {live} | {meaning} |"
     yield ""
@@ -138,7 +173,10 @@ def _value(described: dict[str, Any]) -> str:
     kind = described["type"]
     if kind == "array":
         size = f"{described['minItems']} " if described.get("minItems") == described.get("maxItems") is not None else ""
-        return f"list of {size}{_value(described['items'])}"
+        inner = "tables" if described["items"].get("type") == "object" else _value(described["items"])
+        return f"list of {size}{inner}"
+    if kind == "object":
+        return "table"
     words = {"integer": "integer", "number": "number", "boolean": "`true`, `false`", "string": "text"}[kind]
     limits = [
         f"{sign} {_number(described[word])}"

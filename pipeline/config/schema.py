@@ -1,8 +1,9 @@
-"""The configuration: every section and key with its type, bound, unit and meaning; the defaults are the embedded run.
+"""The configuration: every section and key with its type, bound, unit and meaning; the defaults are the embedded run's.
 
-`pipeline.config.load` reads files, the environment and ``--set``. Every `Config` has passed the same checks, however it
-was made. An optional key whose value follows from other keys is None here; a property of `Config` returns the value in
-force.
+Some of them suit that run alone: a model of its own has others (`pipeline.config.own_model`), named in descriptions.
+
+`pipeline.config.load` reads file, environment and ``--set``. Every `Config` has passed the same checks. An optional
+key whose value follows from other keys is None here; a property of `Config` returns the value in force.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.config.conflicts import conflicts
-from pipeline.config.lengths import Lengths, lengths_of
-from pipeline.config.sections import LIVE, ClusterConfig, MetricsConfig, SamplesConfig, Section
-from pipeline.config.sizes import row_bytes_bound
-from pipeline.config.types import AnyPath, Betas, Bytes, Devices, EngineName, FunctionName, Source, StopTokenIds
+from pipeline.config.evaluation import EvaluationConfig
+from pipeline.config.lengths import Lengths, lengths_of, row_bytes_bound
+from pipeline.config.losses import AdvantageSection, LossSection
+from pipeline.config.prompts import PromptsConfig
+from pipeline.config.rewards import EnvironmentSection, RewardConfig, RewardName
+from pipeline.config.sections import (
+    LIVE,
+    BufferConfig,
+    ClusterConfig,
+    MetricsConfig,
+    ModelConfig,
+    SamplesConfig,
+    Section,
+)
+from pipeline.config.types import AnyPath, Betas, Bytes, Devices, EngineName, StopTokenIds
 
 
 class DaemonConfig(Section):
@@ -110,53 +122,7 @@ class DaemonConfig(Section):
     )
 
 
-class ModelConfig(Section):
-    """The models, each a local directory in transformers' format; none is ever downloaded."""
-
-    actor: Source = Field(default="builtin:sort-digits", description="Directory of the policy and its tokenizer.")
-    reference: Source | None = Field(
-        default=None,
-        description="Directory of the reference model of the KL; left out: the actor with its initial weights.",
-    )
-    critic: Source | None = Field(
-        default=None,
-        description="Directory of the value model (PPO); left out: the actor's backbone with a value head of zeros.",
-    )
-    reward: Source | None = Field(
-        default=None,
-        description="Directory of a sequence classification model that scores responses; left out: functions only.",
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="Number format of the models."
-    )
-    lora_rank: int = Field(
-        default=0,
-        ge=0,
-        le=4096,
-        description="Rank of LoRA: only the actor's adapters are trained and published; 0: off.",
-    )
-    lora_alpha: float = Field(default=32.0, gt=0, description="LoRA's alpha: adapters are scaled by alpha / rank.")
-    lora_targets: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj"],
-        min_length=1,
-        description="Last parts of the names of the linear layers that get adapters.",
-    )
-
-
-class PromptsConfig(Section):
-    """The prompts: their file and their template."""
-
-    path: Source = Field(
-        default="builtin:sort-digits",
-        description='JSON lines file of {"prompt": ..., "answer": ..., "images": [...]}, answer and images optional.',
-    )
-    template: Literal["auto", "none", "chat"] = Field(
-        default="auto",
-        description="Prompts that get the tokenizer's chat template: lists of messages (auto), none, or all (chat).",
-    )
-
-
-class RolloutConfig(Section):
+class RolloutConfig(AdvantageSection, EnvironmentSection):
     """Rollout workers: their number, devices, sampling and scoring."""
 
     workers: int = Field(default=1, ge=1, le=1024, description="Number of rollout processes.")
@@ -166,17 +132,33 @@ class RolloutConfig(Section):
     )
     engine: EngineName = Field(
         default="transformers",
-        description='Engine that generates the responses: transformers, or your own as "module:function".',
+        description='Engine that generates the responses: transformers, vllm, or your own as "module:function".',
+    )
+    cache_bytes: Bytes | None = Field(
+        default=None,
+        gt=0,
+        description='Key-value cache of vllm, in bytes or as "4GiB"; left out: what the GPU has free, on a CPU 1 GiB.',
     )
     batch_size: int | None = Field(
         default=None, ge=1, description="Prompts per ticket; left out: half a batch of rows."
+    )
+    tickets_ahead: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Tickets that a worker has in hand; 0: as many as fill the engine, and 2 for one that blocks.",
+    )
+    weight_updates: Literal["between", "in_flight"] = Field(
+        default="between",
+        description="When a worker takes new weights: between rollouts, which it finishes first, or while they run.",
     )
     num_generations: int = Field(default=8, ge=1, le=4096, description="Responses per prompt (G); GRPO only.")
     max_length: int | None = Field(
         default=None,
         ge=2,
         le=2**20,
-        description="Maximum tokens of prompt and response together; left out: the sum of the next two keys, else 24.",
+        description="Maximum tokens of prompt and response together; left out: the sum of the next two keys, else 24, "
+        "with your own model its positions, at most 1,024.",
     )
     max_prompt_length: int | None = Field(
         default=None,
@@ -212,15 +194,16 @@ class RolloutConfig(Section):
         default=None,
         description="Token ids that end a response: one token, one sequence, or a list of sequences; left out: eos.",
     )
-    reward_functions: list[FunctionName] = Field(
+    reward_functions: list[RewardName] = Field(
         default=["pipeline.sort_digits:exact_answer"],
-        description='Functions "module:function" that score a response; their scores and that of the reward model are '
-        "added up.",
+        description='Functions that score a response, by name or as "module:function"; their scores by reward.weights '
+        "and that of the reward model are added up.",
     )
     reward_timeout_s: float = Field(
         default=60.0,
         ge=0,
-        description="Seconds that the reward functions get per row; 0: no limit, called in the worker's own process.",
+        description="Seconds that the reward functions get per row, or per call for all rows; 0: no limit, called in "
+        "the worker's own process.",
     )
     reward_processes: int = Field(
         default=1, ge=1, le=1024, description="Rows per worker that are scored at the same time, each in a process."
@@ -238,50 +221,7 @@ class RolloutConfig(Section):
     )
 
 
-class BufferConfig(Section):
-    """The experience buffer between rollout and training."""
-
-    sample_batch_size: int | None = Field(
-        default=None, ge=1, le=2**20, description="Rows of a rank's batch; left out: 256 (GRPO), 128 (PPO)."
-    )
-    limit: int = Field(
-        default=0, ge=0, description="Maximum number of waiting batches; 0: only staleness and bytes bound them."
-    )
-    arena_bytes: Bytes = Field(
-        default=64 << 20, gt=0, lt=2**62, description='Shared memory for experience, in bytes or as "64MiB", "2GiB".'
-    )
-    row_bytes: Bytes | None = Field(
-        default=None,
-        gt=0,
-        lt=2**40,
-        description=(
-            'Room reserved per row, in bytes or as "4MiB", for text, pixels and raw images; left out: enough for text '
-            "of rollout.max_length."
-        ),
-    )
-    max_staleness: int = Field(
-        default=1, ge=0, le=1024, description="Maximum staleness of a trained row, in policy versions; 0: in step."
-    )
-    stale_policy: Literal["drop", "keep"] = Field(
-        default="drop",
-        description="Treatment of rows that exceed max_staleness nonetheless: dropped and counted, or trained.",
-    )
-    checksum: bool = Field(default=True, description="Whether experience is checked for damage before training.")
-    quarantine_bytes: Bytes = Field(
-        default=1 << 30,
-        ge=0,
-        lt=2**62,
-        description="Maximum bytes of the copies of quarantined experience in the run's folder; 0: no copies.",
-    )
-    journal_interval_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="Seconds between snapshots of the buffer's rows in the run's folder, with one more after each "
-        "checkpoint: the most that a crash of the machine costs; 0: no snapshots.",
-    )
-
-
-class TrainerConfig(Section):
+class TrainerConfig(LossSection):
     """The trainer: its ranks and its optimization."""
 
     kind: Literal["builtin", "external"] = Field(
@@ -289,16 +229,27 @@ class TrainerConfig(Section):
     )
     world_size: int = Field(default=1, ge=1, le=1024, description="Number of trainer ranks, one process each.")
     devices: Devices = Field(default="auto", description="CUDA device numbers, one per rank, or auto.")
+    sharding: Literal["auto", "none", "full"] = Field(
+        default="auto",
+        description="Full: ranks split weights, gradients and moments; none: each holds all; auto: full where the plan "
+        "of `rlhfd plan` says that a whole model does not fit beside each rank.",
+    )
     max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0: no end.")
-    learning_rate: float = Field(default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW).")
-    critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
+    learning_rate: float = Field(
+        default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW); own model: 1e-6, adapters 1e-5."
+    )
+    critic_learning_rate: float = Field(
+        default=1e-3, gt=0, description="Learning rate of the critic (PPO); own model: 1e-5."
+    )
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
-    warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps over which the learning rate rises.")
+    warmup_steps: int = Field(
+        default=10, ge=0, description="Optimizer steps over which the learning rate rises; own model: 0."
+    )
     decay_steps: int = Field(
         default=150,
         ge=0,
-        description="Optimizer steps, warm-up included, over which the learning rate falls; 0: no decay.",
+        description="Optimizer steps, with warm-up, over which the learning rate falls; 0: no decay; own model: 0.",
     )
     final_learning_rate_ratio: float = Field(
         default=0.1, ge=0, le=1, description="Final learning rate as a share of the maximum."
@@ -307,20 +258,39 @@ class TrainerConfig(Section):
     clip_range: float = Field(default=0.2, gt=0, description="Clip range of the policy ratio around 1.")
     value_clip_range: float = Field(default=0.2, gt=0, description="Clip range of values in the value loss (PPO).")
     kl_coef: float | None = Field(
-        default=None, ge=0, description="Weight of the k3 KL in the loss; left out: 0.01 (GRPO), 0 (PPO)."
+        default=None, ge=0, description="Weight of the KL in the loss; left out: 0.01 (GRPO), 0 (PPO)."
     )
     critic_warmup_steps: int = Field(default=10, ge=0, description="First steps, which train the critic alone (PPO).")
     whiten_advantages: bool = Field(default=True, description="Whether advantages are normalized (PPO).")
     micro_batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Rows per training pass; left out: of 8,192 tokens on a GPU, 48 at most on a CPU; halved if full.",
+        description="Rows per training pass; left out: of 16,384 tokens on a GPU (8,192 without "
+        "activation_checkpointing), 48 at most on a CPU; halved if a GPU is full.",
+    )
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31,
+        description="Tokens per training pass, in place of micro_batch_size: rows of similar length, at most a tenth "
+        "of them padding; a longer row is a pass of its own; halved if a GPU is full.",
+    )
+    activation_checkpointing: bool | None = Field(
+        default=None,
+        description="Whether the backward pass computes each decoder layer again in place of keeping its activations: "
+        "less memory, a third more operations, the same gradients; left out: on a GPU.",
+    )
+    packing: bool = Field(
+        default=False,
+        description="Whether training passes hold rows of text end to end, without padding, each row attending to "
+        "itself alone; losses and gradients are the same except for rounding.",
     )
     width_multiple: int | None = Field(
         default=None,
         ge=1,
         le=4096,
-        description="Multiple to which micro-batches are padded, in tokens; left out: 64 on a GPU, 1 on a CPU.",
+        description="Multiple to which the widths of training passes, of the workers' passes and of their key-value "
+        "cache are rounded up, in tokens; left out: 64 on a GPU, 1 on a CPU.",
     )
     gradient_accumulation_steps: int = Field(
         default=1, ge=1, le=2**16, description="Batches of a rank per optimizer step."
@@ -340,9 +310,17 @@ class TrainerConfig(Section):
         description="State from which a killed trainer resumes: shared memory, exactly, or the last checkpoint.",
     )
     probe_every: int = Field(
-        default=16,
-        ge=0,
-        description="Versions between two with a probe, against which workers check their models; 0: no probes.",
+        default=16, ge=0, description="Versions between probes, against which workers check their models; 0: no probes."
+    )
+    record: Literal["off", "steps", "rows"] = Field(
+        default="off",
+        description="What is kept of each step in the run's recording/: a line with the origin of its rows and the "
+        "digest of its weights, or the rows too, from which `rlhfd replay` takes the step again; one rank only.",
+    )
+    record_bytes: Bytes = Field(
+        default=4 << 30,
+        gt=0,
+        description="Maximum bytes of the recorded rows; the oldest are removed first.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads per rank.")
 
@@ -358,6 +336,8 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -392,16 +372,24 @@ class Config(Section):
     @property
     def rollout_kl_coef(self) -> float:
         """Weight of the KL penalty inside the reward."""
-        if self.rollout.kl_coef is not None:
-            return self.rollout.kl_coef
-        return 0.01 if self.rollout.algorithm == "ppo" else 0.0
+        given, default = self.rollout.kl_coef, 0.01 if self.rollout.algorithm == "ppo" else 0.0
+        return default if given is None else given
+
+    @property
+    def advantages(self) -> str:
+        """Name of the advantages."""
+        return self.rollout.advantages or ("grpo" if self.rollout.algorithm == "grpo" else "gae")
 
     @property
     def trainer_kl_coef(self) -> float:
         """Weight of the KL in the loss."""
-        if self.trainer.kl_coef is not None:
-            return self.trainer.kl_coef
-        return 0.01 if self.rollout.algorithm == "grpo" else 0.0
+        given, default = self.trainer.kl_coef, 0.01 if self.rollout.algorithm == "grpo" else 0.0
+        return default if given is None else given
+
+    @property
+    def shards_trainer(self) -> bool:
+        """Whether the trainer's ranks hold shards of the models; one rank holds all."""
+        return self.trainer.sharding == "full" and self.trainer.world_size > 1
 
     @property
     def rows_per_version(self) -> int:

@@ -1,16 +1,29 @@
-"""The base of every section, and the sections of what surrounds a run: HTTP server, samples and cluster."""
+"""The base of every section, and the small sections: models, buffer, HTTP server with trackers, samples, cluster."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from pipeline.config.types import AnyPath, Bytes
+from pipeline.config.types import AnyPath, Bytes, Source
+from pipeline.config.user_modules import install_command
 
 LIVE: Final[JsonDict] = {"x-reload": "live"}
 """On a field: `rlhfd reload` applies a new value to a running instance. Any other field needs a restart."""
+
+
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+_TRACKERS: Final = {
+    "tensorboard": ("tensorboard.summary.writer", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+    "mlflow": ("mlflow", "mlflow"),
+}
+"""Module and package of each tracker."""
 
 
 class Section(BaseModel):
@@ -20,8 +33,46 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
 
 
+class ModelConfig(Section):
+    """The models, each a local directory in transformers' format; none is ever downloaded."""
+
+    actor: Source = Field(default="builtin:sort-digits", description="Directory of the policy and its tokenizer.")
+    reference: Source | None = Field(
+        default=None,
+        description="Directory of the reference model of the KL; left out: the actor with its initial weights.",
+    )
+    critic: Source | None = Field(
+        default=None,
+        description="Directory of the value model (PPO); left out: the actor's backbone with a value head of zeros.",
+    )
+    reward: Source | None = Field(
+        default=None,
+        description="Directory of a sequence classification model that scores responses; left out: functions only.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Number format of the models; own model on a GPU: bfloat16."
+    )
+    float32_logits: bool | None = Field(
+        default=None,
+        description="Whether the logits of models of 16 bits are computed in float32; left out: on a GPU, where the "
+        "importance ratio of the unchanged policy spreads by more than 0.02 (kind = external: no).",
+    )
+    lora_rank: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="Rank of LoRA: only the actor's adapters are trained and published; 0: off.",
+    )
+    lora_alpha: float = Field(default=32.0, gt=0, description="LoRA's alpha: adapters are scaled by alpha / rank.")
+    lora_targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj"],
+        min_length=1,
+        description="Last parts of the names of the linear layers that get adapters.",
+    )
+
+
 class MetricsConfig(Section):
-    """The HTTP server of metrics, health and the page."""
+    """The HTTP server of metrics, health and the page; the trackers."""
 
     enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that the server listens on.")
@@ -33,6 +84,14 @@ class MetricsConfig(Section):
         default=None,
         description="File of mode 0600 with a bearer token, which all paths but /healthz and /readyz require.",
         json_schema_extra=LIVE,
+    )
+    tracker: list[TrackerName] = Field(
+        default=[],
+        description="Trackers that get steps, evaluations and samples, each from a process of its own: tensorboard, "
+        "wandb, trackio, mlflow.",
+    )
+    tracker_project: str = Field(
+        default="rlhfd", min_length=1, max_length=128, description="Project of the run in the trackers."
     )
 
 
@@ -70,3 +129,56 @@ class ClusterConfig(Section):
         description="Ray cluster: host:port of its head, or auto for the cluster that this machine is part of.",
     )
     worker_gpus: float = Field(default=1.0, ge=0, le=1, description="Share of a GPU per actor; 0: actors on CPUs.")
+
+
+class BufferConfig(Section):
+    """The experience buffer between rollout and training."""
+
+    sample_batch_size: int | None = Field(
+        default=None, ge=1, le=2**20, description="Rows of a rank's batch; left out: 256 (GRPO), 128 (PPO)."
+    )
+    limit: int = Field(
+        default=0, ge=0, description="Maximum number of waiting batches; 0: only staleness and bytes bound them."
+    )
+    arena_bytes: Bytes = Field(
+        default=64 << 20, gt=0, lt=2**62, description='Shared memory for experience, in bytes or as "64MiB", "2GiB".'
+    )
+    row_bytes: Bytes | None = Field(
+        default=None,
+        gt=0,
+        lt=2**40,
+        description=(
+            'Room reserved per row, in bytes or as "4MiB", for text, pixels and raw images; left out: enough for text '
+            "of rollout.max_length."
+        ),
+    )
+    max_staleness: int = Field(
+        default=1, ge=0, le=1024, description="Maximum staleness of a trained row, in policy versions; 0: in step."
+    )
+    stale_policy: Literal["drop", "keep"] = Field(
+        default="drop",
+        description="Treatment of rows that exceed max_staleness nonetheless: dropped and counted, or trained.",
+    )
+    checksum: bool = Field(default=True, description="Whether experience is checked for damage before training.")
+    quarantine_bytes: Bytes = Field(
+        default=1 << 30,
+        ge=0,
+        lt=2**62,
+        description="Maximum bytes of the copies of quarantined experience in the run's folder; 0: no copies.",
+    )
+    journal_interval_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds between snapshots of the buffer's rows in the run's folder, with one more after each "
+        "checkpoint: the most that a crash of the machine costs; 0: no snapshots.",
+    )
+
+
+def missing_tracker(name: str) -> str:
+    """Return the line that says what to install for a tracker whose package is not installed; else an empty text."""
+    module, package = _TRACKERS[name]
+    try:
+        is_installed = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        is_installed = False
+    return "" if is_installed else f"{name} needs the package {package}: {install_command(package)}"

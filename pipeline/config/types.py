@@ -17,8 +17,8 @@ BUILTIN_PREFIX = "builtin:"
 BUILTINS = ("builtin:sort-digits",)
 _BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES_TEXT = re.compile(r"([0-9]+)\s*([KMGT]iB|B)")
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_ENGINE = re.compile(rf"(transformers|vllm|{_FUNCTION.pattern})")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_ENGINE = re.compile(rf"(transformers|vllm|{FUNCTION.pattern})")
 
 
 def _parse_bytes(value: object) -> object:
@@ -74,12 +74,6 @@ def _check_path(value: object) -> object:
     return value
 
 
-def _check_function(value: str) -> str:
-    if _FUNCTION.fullmatch(value) is None:
-        raise PydanticCustomError("function", 'must be of the form "module:function"')
-    return value
-
-
 def _check_engine(value: str) -> str:
     if _ENGINE.fullmatch(value) is None:
         raise PydanticCustomError("engine", 'must be transformers, vllm, or of the form "module:function"')
@@ -110,10 +104,6 @@ AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 Source = Annotated[str, AfterValidator(_check_source)]
 
 EngineName = Annotated[str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^{_ENGINE.pattern}$"})]
-
-FunctionName = Annotated[
-    str, AfterValidator(_check_function), Field(json_schema_extra={"pattern": f"^{_FUNCTION.pattern}$"})
-]
 
 StopTokenIds = Annotated[
     int | list[int] | list[list[int]] | None,

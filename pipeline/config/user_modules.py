@@ -1,4 +1,4 @@
-"""Modules of the user, reward functions and engines: the folders where they are imported from, and a check of them.
+"""Modules of the user, such as reward functions: the folders where they are imported from, and a check of them.
 
 Modules that are installed come first. Then the configuration file's folder is searched, then the folder of the start.
 The children of an instance get the first of the two by a variable of their environment.
@@ -7,16 +7,23 @@ The children of an instance get the first of the two by a variable of their envi
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any, Final, cast
+
+from pipeline.errors import ConfigError
 
 FOLDER_VARIABLE = "_RLHFD_MODULES"
+REWARD_KEYWORDS: Final = ("gt_answer", "response_start", "response_end", "tokenizer")
+"""Keywords that each reward function gets."""
+
 _IMPORT_TIMEOUT_S = 120.0
 
 
@@ -44,6 +51,37 @@ def not_found(error: BaseException, module: str) -> str:
     return f"; looked in {' and '.join(folders())}, and among the installed modules"
 
 
+def install_command(package: str) -> str:
+    """Return the command that installs a package where this program finds it: `pip` alone may be another Python's."""
+    return f"{sys.executable} -m pip install {package}"
+
+
+def load_function(key: str, name: str) -> Callable[..., Any]:
+    """Import a function.
+
+    Args:
+        key: The configuration key that names it, for messages.
+        name: ``module:function``.
+
+    Returns:
+        The function.
+
+    Raises:
+        ConfigError: If there is no such module or function.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    # User code may raise any exception at import, and would again at the next start.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}{not_found(error, module_name)}"
+        raise ConfigError(f"{key}: cannot import {module_name}: {problem}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}: {module_name} has no function {function_name}")
+    return cast("Callable[..., Any]", function)
+
+
 def missing(name: str, places: Sequence[str]) -> str:
     """Return the problem of ``module:function`` if no file is found for its module; nothing is imported."""
     module = name.partition(":")[0]
@@ -64,9 +102,49 @@ def missing(name: str, places: Sequence[str]) -> str:
     return ""
 
 
-def problems_of_import(names: Sequence[str], places: Sequence[str]) -> list[str]:
-    """Import each ``module:function`` in a process of its own, with its output discarded; return the problems."""
-    command = [sys.executable, "-P", "-m", __name__, json.dumps([list(names), list(places)])]
+def problem_of_call(function: Callable[..., Any]) -> str:
+    """Return the reason why a reward function cannot be called by its signature, else an empty text."""
+    if inspect.isbuiltin(function):
+        # Those written in C have no reliable signature.
+        return ""
+    try:
+        signature = inspect.signature(getattr(function, "forward", function))
+    except (TypeError, ValueError):
+        return ""
+    kinds = inspect.Parameter
+    by_name = [name for name, one in signature.parameters.items()
+               if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)][2:]  # fmt: skip
+    try:
+        signature.bind(None, None, **dict.fromkeys([*REWARD_KEYWORDS, *by_name]))
+    except TypeError as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+        form = f"(input_ids, attention_mask, *, {', '.join(REWARD_KEYWORDS)})"
+        return f"cannot be called{place}, {error}: its parameters are {form}, and **_ takes those that it does not use"
+    return ""
+
+
+def problem_of_factory(factory: Callable[..., Any]) -> str:
+    """Return the reason why the factory of an environment cannot be called without arguments, else an empty text."""
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        return f"cannot be called without arguments: {error}"
+    except ValueError:
+        # Some callables written in C have no signature.
+        return ""
+    return ""
+
+
+def problems_of_import(names: Sequence[str], places: Sequence[str], *, kind: str = "reward") -> list[str]:
+    """Import each ``module:function`` in a process of its own, with its output discarded; return the problems.
+
+    Args:
+        names: The functions.
+        places: Folders that are searched after the installed modules.
+        kind: "reward", or "environment" for factories, by which their parameters are checked.
+    """
+    command = [sys.executable, "-P", "-m", __name__, json.dumps([list(names), list(places), kind])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -78,7 +156,7 @@ def problems_of_import(names: Sequence[str], places: Sequence[str]) -> list[str]
     return problems
 
 
-def _problem_of(name: str) -> str:
+def _problem_of(name: str, kind: str) -> str:
     module_name, _, function = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -86,11 +164,15 @@ def _problem_of(name: str) -> str:
     except Exception as error:  # noqa: BLE001
         kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
         return f"cannot import {module_name}: {kind}{error}"
-    return "" if callable(getattr(module, function, None)) else f"{module_name} has no function {function}"
+    found = getattr(module, function, None)
+    if not callable(found):
+        return f"{module_name} has no function {function}"
+    problem = (problem_of_factory if kind == "environment" else problem_of_call)(found)
+    return f"{name} {problem}" if problem else ""
 
 
 if __name__ == "__main__":
-    wanted, searched = json.loads(sys.argv[1])
+    wanted, searched, checked_as = json.loads(sys.argv[1])
     extend_path(searched)
-    found = [problem for each in wanted if (problem := _problem_of(each))]
+    found = [problem for each in wanted if (problem := _problem_of(each, checked_as))]
     sys.stdout.write("\n" + json.dumps(found) + "\n")

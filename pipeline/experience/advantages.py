@@ -7,6 +7,9 @@ ColossalAI's coati, kept for runs that must be reproduced; nothing else uses the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,36 @@ SCORE_CLIP = 5.0
 
 _MAX_EXPONENT = 60.0
 """exp(60), 1e26, can be summed in float32 over any response; the estimator is exact up to this exponent."""
+
+
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
+"""From log-ratios k and action mask, both ``(B, A)``, to an estimate of KL(actor || reference) an action."""
+
+
+def k1_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+    """Estimate KL(actor || reference) per action as k (k1, http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        log_ratios: ``(B, A)`` float32, k.
+        action_mask: ``(B, A)`` bool.
+
+    Returns:
+        ``(B, A)`` float32, of either sign. The gradient of its mean over samples is 0 on average.
+    """
+    return log_ratios.masked_fill(~action_mask, 0.0)
+
+
+def k2_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+    """Estimate KL(actor || reference) per action as k^2 / 2 (k2, http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        log_ratios: ``(B, A)`` float32, k.
+        action_mask: ``(B, A)`` bool.
+
+    Returns:
+        ``(B, A)`` float32, never negative. The gradient of its mean over samples is that of the KL.
+    """
+    return (log_ratios.square() / 2).masked_fill(~action_mask, 0.0)
 
 
 def k3_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
@@ -34,16 +67,24 @@ def k3_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
     return (exponents.expm1() + log_ratios).clamp(min=0.0).masked_fill(~action_mask, 0.0)
 
 
-def action_rewards(scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
+KL_ESTIMATORS: Final[Mapping[str, KlEstimator]] = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+"""The estimators by their names in `trainer.kl_estimator` and `rollout.kl_estimator`."""
+
+
+def action_rewards(
+    scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_coef: float, turn_rewards: Tensor | None = None
+) -> Tensor:
     """Reward each action for staying close to the reference, and the last one with the clipped score.
 
-    r_t = -kl_coef k_t, plus clip(score, -5, 5) at the last action of the row (arXiv:1909.08593 eq. 2).
+    r_t = -kl_coef k_t, plus clip(score, -5, 5) at the last action of the row (arXiv:1909.08593 eq. 2). In rows of
+    several turns the reward of each turn is at its own last action, and clipped there.
 
     Args:
         scores: ``(B,)`` float32, the reward of each response.
         log_ratios: ``(B, A)`` float32, k.
         action_mask: ``(B, A)`` bool, at least one action a row.
         kl_coef: Weight of the KL term.
+        turn_rewards: ``(B, A)`` float32, the part of the scores that belongs to single turns, at their last actions.
 
     Returns:
         ``(B, A)`` float32.
@@ -55,7 +96,9 @@ def action_rewards(scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_c
     rewards = (-kl_coef * log_ratios).masked_fill(~action_mask, 0.0)
     columns = torch.arange(action_mask.shape[1], device=action_mask.device)
     last = torch.where(action_mask, columns, 0).amax(dim=1, keepdim=True)
-    return rewards.scatter_add(1, last, scores.clamp(-SCORE_CLIP, SCORE_CLIP).unsqueeze(1))
+    placed = torch.zeros_like(rewards) if turn_rewards is None else turn_rewards
+    placed = placed.scatter_add(1, last, (scores - placed.sum(dim=1)).unsqueeze(1))
+    return rewards + placed.clamp(-SCORE_CLIP, SCORE_CLIP)
 
 
 def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lam: float) -> Tensor:

@@ -23,6 +23,7 @@ from pipeline.experience.types import (
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _MASKS = _INTEGERS | {torch.bool}
+_VISION_TENSORS = tuple(name for names in VISION_FIELDS for name in names[:2])
 
 _DTYPES = {
     # Floats because LightRFT's own examples have them; shared memory carries integers only (`check_travels`).
@@ -31,6 +32,7 @@ _DTYPES = {
     "action_mask": (_MASKS, "bool or integers"),
     "action_log_probs": (_FLOATS, "floating point"),
     "base_action_log_probs": (_FLOATS, "floating point"),
+    "behaviour_log_probs": (_FLOATS, "floating point"),
     "action_entropy": (_FLOATS, "floating point"),
     **dict.fromkeys(SCORE_FIELDS, (_FLOATS | _INTEGERS, "numbers")),
 }
@@ -128,8 +130,9 @@ def check_travels(experience: Experience) -> None:
         if not isinstance(value, Tensor):
             held = type(value).__name__
             raise FieldError(f"info[{name!r}] is a {held}; shared memory carries only tensors, one element a row")
-    for name in (name for names in VISION_FIELDS for name in names[:2]):
-        value = getattr(experience, name, None)
+    values = vars(experience)
+    for name in _VISION_TENSORS:
+        value = values.get(name)
         if value is not None and not isinstance(value, Tensor):
             raise FieldError(f"{name}: only tensors are stored, got {type(value).__name__}")
 
@@ -244,7 +247,7 @@ def _check_row_finite(name: str, row: int, value: Tensor, mask: Tensor | None) -
 
 def _action_columns(item: BufferItem) -> tuple[str, int]:
     """Return the field that defines the number of action columns of the row, and that number."""
-    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
+    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy", "behaviour_log_probs"):
         value = getattr(item, name)
         if value is not None:
             return name, len(value)

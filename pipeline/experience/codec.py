@@ -37,6 +37,7 @@ from pipeline.experience.extent_format import (
     read_header,
     write_header,
 )
+from pipeline.experience.row_blocks import SHORT_ROW_BYTES, SHORT_ROW_TOKENS, BatchRows, places_of, write_windows
 from pipeline.experience.row_spans import Spans, action_columns
 from pipeline.experience.tensor_pool import MEMORY
 from pipeline.experience.types import OBJECT_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, Experience, ExperienceVL
@@ -50,21 +51,14 @@ from pipeline.experience.vision_codec import (
 
 # In stored order: `ACTION_FIELDS`, and those of `SCORE_FIELDS` that may be (B, A). `reward` is always one number a row.
 _PER_ACTION_FIELDS = (
-    "action_log_probs", "base_action_log_probs", "values", "returns", "kl", "advantages", "action_mask",
-    "action_entropy",
+    "action_log_probs", "base_action_log_probs", "behaviour_log_probs", "values", "returns", "kl", "advantages",
+    "action_mask", "action_entropy",
 )  # fmt: skip
+_USUAL_COLUMNS: dict[str, Columns] = {**dict.fromkeys(TOKEN_FIELDS, "S"), **dict.fromkeys(_PER_ACTION_FIELDS, "A")}
 _TEXT_FIELDS = (*TOKEN_FIELDS, *_PER_ACTION_FIELDS, "reward", *OBJECT_FIELDS)
 _MAX_GROUPS = 8
 # Less padding than this is not worth a group: copying the padding costs less than the calls for a group's blocks.
 _LEAST_PADDING_TOKENS = 4096
-# A row of at most this many bytes is copied in a block with the others of its group, padding included: one numpy call a
-# field. A longer one is copied alone, without padding: one call a field and row.
-_SHORT_ROW_BYTES = 1 << 14
-_SHORT_ROW_TOKENS = _SHORT_ROW_BYTES // 8
-# Wider batches are zeroed row by row; narrower ones by one operation on all values, of up to this number with a
-# comparison a value, else with a mask of bits, which has more fixed cost.
-_FEW_COLUMNS = 1 << 10
-_FEW_VALUES = 1 << 13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +90,13 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
     rows, width = experience.sequences.shape
     arrays, kinds = _arrays_of(experience, rows)
     columns = action_columns(arrays)
+    full = {"S": (rows, width), "A": (rows, columns)}
     described = [
-        (name, kinds[name], *_columns_and_tail(name, array.shape, width, columns)) for name, array in arrays.items()
+        # Most fields have columns; the others, and errors, take the longer way.
+        (name, kinds[name], kind, ())
+        if (kind := _USUAL_COLUMNS.get(name, "")) and array.shape == full[kind]
+        else (name, kinds[name], *_columns_and_tail(name, array.shape, width, columns))
+        for name, array in arrays.items()
     ]
     stored = field_headers(tuple(described))
     spans = Spans.of((rows, width), columns, arrays.get("attention_mask"), arrays.get("action_mask"))
@@ -145,6 +144,16 @@ class ExtentReader:
         vision = self.header.vision
         self.vision = None if vision is None else VisionReader(vision, self.header.rows, memory, align(text_stop))
 
+    def leave_out(self, name: str) -> None:
+        """Read the extent as one whose rows have no field of this name, to be gathered beside such rows."""
+        fields = tuple(field for field in self.header.fields if field.name != name)
+        if len(fields) == len(self.header.fields):
+            return
+        self.header = msgspec.structs.replace(self.header, fields=fields)
+        self.plan = plan_of(fields, self.header.full_masks)
+        self._stacks = [part for stack in self._stacks for part in stack.under(self.plan)]
+        self._blocks = [block for block in self._blocks if block.field.name != name]
+
     def stacks(self) -> Iterator[tuple[Stack, Array]]:
         """Yield the fields with columns, as arrays (fields, rows of a group, columns) over the extent's memory."""
         for stack in self._stacks:
@@ -178,15 +187,15 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         raise FieldError(f"{len(vision)} of {len(parts)} extents hold an ExperienceVL; a batch is of one kind")
     plan = _common_plan(parts)
     rows = sum(len(chosen) for _, chosen in parts)
-    lengths: dict[Columns, list[int]] = {
-        "S": [reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen],
-        "A": [reader.header.action_lengths[row] for reader, chosen in parts for row in chosen],
+    columns: dict[Columns, BatchRows] = {
+        "S": BatchRows([reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen]),
+        "A": BatchRows([reader.header.action_lengths[row] for reader, chosen in parts for row in chosen]),
     }
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, Array] = {}
     stacks: list[Array] = []
     for fields in plan.stacks:
-        shape = (rows, max(lengths[fields[0].columns]))
+        shape = (rows, columns[fields[0].columns].width)
         found, stack = MEMORY.empty(len(fields), shape, fields[0].dtype, pin_memory=pin_memory)
         stacks.append(stack)
         for field, tensor, array in zip(fields, found, stack, strict=True):
@@ -195,14 +204,15 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         (tensors[field.name],), (arrays[field.name],) = MEMORY.empty(
             1, (rows, *field.tail), field.dtype, pin_memory=pin_memory
         )
+    _fill_masks(parts, arrays, columns)
     start = 0
     for reader, chosen in parts:
-        _gather_part(reader, list(chosen), stacks, arrays, start)
+        _gather_part(reader, list(chosen), stacks, arrays, start, columns)
         start += len(chosen)
-    _fill_masks(parts, arrays)
-    for columns, each in lengths.items():
-        alike = [stack for stack, fields in zip(stacks, plan.stacks, strict=True) if fields[0].columns == columns]
-        _zero_padding(alike, each)
+    for kind, batch_rows in columns.items():
+        if not batch_rows.is_short:
+            alike = [stack for stack, fields in zip(stacks, plan.stacks, strict=True) if fields[0].columns == kind]
+            batch_rows.zero_padding(alike)
     plain, info = _by_field(tensors)
     if not vision:
         return Experience(**plain, info=info or None)
@@ -216,17 +226,22 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
 def _arrays_of(experience: Experience, rows: int) -> tuple[dict[str, Array], dict[str, torch.dtype]]:
     """Return the text fields that are not None, as arrays over the tensors' memory, and their torch dtypes."""
     check_travels(experience)
+    arrays: dict[str, Array] = {}
+    kinds: dict[str, torch.dtype] = {}
     values = vars(experience)
-    found = {name: value for name in _TEXT_FIELDS if (value := values[name]) is not None}
-    found |= {f"info.{key}": value for key, value in (experience.info or {}).items()}
-    for name, value in found.items():
+    named = [(name, values[name]) for name in _TEXT_FIELDS]
+    if experience.info:
+        named += [(f"info.{key}", value) for key, value in experience.info.items()]
+    for name, value in named:
+        if value is None:
+            continue
         if not isinstance(value, torch.Tensor):
             raise FieldError(f"{_display_name(name)}: only tensors are stored, got {type(value).__name__}")
-    arrays = {name: as_array(value.detach() if value.requires_grad else value) for name, value in found.items()}
-    for name, array in arrays.items():
-        if array.shape[:1] != (rows,):
+        kinds[name] = value.dtype
+        arrays[name] = array = as_array(value.detach() if value.requires_grad else value)
+        if not array.ndim or len(array) != rows:
             raise ShapeError(f"{_display_name(name)}: {array.shape} for {rows} rows")
-    return arrays, {name: value.dtype for name, value in found.items()}
+    return arrays, kinds
 
 
 def _display_name(name: str) -> str:
@@ -251,14 +266,21 @@ def _columns_and_tail(
 def _header(stored: tuple[FieldHeader, ...], spans: Spans, vision: VisionPart | None) -> ExtentHeader:
     tokens = list(map(operator.sub, spans.end, spans.start))
     actions = spans.actions
-    groups = [
+    return ExtentHeader(
+        len(tokens), stored, _groups(tokens, actions), tokens, actions, tuple(spans.full_masks),
+        None if vision is None else vision.header,
+    )  # fmt: skip
+
+
+def _groups(tokens: list[int], actions: list[int]) -> list[GroupHeader]:
+    longest = max(tokens)
+    area = longest * len(tokens)
+    if area - sum(tokens) < max(_most_padding(area, longest), _LEAST_PADDING_TOKENS):
+        return [GroupHeader(list(range(len(tokens))), longest, max(actions))]
+    return [
         GroupHeader(rows, max(map(tokens.__getitem__, rows)), max(map(actions.__getitem__, rows)))
         for rows in _similar(tokens)
     ]
-    return ExtentHeader(
-        len(tokens), stored, groups, tokens, actions, tuple(spans.full_masks),
-        None if vision is None else vision.header,
-    )  # fmt: skip
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:
@@ -267,9 +289,6 @@ def _similar(lengths: list[int]) -> list[list[int]]:
     A group grows while its padding is below an eighth of its area, a third if its rows are short, or below
     `_LEAST_PADDING_TOKENS`.
     """
-    area = max(lengths) * len(lengths)
-    if area - sum(lengths) < max(_most_padding(area, max(lengths)), _LEAST_PADDING_TOKENS):
-        return [list(range(len(lengths)))]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     groups, start, tokens = [], 0, lengths[order[0]]
     for stop in range(1, len(order)):
@@ -285,7 +304,7 @@ def _similar(lengths: list[int]) -> list[list[int]]:
 
 
 def _most_padding(area: int, longest: int) -> int:
-    return area // (3 if longest <= _SHORT_ROW_TOKENS else 8)
+    return area // (3 if longest <= SHORT_ROW_TOKENS else 8)
 
 
 # Blocks.
@@ -299,11 +318,15 @@ def _write(out: Array, stack: Stack, sources: list[Array], header: ExtentHeader,
     is_token, rows, width = stack.run.is_token, stack.group.rows, stack.shape[2]
     # Action columns end where the sequences' columns end.
     shift = 0 if is_token else spans.width - spans.action_columns
-    if spans.end_together and width * out.itemsize <= _SHORT_ROW_BYTES:
-        stop, chosen = spans.end[0] - shift, index_of(rows)
-        for target, source in zip(out, sources, strict=True):
-            target[...] = source[chosen, stop - width : stop]
-        return
+    if width * out.itemsize <= SHORT_ROW_BYTES:
+        if spans.end_together:
+            stop, chosen = spans.end[0] - shift, index_of(rows)
+            for target, source in zip(out, sources, strict=True):
+                target[...] = source[chosen, stop - width : stop]
+            return
+        if all(source.flags.c_contiguous for source in sources):
+            write_windows(out, sources, np.array(rows), np.array(spans.end)[rows] - shift)
+            return
     lengths = header.sequence_lengths if is_token else header.action_lengths
     for place, row in enumerate(rows):
         stop, length = spans.end[row] - shift, lengths[row]
@@ -312,8 +335,9 @@ def _write(out: Array, stack: Stack, sources: list[Array], header: ExtentHeader,
 
 
 def _gather_part(
-    reader: ExtentReader, chosen: list[int], stacks: list[Array], arrays: dict[str, Array], start: int
-) -> None:
+    reader: ExtentReader, chosen: list[int], stacks: list[Array], arrays: dict[str, Array], start: int,
+    columns: dict[Columns, BatchRows],
+) -> None:  # fmt: skip
     rows = index_of(chosen)
     for field, values in reader.blocks():
         arrays[field.name][start : start + len(chosen)] = values[rows]
@@ -321,63 +345,21 @@ def _gather_part(
     for stack, values in reader.stacks():
         if stack.group is not group_now:
             # A group's stacks are adjacent: its chosen rows are located once.
-            group_now, (sources, targets) = stack.group, _places_of(stack.group, chosen, start)
-        if sources is not None:
-            run, (count, _, stored) = stack.run, stack.shape
-            out = stacks[run.stack][run.first : run.first + count]
-            # A group may be wider than this batch: columns beyond the batch's width are its padding.
-            width = min(stored, out.shape[2])
-            out[:, targets, out.shape[2] - width :] = values[:, sources, stored - width :]
+            group_now, places = stack.group, places_of(stack.group, chosen, start)
+        if places is not None:
+            run = stack.run
+            out = stacks[run.stack][run.first : run.first + len(run.fields)]
+            columns["S" if run.is_token else "A"].copy(values, places[0], out, places[1])
 
 
-_Places = slice | list[int] | None
-
-
-def _places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[_Places, _Places]:
-    """Return the places of the chosen rows in their group and in the batch; None if the group has none of them."""
-    if group.rows == chosen:
-        return slice(None), slice(start, start + len(chosen))
-    place_of = {row: place for place, row in enumerate(group.rows)}
-    found = [(place_of[row], start + place) for place, row in enumerate(chosen) if row in place_of]
-    if not found:
-        return None, None
-    return index_of([source for source, _ in found]), index_of([target for _, target in found])
-
-
-def _fill_masks(parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dict[str, Array]) -> None:
-    """Fill the masks that are not stored with ones."""
-    start = 0
-    for reader, chosen in parts:
-        stop = start + len(chosen)
-        for name in reader.header.full_masks:
-            arrays[name][start:stop] = 1
-        start = stop
-
-
-def _zero_padding(stacks: list[Array], lengths: list[int]) -> None:
-    """Zero the padding before each row, in stacks (fields, rows, columns) of one width."""
-    if not stacks:
-        return
-    rows, width = stacks[0].shape[1:]
-    padding = [width - length for length in lengths]
-    if width > _FEW_COLUMNS:
-        for row, columns in enumerate(padding):
-            if columns:
-                for stack in stacks:
-                    stack[:, row, :columns] = 0
-        return
-    # int16: more values a vector instruction than int64.
-    is_padding = np.arange(width, dtype=np.int16) < np.array(padding, np.int16)[:, None]
-    if rows * width <= _FEW_VALUES:
-        for stack in stacks:
-            np.copyto(stack, 0, casting="unsafe", where=is_padding)
-        return
-    for stack in stacks:
-        # All bits of a token, none of padding, whose values may be NaN.
-        kept = is_padding.astype(f"i{stack.itemsize}")
-        np.subtract(kept, 1, out=kept)
-        words = stack.view(kept.dtype)
-        np.bitwise_and(words, kept, out=words)
+def _fill_masks(
+    parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dict[str, Array], columns: dict[Columns, BatchRows]
+) -> None:
+    """Fill the masks that are not stored, in all rows: rows of extents that store theirs are copied over them."""
+    left_out = [reader.header.full_masks for reader, _ in parts]
+    for name in {name for names in left_out for name in names}:
+        is_final = all(name in names for names in left_out)
+        columns["S" if name in TOKEN_FIELDS else "A"].fill_mask(arrays[name], is_final=is_final)
 
 
 def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> None:

@@ -101,7 +101,20 @@ class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
     vision: VisionHeader | None = None
 
 
-_header_decoder = msgspec.msgpack.Decoder(ExtentHeader)
+class _HeaderOnWire(msgspec.Struct, frozen=True, array_like=True):
+    """An `ExtentHeader` whose fields are not decoded."""
+
+    rows: Size
+    fields: msgspec.Raw
+    groups: list[GroupHeader]
+    sequence_lengths: list[Size]
+    action_lengths: list[Size]
+    full_masks: tuple[str, ...]
+    vision: VisionHeader | None = None
+
+
+_header_decoder = msgspec.msgpack.Decoder(_HeaderOnWire)
+_fields_decoder = msgspec.msgpack.Decoder(tuple[FieldHeader, ...])
 
 
 class FieldRun(NamedTuple):
@@ -172,6 +185,18 @@ class Stack(NamedTuple):
             self.shape, kind, memory, self.start, (self.stride, self.shape[2] * kind.itemsize, kind.itemsize)
         )
 
+    def under(self, plan: Plan) -> Iterator[Stack]:
+        """Yield the blocks of those fields that a plan of fewer fields has, one by one, with their places there."""
+        places = {
+            field: (number, first) for number, fields in enumerate(plan.stacks) for first, field in enumerate(fields)
+        }
+        for number, field in enumerate(self.run.fields):
+            if field in places:
+                stack, first = places[field]
+                run = self.run._replace(fields=(field,), stack=stack, first=first)
+                shape = (1, self.shape[1], self.shape[2])
+                yield self._replace(run=run, shape=shape, start=self.start + number * self.stride)
+
 
 class Block(NamedTuple):
     """The values of a field without columns, contiguous."""
@@ -240,13 +265,23 @@ def read_header(memory: memoryview) -> tuple[ExtentHeader, Plan, int]:
     """
     try:
         (length,) = _LENGTH.unpack_from(memory)
-        header = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
+        found = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
+        fields, plan = _fields_and_plan(bytes(found.fields), found.full_masks)
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
-    plan = plan_of(header.fields, header.full_masks)
-    if found := next(iter(plan.errors or _errors(header)), ""):
-        raise DecodeError(f"extent of {len(memory):,} B: its header {found}")
+    header = ExtentHeader(
+        found.rows, fields, found.groups, found.sequence_lengths, found.action_lengths, found.full_masks, found.vision
+    )
+    if reason := next(iter(plan.errors or _errors(header)), ""):
+        raise DecodeError(f"extent of {len(memory):,} B: its header {reason}")
     return header, plan, align(_LENGTH.size + length)
+
+
+# All extents of a training run have the same fields: they are decoded once.
+@functools.lru_cache(maxsize=64)
+def _fields_and_plan(packed: bytes, full_masks: tuple[str, ...]) -> tuple[tuple[FieldHeader, ...], Plan]:
+    fields = _fields_decoder.decode(packed)
+    return fields, plan_of(fields, full_masks)
 
 
 def _errors(header: ExtentHeader) -> Iterator[str]:
@@ -255,14 +290,18 @@ def _errors(header: ExtentHeader) -> Iterator[str]:
     if not len(tokens) == len(actions) == rows:
         yield f"has lengths of other than its {rows} rows"
         return
-    placed = sorted(itertools.chain.from_iterable(group.rows for group in header.groups))
-    if placed != list(range(rows)) or not all(group.rows for group in header.groups):
-        yield f"has groups that are not its {rows} rows"
-        return
-    for group in header.groups:
-        if max(map(tokens.__getitem__, group.rows)) > group.sequence_width:
+    every, groups = list(range(rows)), header.groups
+    # Usually one group has all rows, in order.
+    is_one_group = len(groups) == 1 and rows > 0 and groups[0].rows == every
+    if not is_one_group:
+        placed = sorted(itertools.chain.from_iterable(group.rows for group in groups))
+        if placed != every or not all(group.rows for group in groups):
+            yield f"has groups that are not its {rows} rows"
+            return
+    for group in groups:
+        if max(tokens if is_one_group else map(tokens.__getitem__, group.rows)) > group.sequence_width:
             yield "has a row that is longer than its group"
-        if max(map(actions.__getitem__, group.rows)) > group.action_width:
+        if max(actions if is_one_group else map(actions.__getitem__, group.rows)) > group.action_width:
             yield "has a row with more actions than its group"
     if not all(map(operator.le, actions, tokens)):
         yield "has a row with more actions than tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 
 import numpy as np
@@ -48,9 +49,11 @@ class Spans:
         # The common case: all rows end in the last column, and so do their actions. Lists, because rows are few, and
         # numpy takes as long for three numbers as for a thousand.
         taken = [columns - column for column in first]
-        actions = [min(width - column, most) for column, most in zip(start, taken, strict=True)]
+        tokens = [width - column for column in start]
+        is_within = all(map(operator.le, taken, tokens))
+        actions = taken if is_within else list(map(min, tokens, taken))
         full_masks = [] if mask is None else ["attention_mask"]
-        if action_mask is not None and taken == actions:
+        if action_mask is not None and is_within:
             full_masks.append("action_mask")
         return cls(start, [width] * rows, actions, width, columns, True, full_masks)
 
@@ -83,7 +86,7 @@ def action_columns(arrays: Mapping[str, Array]) -> int:
     Raises:
         ShapeError: If a per-action field is not (B, A).
     """
-    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy"):
+    for name in ("action_mask", "action_log_probs", "base_action_log_probs", "action_entropy", "behaviour_log_probs"):
         if (value := arrays.get(name)) is not None:
             if value.ndim != 2:
                 raise ShapeError(f"{name}: {value.shape}, expected (B, A)")
@@ -97,13 +100,13 @@ def _starts_of_ones(mask: Array) -> list[int] | None:
     kind = mask.dtype.kind
     if not mask.size or kind not in "biu":
         return None
-    ones = mask if kind == "b" else mask == 1
-    start: list[int] = ones.argmax(1).tolist()
-    count = np.count_nonzero(ones)
-    if count != mask.size - sum(start):
+    # One read of the mask finds values other than 0 and 1: as numbers without a sign, negative ones are large.
+    if kind != "b" and np.maximum.reduce(mask.view(f"u{mask.itemsize}"), axis=None) > 1:
         return None
-    # From each start on there are ones alone; before it, values other than 0 and 1 are possible.
-    return start if kind == "b" or np.count_nonzero(mask) == count else None
+    start: list[int] = mask.argmax(1).tolist()
+    count = np.count_nonzero(mask) if kind == "b" else np.add.reduce(mask, axis=None)
+    # A row has at most as many ones as columns from its first one on.
+    return start if count == mask.size - sum(start) else None
 
 
 def _is_plain(mask: Array) -> bool:

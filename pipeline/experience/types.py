@@ -6,6 +6,7 @@ Shapes (P prompt width, A number of action columns, S = P + A):
     field                                     PPO            GRPO
     sequences, attention_mask                 (B, S) int64   same
     action_log_probs, base_action_log_probs   (B, A) float32 same
+    behaviour_log_probs                       (B, A) float32 same
     action_mask                               (B, A) bool    same
     values, kl, advantages                    (B, A) float32 (B,) float32
     reward                                    (B,) float32   same
@@ -26,7 +27,7 @@ from torch import Tensor
 TOKEN_FIELDS = ("sequences", "attention_mask")
 """Fields with one column a token, (B, S)."""
 
-ACTION_FIELDS = ("action_log_probs", "base_action_log_probs", "action_mask", "action_entropy")
+ACTION_FIELDS = ("action_log_probs", "base_action_log_probs", "behaviour_log_probs", "action_mask", "action_entropy")
 """Fields with one column an action, (B, A)."""
 
 SCORE_FIELDS = ("values", "reward", "kl", "advantages", "returns")
@@ -69,6 +70,8 @@ class Experience:
         cu_seqlens: Packed only, ``(B + 1,)`` int32, the start of each row, and the end.
         max_seqlen: Packed only, tokens of the longest row.
         position_ids: Packed only, ``(1, T)`` int64, 0 at the start of each row.
+        behaviour_log_probs: ``(B, A)`` float32, the log-probs with which the engine sampled; None if the engine is the
+            trainer's own function, so that they are `action_log_probs`.
 
     Examples:
         >>> experience = Experience(
@@ -104,6 +107,8 @@ class Experience:
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
     position_ids: Tensor | None = None
+    # By keyword alone: the order of the fields by position is that of the originals.
+    behaviour_log_probs: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     @torch.no_grad()
     def to_device(self, device: torch.device | str, *, non_blocking: bool = False) -> None:
@@ -193,6 +198,7 @@ class BufferItem:
         action_entropy: ``(A,)`` float32.
         labels: Any object.
         references: Any object.
+        behaviour_log_probs: ``(A,)`` float32.
     """
 
     sequences: Tensor
@@ -209,6 +215,7 @@ class BufferItem:
     action_entropy: Tensor | None = None
     labels: Any = None
     references: Any = None
+    behaviour_log_probs: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: _map_tensors(value, _compact) for name, value in self.__dict__.items()}

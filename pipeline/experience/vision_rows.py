@@ -73,6 +73,18 @@ class VisionRows:
         nothing: list[Any] = [None] * rows
         return cls(**{field.name: nothing for field in fields(cls)})
 
+    @classmethod
+    def joined(cls, parts: Sequence[VisionRows]) -> Self:
+        """Return the rows of all parts.
+
+        Args:
+            parts: Any number of rows each.
+
+        Returns:
+            The rows in order, sharing their tensors with the parts.
+        """
+        return cls(*([row for part in parts for row in getattr(part, field.name)] for field in fields(cls)))
+
     def __len__(self) -> int:
         """Return the number of rows, B."""
         return len(self.pixel_values)

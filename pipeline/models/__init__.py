@@ -4,13 +4,16 @@ chunked_log_probs  log-probs with a bound on the logits in memory
 critic             a language model with a value head
 device             the process's device and its allocator
 expected           the tensors that a publish must hold
+float32_logits     logits in float32 from a model of 16 bits
 inputs             arguments of a forward pass over whole rows
 loading            models and tokenizers from local folders
 log_probs          log-probs and values of action tokens
 lora               LoRA adapters
 packing            one forward pass over rows laid end to end
 pass_size          rows of a forward pass, cut by tokens
+recomputation      decoder layers computed again in the backward pass
 reward_model       a reward model
+varlen_attention   attention of packed rows, each by itself
 vision_inputs      Qwen2-VL's arguments of a forward pass
 weights            published policy versions in shared memory
 """

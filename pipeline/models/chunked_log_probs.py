@@ -139,13 +139,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         for start in range(0, len(logits), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            probs = (logits[rows].float() / ctx.temperature - normalizers[rows].unsqueeze(-1)).exp_()
+            # In place, here and below: a chunk of logits is a large part of a step's memory.
+            probs = (logits[rows].float() / ctx.temperature).sub_(normalizers[rows].unsqueeze(-1)).exp_()
             upstream = grad_log_probs[rows].unsqueeze(-1)
-            chunk = probs * -upstream
-            chunk.scatter_add_(-1, labels[rows].unsqueeze(-1), upstream)
+            slope = None
             if len(entropies):
                 # dH/dx = -p (log p + H); xlogy keeps 0 log 0 at 0.
                 slope = torch.special.xlogy(probs, probs) + probs * entropies[rows].unsqueeze(-1)
-                chunk -= slope * grad_entropy[rows].unsqueeze(-1)
-            gradient[rows] = chunk / ctx.temperature
+            chunk = probs.mul_(-upstream).scatter_add_(-1, labels[rows].unsqueeze(-1), upstream)
+            if slope is not None:
+                chunk -= slope.mul_(grad_entropy[rows].unsqueeze(-1))
+            gradient[rows] = chunk.div_(ctx.temperature)
         return gradient, None, None, None, None

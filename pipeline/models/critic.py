@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_VALUE_HEAD_FILE = "value_head.safetensors"
+VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class Critic(nn.Module):
@@ -68,19 +69,28 @@ class Critic(nn.Module):
         output = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **pixels
         )
-        values: Tensor = self.value_head(output.last_hidden_state.float())
-        return values.squeeze(-1)
+        states = output.last_hidden_state.float()
+        # Flat, and a copy: FSDP hooks both results, and a view would lose its hook if it were changed in place.
+        values: Tensor = self.value_head(states.flatten(0, 1))
+        return values.view(states.shape[:2]).clone()
 
-    def save_pretrained(self, path: str | Path) -> None:
+    def save_pretrained(self, path: str | Path, *, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write the backbone in the format of transformers, with the value head beside it, for `load_critic`.
 
         Args:
             path: The folder; made if it does not exist.
+            state_dict: The critic's tensors to write; None for its own.
 
         Raises:
             OSError: If the folder cannot be written.
         """
         from safetensors.torch import save_file
 
-        self.backbone.save_pretrained(path)
-        save_file(dict(self.value_head.state_dict()), Path(path) / _VALUE_HEAD_FILE)
+        state = self.state_dict() if state_dict is None else state_dict
+        # Of one module: the prefixes of its parts.
+        parts: dict[str, dict[str, Tensor]] = {"backbone": {}, "value_head": {}}
+        for name, tensor in state.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+        self.backbone.save_pretrained(path, state_dict=parts["backbone"])
+        save_file(parts["value_head"], Path(path) / VALUE_HEAD_FILE)

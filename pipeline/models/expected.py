@@ -40,11 +40,11 @@ def expected_tensors(
     Raises:
         ConfigError: If a directory has no model configuration.
     """
-    actor = _shell(actor_path, dtype, "causal")
+    actor = shell(actor_path, dtype, "causal")
     models: dict[str, nn.Module] = {}
     if with_critic:
         models["critic"] = (
-            Critic.from_actor(actor) if critic_path is None else Critic(_shell(critic_path, dtype, "backbone"))
+            Critic.from_actor(actor) if critic_path is None else Critic(shell(critic_path, dtype, "backbone"))
         )
     # After the critic, which is made from the backbone without adapters.
     adapt(actor, lora, seed=0)
@@ -52,6 +52,30 @@ def expected_tensors(
     tensors = {name: model.state_dict(keep_vars=True) for name, model in models.items()}
     whole = actor.state_dict(keep_vars=True)
     return {"actor": {name: whole[name] for name in adapter_of(actor) or whole}, **tensors}
+
+
+def shell(path: str | Path, dtype: str, kind: str) -> Any:
+    """Return a model of a directory's configuration, on the meta device: no memory, no file of weights is read.
+
+    Args:
+        path: Directory of the model.
+        dtype: Dtype of the weights, as "bfloat16".
+        kind: "causal" for a language model, "backbone" for a model without a head.
+
+    Raises:
+        ConfigError: If the directory has no model configuration.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto_class: Any = AutoModel
+    if kind == "causal":
+        auto_class = AutoModelForImageTextToText if sees_images(path) else AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        with torch.device("meta"):
+            return auto_class.from_config(config, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read the configuration of {path}: {error}") from error
 
 
 def faults(model: str, given: Mapping[str, Any], expected: Mapping[str, Tensor]) -> list[str]:
@@ -88,21 +112,6 @@ def faults(model: str, given: Mapping[str, Any], expected: Mapping[str, Tensor])
             more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
             return [*found, f"{model}: {wrong[0]}{more}"]
     return found
-
-
-def _shell(path: str | Path, dtype: str, kind: str) -> Any:
-    """Return a model of a directory's configuration, on the meta device: no memory, no file of weights is read."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto_class: Any = AutoModel
-    if kind == "causal":
-        auto_class = AutoModelForImageTextToText if sees_images(path) else AutoModelForCausalLM
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        with torch.device("meta"):
-            return auto_class.from_config(config, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot read the configuration of {path}: {error}") from error
 
 
 def _wrapper(extra: Sequence[str], expected: Mapping[str, Tensor]) -> str:

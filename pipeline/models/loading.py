@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.models.critic import _VALUE_HEAD_FILE, Critic
+from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.critic import VALUE_HEAD_FILE, Critic
+from pipeline.models.log_probs import action_log_probs
 from pipeline.models.reward_model import SequenceReward
-from pipeline.models.vision_inputs import is_vision_directory
+from pipeline.models.vision_inputs import is_vision_directory, vision_backbone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+_ROW = (1, 0, 1, 1, 0, 1, 0, 0)
+"""Tokens that every model has; with `_PADDING` columns before them a model that does not read the mask differs."""
+_PADDING = 24
+_MOST_GAP_NATS, _MOST_ROUNDED_GAP_NATS = 0.01, 0.2
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -37,14 +44,35 @@ def load_actor(
         The model, in eval mode on `device`.
 
     Raises:
-        ConfigError: If the directory is missing or does not load, or `dtype` is not a torch dtype.
+        ConfigError: If the directory is missing or does not load, `dtype` is not a torch dtype, or the model reads
+            padding as tokens.
     """
     _go_offline()
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     resolved = _torch_dtype(dtype)
     auto_class = AutoModelForImageTextToText if sees_images(path, field=field) else AutoModelForCausalLM
-    return _load(auto_class, path, field, device, dtype=resolved)
+    model = _load(auto_class, path, field, device, dtype=resolved)
+    if not ignores_padding(model):
+        raise ConfigError(
+            f"{field}: the {type(model).__name__} in {path} reads the padding before a row as tokens: its log-probs "
+            "would be wrong; take a model that reads its attention_mask"
+        )
+    return model
+
+
+@torch.no_grad()
+def ignores_padding(model: PreTrainedModel) -> bool:
+    """Return whether a causal language model gives a padded row the log-probs of the row alone."""
+    ids = torch.tensor([_ROW], device=model.device)
+    padded, mask = torch.nn.functional.pad(ids, (_PADDING, 0)), torch.nn.functional.pad(ids * 0 + 1, (_PADDING, 0))
+    vision = None if vision_backbone(model) is None else VisionRows.none(1)
+    alone, beside = (
+        action_log_probs(model, row, real, len(_ROW) - 1, vision=vision)
+        for row, real in ((ids, torch.ones_like(ids)), (padded, mask))
+    )
+    limit = _MOST_GAP_NATS if model.dtype == torch.float32 else _MOST_ROUNDED_GAP_NATS
+    return bool((alone - beside).abs().mean() < limit)
 
 
 def sees_images(path: str | Path, *, field: str = "model.actor") -> bool:
@@ -155,7 +183,7 @@ def load_critic(
     from transformers import AutoModel
 
     critic = Critic(_load(AutoModel, path, field, device, dtype=_torch_dtype(dtype)))
-    head = Path(path) / _VALUE_HEAD_FILE
+    head = Path(path) / VALUE_HEAD_FILE
     if head.is_file():
         critic.value_head.load_state_dict(load_file(head, device=str(device)))
     else:

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError, ConfigError
 
-_FOLDER = "adapter"
-_TENSORS = "adapter_model.safetensors"
-_PEFT_PREFIX = "base_model.model."
+ADAPTER_FILE = Path("adapter") / "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
 _MATRICES = ("lora_A", "lora_B")
 
 
 class LoraSettings(Protocol):
-    """The part of `pipeline.config.schema.ModelConfig` that this module reads."""
+    """The part of `pipeline.config.sections.ModelConfig` that this module reads."""
 
     @property
     def lora_rank(self) -> int: ...  # noqa: D102
@@ -66,6 +65,22 @@ def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
     return actor
 
 
+def initial_adapters(actor: nn.Module, settings: LoraSettings, *, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and first value of each adapter of a model from `adapt`, one at a time, as `adapt` sets them.
+
+    Args:
+        actor: The model; its adapters' values are not used.
+        settings: Those of `adapt`.
+        seed: That of `adapt`.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    for name, layer in actor.named_modules():
+        if hasattr(layer, "lora_scale"):
+            up: Any = layer.lora_B
+            yield f"{name}.lora_A.weight", _drawn(layer, settings.lora_rank, draws)
+            yield f"{name}.lora_B.weight", torch.zeros(up.out_features, up.in_features)
+
+
 def published(model: nn.Module) -> dict[str, Tensor]:
     """Return the published tensors of a model, not copied: its adapters, or its state dict if it has none."""
     return adapter_of(model) or dict(model.state_dict())
@@ -78,17 +93,25 @@ def adapter_of(model: nn.Module) -> dict[str, Tensor]:
 
 def without_peft_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict under our names, from one under our names or peft's."""
-    return {name.removeprefix(_PEFT_PREFIX).replace(".default.", "."): tensor for name, tensor in state.items()}
+    return {name.removeprefix(PEFT_PREFIX).replace(".default.", "."): tensor for name, tensor in state.items()}
 
 
-def merged(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's state dict with W + (alpha / rank) B A in place of each adapted W, and no adapters."""
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in adapter_of(model)}
+def merged(model: nn.Module, adapter: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return a model's state dict with W + (alpha / rank) B A in place of each adapted W, and no adapters.
+
+    Args:
+        model: An adapted model.
+        adapter: A and B of each adapted layer, by name; None for the model's own. They are
+            merged on their device.
+    """
+    adapter = adapter_of(model) if adapter is None else adapter
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in adapter}
     layers: list[tuple[str, Any]] = list(model.named_modules())
     for name, layer in layers:
         if hasattr(layer, "lora_scale"):
-            change = layer.lora_B.weight.float() @ layer.lora_A.weight.float() * layer.lora_scale
-            state[f"{name}.weight"] = (layer.weight.float() + change).to(layer.weight.dtype)
+            down, up = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
+            change = up.float() @ down.float() * layer.lora_scale
+            state[f"{name}.weight"] = (layer.weight.to(up.device).float() + change).to(layer.weight.dtype)
     return state
 
 
@@ -111,11 +134,13 @@ class Saved:
     Args:
         model: A model from `adapt`; a model without adapters is saved unchanged.
         settings: The settings it was adapted with.
+        state: The published tensors to write (`published`); None for the model's own.
     """
 
-    def __init__(self, model: Any, settings: LoraSettings) -> None:
+    def __init__(self, model: Any, settings: LoraSettings, state: Mapping[str, Tensor] | None = None) -> None:
         self._model = model
         self._settings = settings
+        self._state = state
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write merged weights and adapter into a directory."""
@@ -123,20 +148,25 @@ class Saved:
 
         adapter = adapter_of(self._model)
         if not adapter:
-            self._model.save_pretrained(path)
+            self._model.save_pretrained(path, state_dict=None if self._state is None else dict(self._state))
             return
-        self._model.save_pretrained(path, state_dict=merged(self._model))
-        folder = Path(path) / _FOLDER
-        folder.mkdir()
-        save_file({_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}, folder / _TENSORS)
-        described = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": self._settings.lora_rank,
-            "lora_alpha": self._settings.lora_alpha,
-            "target_modules": list(self._settings.lora_targets),
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+        adapter = adapter if self._state is None else dict(self._state)
+        self._model.save_pretrained(path, state_dict=merged(self._model, adapter))
+        file = Path(path) / ADAPTER_FILE
+        file.parent.mkdir()
+        save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}, file)
+        (file.parent / "adapter_config.json").write_text(json.dumps(described(self._settings), indent=2) + "\n")
+
+
+def described(settings: LoraSettings) -> dict[str, Any]:
+    """Return the description of an adapter that peft reads from ``adapter_config.json``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": settings.lora_rank,
+        "lora_alpha": settings.lora_alpha,
+        "target_modules": list(settings.lora_targets),
+    }
 
 
 def load_adapter(folder: Path) -> dict[str, Tensor]:
@@ -148,7 +178,7 @@ def load_adapter(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = folder / _FOLDER / _TENSORS
+    path = folder / ADAPTER_FILE
     try:
         return without_peft_names(load_file(path))
     except (OSError, SafetensorError) as error:
@@ -162,15 +192,19 @@ def _add(layer: nn.Linear, rank: int, scale: float, draws: torch.Generator) -> N
     place: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     down = nn.Linear(layer.in_features, rank, bias=False, **place)
     up = nn.Linear(rank, layer.out_features, bias=False, **place)
-    # peft's initialization: uniform within 1 / sqrt(in_features).
-    bound = 1 / math.sqrt(layer.in_features)
     with torch.no_grad():
-        down.weight.copy_(torch.rand(down.weight.shape, generator=draws) * 2 * bound - bound)
+        down.weight.copy_(_drawn(layer, rank, draws))
         up.weight.zero_()
     layer.lora_A, layer.lora_B, layer.lora_scale = down, up, scale  # type: ignore[assignment]
     layer.lora_is_off = False  # type: ignore[assignment]
     # A hook, not a layer of another class: the base keeps its names, and a search for linear layers still finds it.
     layer.register_forward_hook(_adapted)
+
+
+def _drawn(layer: Any, rank: int, draws: torch.Generator) -> Tensor:
+    """Return the first values of A, with peft's initialization: uniform within 1 / sqrt(in_features)."""
+    bound = 1 / math.sqrt(layer.in_features)
+    return torch.rand((rank, layer.in_features), generator=draws) * 2 * bound - bound
 
 
 def _adapted(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -1,24 +1,36 @@
 """Forward passes over packed rows, concatenated to ``(1, T)`` without a padding column.
 
 Position ids restart at 0 in each row. From them transformers builds a block-diagonal mask under eager and sdpa
-attention; the variable-length kernels of flash attention receive the start of each row. A model that ignores both would
-let a row attend to the row before it, so the first packed pass of a model tests it on two tokens.
+attention; the variable-length kernels of flash attention and of `pipeline.models.varlen_attention` receive the start of
+each row. A model that ignores both would let a row attend to the row before it, so the first packed pass of a model
+tests it on two tokens.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from pipeline.errors import FieldError, ShapeError
+from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import accepted_keywords
+from pipeline.models.varlen_attention import kernel_of, use_varlen_attention, uses_varlen_attention
+from pipeline.models.vision_inputs import vision_backbone
+
+log = logging.getLogger(__name__)
+
+_FIRSTS = ((0, 1, 1, 0, 1, 0), (1, 0, 0, 1, 0, 1))
+_SECOND = (0, 1, 0, 0, 1)
+"""Rows of tokens that every model has, longer than the window of a convolution: rows of one token look isolated."""
 
 _isolates_rows: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -32,6 +44,7 @@ class PackedRows:
         position_ids: ``(1, T)`` int64, 0 at the start of each row.
         cu_seqlens: ``(B + 1,)`` int32, the start of each row, and T.
         max_seqlen: Tokens of the longest row.
+        row_lengths: Tokens of each row.
         before: ``(N,)`` int64, the index of the token before each action.
         num_actions: Actions of each row, at its end; their sum is N.
     """
@@ -40,6 +53,7 @@ class PackedRows:
     position_ids: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    row_lengths: list[int]
     before: Tensor
     num_actions: list[int]
 
@@ -73,20 +87,88 @@ class PackedRows:
             position_ids=position_ids,
             cu_seqlens=starts,
             max_seqlen=experience.max_seqlen,
+            row_lengths=lengths,
             before=torch.cat(before),
             num_actions=num_actions,
         )
 
-    def keywords(self) -> dict[str, Any]:
-        """Return a backbone's keywords besides the ids; transformers passes the last four to its attention."""
+    @classmethod
+    def of_padded(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
+        """Return the rows of a padded batch, concatenated, each without its last action: no action follows it.
+
+        Args:
+            sequences: ``(B, S)`` int64.
+            attention_mask: ``(B, S)``, nonzero where the token is real; the padding may be on either side.
+            action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
+
+        Raises:
+            ShapeError: If a row has no action, or no token before one.
+        """
+        prompt_columns = sequences.shape[1] - action_mask.shape[1]
+        is_action = functional.pad(action_mask, (prompt_columns, 0))
+        # The tokens that an action follows: those before the last action of the row.
+        later_actions = is_action.flip(1).cumsum(dim=1).flip(1) - is_action.long()
+        real = (attention_mask != 0) & (later_actions > 0)
+        lengths = real.sum(dim=1)
+        predicts = functional.pad(is_action[:, 1:], (0, 1))
+        if bool((predicts & ~real).any()) or not bool(is_action.any(dim=1).all()) or bool(is_action[:, 0].any()):
+            raise ShapeError("a row has no action, or no token before one of its actions")
+        row_lengths: list[int] = lengths.tolist()
+        starts = functional.pad(lengths.cumsum(dim=0), (1, 0))
+        return cls(
+            input_ids=sequences[real].unsqueeze(0),
+            position_ids=(real.long().cumsum(dim=1) - 1)[real].unsqueeze(0),
+            cu_seqlens=starts.to(torch.int32),
+            max_seqlen=max(row_lengths),
+            row_lengths=row_lengths,
+            before=predicts[real].nonzero().squeeze(1),
+            num_actions=action_mask.sum(dim=1).tolist(),
+        )
+
+    def keywords(self, model: object) -> dict[str, Any]:
+        """Return a model's keywords besides the ids; transformers passes the last ones to its attention."""
+        # A mask of four dimensions is passed on as it is, so that none of T x T is made; the attention reads none.
+        mask = {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.input_ids.device)}
         return {
+            **(mask if uses_varlen_attention(model) else {}),
             "position_ids": self.position_ids,
             "use_cache": False,
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
+            "row_lengths": self.row_lengths,
         }
+
+
+def prepare_packing(models: Sequence[nn.Module], device: torch.device) -> None:
+    """Choose the attention of models that are trained on packed rows, and log its kernel.
+
+    Args:
+        models: Causal language models, changed in place, and critics.
+        device: Their device.
+
+    Raises:
+        ConfigError: If a model is a vision-language one, or would let packed rows attend to each other.
+    """
+    for model in models:
+        backbone = model.backbone if isinstance(model, Critic) else getattr(model, "base_model", None)
+        if not isinstance(backbone, nn.Module) or vision_backbone(model) is not None:
+            raise ConfigError(f"trainer.packing: a {type(model).__name__} cannot be packed, only a model of text alone")
+        if use_varlen_attention(model.backbone if isinstance(model, Critic) else model):
+            config: Any = backbone.config
+            text = config.get_text_config()
+            size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            # The dtype of passes, which the shards of a model do not have.
+            kernel = kernel_of(device, getattr(config, "dtype", None) or next(backbone.parameters()).dtype, size)
+        else:
+            kernel = "the model's own, with a block mask"
+        try:
+            _check_isolation(backbone, "last_hidden_state", device)
+        except (FieldError, ValueError) as error:
+            # A ValueError is transformers' own, of layers that cannot keep rows apart.
+            raise ConfigError(f"trainer.packing: {error}") from error
+        log.info("rows are packed: model=%s attention=%s", type(backbone).__name__, kernel)
 
 
 def packed_action_log_probs(
@@ -114,18 +196,73 @@ def packed_action_log_probs(
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
     rows = PackedRows.of(experience)
     labels = rows.input_ids[0, rows.before + 1]
+    log_probs, _ = _log_probs(model, rows, labels, temperature=temperature, chunk_tokens=chunk_tokens)
+    return list(log_probs.split(rows.num_actions))
+
+
+def log_probs_by_packing(
+    model: nn.Module,
+    sequences: Tensor,
+    attention_mask: Tensor,
+    action_mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies of the actions of a padded batch, from one pass over its rows laid end to end.
+
+    Args:
+        model: As for `packed_action_log_probs`.
+        sequences: ``(B, S)`` int64.
+        attention_mask: ``(B, S)``, nonzero where the token is real; the padding may be on either side.
+        action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
+        temperature: The sampling temperature, above 0.
+        with_entropy: Whether to compute the entropies too.
+
+    Returns:
+        Log-probs and entropies, each ``(B, A)`` float32 as from `action_log_probs`, 0 outside the mask; None in place
+        of the entropies if `with_entropy` is False.
+
+    Raises:
+        FieldError: If packed rows would attend to each other in this model.
+        ShapeError: If a row has no action, or no token before one.
+    """
+    rows = PackedRows.of_padded(sequences, attention_mask, action_mask)
+    labels = sequences[:, -action_mask.shape[1] :][action_mask]
+    found = _log_probs(model, rows, labels, temperature=temperature, chunk_tokens=None, with_entropy=with_entropy)
+    spread = [value.new_zeros(action_mask.shape).masked_scatter(action_mask, value) for value in found if len(value)]
+    return spread[0], spread[1] if with_entropy else None
+
+
+def values_by_packing(critic: Critic, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+    """Return the value of the state before each action of a padded batch, ``(B, A)`` float32, 0 outside the mask.
+
+    Arguments and errors are those of `log_probs_by_packing`; a critic's backbone runs the pass.
+    """
+    rows = PackedRows.of_padded(sequences, attention_mask, action_mask)
+    values: Tensor = critic.value_head(packed_states(critic.backbone, rows).float()).squeeze(-1)
+    return values.new_zeros(action_mask.shape).masked_scatter(action_mask, values)
+
+
+def _log_probs(
+    model: nn.Module,
+    rows: PackedRows,
+    labels: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int | None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    settings: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
     head = plain_head(model, rows.input_ids.device)
     if head is not None:
         states = packed_states(model.base_model, rows)
-        log_probs, _ = head_log_probs(head, states, labels, temperature=temperature, chunk_tokens=chunk_tokens)
-    else:
-        _check_isolation(model, "logits", rows.input_ids.device)
-        optional = accepted_keywords(model, {**rows.keywords(), "logits_to_keep": rows.before})
-        logits = model(input_ids=rows.input_ids, **optional).logits[0]
-        # N is less than T: every row has a token that is not an action.
-        logits = logits if len(logits) == len(labels) else logits[rows.before]
-        log_probs, _ = logits_log_probs(logits, labels, temperature=temperature, chunk_tokens=chunk_tokens)
-    return list(log_probs.split(rows.num_actions))
+        return head_log_probs(head, states, labels, **settings)
+    _check_isolation(model, "logits", rows.input_ids.device)
+    optional = accepted_keywords(model, {**rows.keywords(model), "logits_to_keep": rows.before})
+    logits = model(input_ids=rows.input_ids, **optional).logits[0]
+    logits = logits if len(logits) == len(labels) else logits[rows.before]
+    return logits_log_probs(logits, labels, **settings)
 
 
 def packed_action_values(critic: Critic, experience: Experience) -> list[Tensor]:
@@ -155,7 +292,7 @@ def packed_states(backbone: Any, rows: PackedRows) -> Tensor:
         FieldError: If packed rows would attend to each other in this backbone.
     """
     _check_isolation(backbone, "last_hidden_state", rows.input_ids.device)
-    output = backbone(input_ids=rows.input_ids, **accepted_keywords(backbone, rows.keywords()))
+    output = backbone(input_ids=rows.input_ids, **accepted_keywords(backbone, rows.keywords(backbone)))
     states: Tensor = output.last_hidden_state[0, rows.before]
     return states
 
@@ -165,16 +302,19 @@ def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None
     """Refuse a model in which the second of two packed rows depends on the first."""
     if model not in _isolates_rows:
 
-        def second_token(first: int) -> Tensor:
-            ids = torch.tensor([[first, 0]], device=device)
-            starts = torch.arange(3, dtype=torch.int32, device=device)
-            rows = PackedRows(ids, torch.zeros_like(ids), starts, 1, ids.new_empty(0), [])
+        def second_row(first: tuple[int, ...]) -> Tensor:
+            ids = torch.tensor([[*first, *_SECOND]], device=device)
+            lengths = [len(first), len(_SECOND)]
+            starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+            positions = torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
+            rows = PackedRows(ids, positions, starts, max(lengths), lengths, ids.new_empty(0), [])
             # The same random state, so the same dropout, in both calls.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                output = model(input_ids=ids, **accepted_keywords(model, rows.keywords()))
+                output = model(input_ids=ids, **accepted_keywords(model, rows.keywords(model)))
             outputs: Tensor = getattr(output, field)
-            return outputs[0, 1].float()
+            return outputs[0, lengths[0] :].float()
 
-        _isolates_rows[model] = torch.allclose(second_token(0), second_token(1), rtol=1e-4, atol=1e-4)
+        one, other = map(second_row, _FIRSTS)
+        _isolates_rows[model] = torch.allclose(one, other, rtol=1e-4, atol=1e-4)
     if not _isolates_rows[model]:
         raise FieldError(f"{type(model).__name__} lets a packed row attend to the row before it; use a padded batch")

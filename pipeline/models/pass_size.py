@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,30 +21,98 @@ _GPU_TOKENS = {False: 16_384, True: 8_192}
 """Most tokens of a pass on a GPU, without and with a backward pass. Without checkpointing 0.5 B parameters save 1.6 MB
 a token (13 GB), 1.5 B 3.3 MB (27 GB), beside 10 and 31 GB of weights, gradients and optimizer: both fit 80 GB."""
 
+_GPU_TOKENS_CHECKPOINTED = 16_384
+"""The same with a backward pass and checkpointed layers, which save a hidden state a layer, and one layer: 0.5 B
+parameters 0.1 MB a token (2 GB), 7 B 0.5 MB (8 GB)."""
+
 _CPU_TOKENS = {False: 4_096, True: 2_048}
 _CPU_OPERATIONS = 2**40
 """Most floating-point operations of a pass on a CPU: about a minute on one slow core, and so a heartbeat a minute."""
+
+_CPU_ROWS = 48
+"""On a CPU parts of 48 rows are a third faster than the whole batch: less padding, and they stay in the cache."""
+
+_MOST_PADDING = 0.1
+"""Largest share of padding in a pass that is filled by tokens, before its width is rounded up."""
+
+_GPU_WIDTH_MULTIPLE = 64
 
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
 
-def default_tokens(model: nn.Module, device: torch.device, *, backward: bool) -> int:
+def default_tokens(model: nn.Module, device: torch.device, *, backward: bool, checkpointed: bool = False) -> int:
     """Return the most tokens of one pass of a model on a device.
 
     Args:
         model: Its parameters count: 2 operations each a token, 6 with a backward pass.
         device: The model's.
         backward: Whether a backward pass follows, for which activations are kept.
+        checkpointed: Whether the backward pass computes layers again, and few activations are kept.
 
     Returns:
         At least 1.
     """
     if device.type != "cpu":
-        return _GPU_TOKENS[backward]
+        return _GPU_TOKENS_CHECKPOINTED if checkpointed else _GPU_TOKENS[backward]
     operations = sum(parameter.numel() for parameter in model.parameters()) * (6 if backward else 2)
     return min(_CPU_TOKENS[backward], max(1, _CPU_OPERATIONS // max(1, operations)))
+
+
+def width_multiple(device: torch.device, given: int | None) -> int:
+    """Return the multiple to which the widths of passes are rounded up.
+
+    Kernels and the allocator's blocks are chosen by shape: fewer shapes are prepared on a GPU.
+
+    Args:
+        device: The device of the passes.
+        given: `trainer.width_multiple`.
+    """
+    return given or (1 if device.type == "cpu" else _GPU_WIDTH_MULTIPLE)
+
+
+def training_size(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    rows: int | None,
+    tokens: int | None,
+    packed: bool = False,
+    checkpointed: bool = False,
+    on_out_of_memory: Callable[[], None],
+) -> PassSize:
+    """Return the bound of a trainer's micro-batches.
+
+    Args:
+        model: The actor.
+        device: Its device.
+        rows: `trainer.micro_batch_size`.
+        tokens: `trainer.micro_batch_tokens`.
+        packed: `trainer.packing`.
+        checkpointed: Whether its activations are checkpointed.
+        on_out_of_memory: As for `PassSize`.
+
+    Returns:
+        A bound of tokens and padding, unless rows are configured or the device is a CPU: there a bound of rows.
+    """
+    key = "trainer.micro_batch_size" if tokens is None else "trainer.micro_batch_tokens"
+    if tokens is not None or (rows is None and (packed or device.type != "cpu")):
+        most_tokens = tokens or default_tokens(model, device, backward=True, checkpointed=checkpointed)
+        return PassSize(
+            key,
+            most_tokens=most_tokens,
+            most_padding=None if packed else _MOST_PADDING,
+            packed=packed,
+            on_out_of_memory=on_out_of_memory,
+        )
+    return PassSize(
+        key,
+        most_rows=rows or _CPU_ROWS,
+        most_tokens=None if rows else default_tokens(model, device, backward=True),
+        packed=packed,
+        on_out_of_memory=on_out_of_memory,
+    )
 
 
 class PassSize:
@@ -54,11 +123,15 @@ class PassSize:
         most_rows: Most rows of a pass; None for no bound.
         most_tokens: Most tokens of a pass, padding included; None for no bound. A row longer than that is a pass of its
             own.
+        most_padding: Largest share of padding in a pass; None for no bound.
+        packed: Whether rows are packed: a pass then has the tokens of its rows, and no padding.
         on_out_of_memory: Called each time that the bound is halved.
 
     Attributes:
         most_rows: As above, now.
         most_tokens: As above, now.
+        most_padding: As above.
+        packed: As above.
     """
 
     def __init__(
@@ -67,10 +140,14 @@ class PassSize:
         *,
         most_rows: int | None = None,
         most_tokens: int | None = None,
+        most_padding: float | None = None,
+        packed: bool = False,
         on_out_of_memory: Callable[[], None] = lambda: None,
     ) -> None:
         self.most_rows = most_rows
         self.most_tokens = most_tokens
+        self.most_padding = most_padding
+        self.packed = packed
         self._key = key
         self._on_out_of_memory = on_out_of_memory
 
@@ -115,19 +192,29 @@ class PassSize:
                 f"the device has no memory for one row of {width:,} tokens: lower rollout.max_length, "
                 f"or choose a smaller model or model.dtype = bfloat16 ({self._key} is 1 row already)"
             )
-        self.most_tokens = rows * width // 2
+        # A pass whose width was rounded up has more tokens than the bound by which it was cut.
+        self.most_tokens = min(rows * width, self.most_tokens or rows * width) // 2
         self._on_out_of_memory()
         log.warning("out of device memory, passes are halved from now on: rows=%d tokens=%d most_tokens=%d key=%s",
                     rows, rows * width, self.most_tokens, self._key)  # fmt: skip
 
     def _end(self, first: int, lefts: Sequence[int], rights: Sequence[int]) -> int:
-        end, left, right = first, lefts[first], rights[first]
+        end, left, right, real = first, lefts[first], rights[first], 0
         while end < len(lefts) and (self.most_rows is None or end - first < self.most_rows):
             left, right = max(left, lefts[end]), max(right, rights[end])
-            if end > first and self.most_tokens is not None and (end + 1 - first) * (left + right) > self.most_tokens:
+            real += lefts[end] + rights[end]
+            if end > first and not self._admits((end + 1 - first) * (left + right), real):
                 break
             end += 1
         return end
+
+    def _admits(self, tokens: int, real: int) -> bool:
+        """Return whether a pass of so many tokens, of which some are real, is within the bounds."""
+        if self.packed:
+            return self.most_tokens is None or real <= self.most_tokens
+        if self.most_tokens is not None and tokens > self.most_tokens:
+            return False
+        return self.most_padding is None or tokens - real <= self.most_padding * tokens
 
 
 def _fits(step: Callable[[slice], None], part: slice) -> bool:
@@ -184,7 +271,27 @@ class RowBound:
                     rows, rows // 2, self._key)  # fmt: skip
 
 
+class HoldsMemory(Protocol):
+    """An object with memory that it can make anew."""
+
+    def release(self) -> None:
+        """Give the memory back; called between two uses of it."""
+
+
+_holders: WeakSet[HoldsMemory] = WeakSet()
+
+
+def released_when_full(holder: HoldsMemory) -> None:
+    """Have an object give its memory back each time that a pass of this process runs out of memory."""
+    _holders.add(holder)
+
+
 def release_memory() -> None:
-    """Return the free blocks of the GPU's allocator to the GPU, so that blocks of other sizes can be made of them."""
+    """Return free memory to the GPU: that of `released_when_full`, and the free blocks of the allocator.
+
+    Blocks of other sizes can then be made of it.
+    """
+    for holder in list(_holders):
+        holder.release()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
     reason      refused
     malformed   token ids that are not integers, an entry of `info` that is not a tensor
     lengths     fields whose rows or columns disagree
-    mask        an action mask that does not match the sampled tokens
+    mask        an action mask that does not match the sampled tokens; observations of an environment are none of them
     vocabulary  a token that the model does not have
     not_finite  a log-prob, score or pixel that is NaN or infinite
 
@@ -40,13 +40,16 @@ class Fault:
     detail: str
 
 
-def find_fault(experience: Experience, *, vocabulary: int, pad_token_id: int) -> Fault | None:
+def find_fault(
+    experience: Experience, *, vocabulary: int, pad_token_id: int, has_observations: bool = False
+) -> Fault | None:
     """Find the first fault that keeps experience out of the buffer.
 
     Args:
         experience: On the CPU and as a maker leaves it, prompts padded on the left, responses on the right.
         vocabulary: Tokens that the model has; ids are below it.
         pad_token_id: The token after the end of a response.
+        has_observations: Whether tokens between the actions of a row may be an environment's.
 
     Returns:
         The fault; None if there is none.
@@ -58,7 +61,7 @@ def find_fault(experience: Experience, *, vocabulary: int, pad_token_id: int) ->
         return Fault("malformed", str(error))
     if problem := _problem_of_lengths(experience):
         return Fault("lengths", problem)
-    if problem := _problem_of_masks(experience, pad_token_id):
+    if problem := _problem_of_masks(experience, pad_token_id, has_observations=has_observations):
         return Fault("mask", problem)
     if problem := _problem_of_tokens(experience.sequences, vocabulary):
         return Fault("vocabulary", problem)
@@ -90,14 +93,19 @@ def _problem_of_lengths(experience: Experience) -> str:
     return ""
 
 
-def _problem_of_masks(experience: Experience, pad_token_id: int) -> str:
+def _problem_of_masks(experience: Experience, pad_token_id: int, *, has_observations: bool) -> str:
     assert experience.attention_mask is not None and experience.action_mask is not None
     real, actions = experience.attention_mask.numpy() != 0, experience.action_mask.numpy() != 0
     prompt = real.shape[1] - actions.shape[1]
-    behind = ~actions & (experience.sequences.numpy()[:, prompt:] != pad_token_id)
+    if has_observations:
+        # Up to a row's last action: it ends with a response.
+        response = np.logical_or.accumulate(actions[:, ::-1], axis=1)[:, ::-1]
+    else:
+        response = actions
+    behind = ~response & (experience.sequences.numpy()[:, prompt:] != pad_token_id)
     stretches = real[:, 0].astype(int) + (real[:, 1:] & ~real[:, :-1]).sum(axis=1)
     for problem, wrong in (
-        ("attention_mask and action_mask disagree on its response", (actions != real[:, prompt:]).any(axis=1)),
+        ("attention_mask and action_mask disagree on its response", (response != real[:, prompt:]).any(axis=1)),
         ("its response has no token in its first column", ~actions[:, 0]),
         ("its tokens are not contiguous", stretches != 1),
         ("a token of its response is outside action_mask", behind.any(axis=1)),

@@ -6,31 +6,46 @@ It is loaded in the worker's own process, or on another machine (`pipeline.rollo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from pipeline.config.losses import log_probs_by
+from pipeline.config.rewards import labels_of, reward_settings, weights_of
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, RewardError
+from pipeline.errors import ConfigError, RewardError, RlhfdError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
 from pipeline.models.device import process_device
+from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, refuse_large_tokenizer, sees_images
 from pipeline.models.lora import adapt, published
 from pipeline.models.reward_model import SequenceReward
-from pipeline.models.weights.probe import answer, check
-from pipeline.prompts import PromptSource, first_tokens
-from pipeline.rollout.generation.engines import load_engine
+from pipeline.models.weights.probe import answer, check, tolerance_nats_a_token
+from pipeline.prompts.rendering import first_tokens, rendering_of
+from pipeline.prompts.source import PromptSource
+from pipeline.prompts.types import Prompt
+from pipeline.rollout.environment.pool import EnvironmentPool
+from pipeline.rollout.environment.turns import TurnSettings
+from pipeline.rollout.evaluation.roller import EvaluationRoller
+from pipeline.rollout.first_rollouts import refuse_broken_reward
+from pipeline.rollout.generation.engine_probe import EngineProbe, Verdict
+from pipeline.rollout.generation.engines import as_stream, load_engine
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward
+from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.shaping import shaping_of
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.storage.weights_header import Probe, WeightsVersion
+
+# A first prompt that cannot be rendered has no tokens; the engine can be asked about any.
+_ANY_TOKENS = (0, 1)
 
 RowCallback = Callable[[Sequence[float] | None], None]
 """Called with the parts of each row's reward, in the order of rows; None for a row without a reward."""
@@ -43,13 +58,19 @@ class Telemetry(Protocol):
         """Return a context that counts the time of its block for an activity."""
 
     def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        """Write a heartbeat, and show the progress of the stage if `rows` is above 0."""
+        """Write a heartbeat; show the progress of the stage if `rows` is above 0, and count tokens."""
+
+    def sampled(self, tokens: int) -> None:
+        """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
 
     def out_of_memory(self, during: str) -> None:
         """Count a call that ran out of the device's memory."""
 
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""
+
+    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
+        """Count a probe of the engine, and the differences of its log-probs in nats a token."""
 
 
 def load_roller(
@@ -81,10 +102,17 @@ def load_roller(
     # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
     # functions' processes are forks of this one as long as it has no GPU.
     functions = reward_functions(config, tokenizer, telemetry, on_row) if config.rollout.reward_functions else None
+    environment = load_environment(config, telemetry.beat)
+    if vision is not None and environment is not None:
+        raise ConfigError("rollout.environment: model.actor takes images, and an environment is for text alone")
     device = device or process_device()
     reward = load_reward(config, device, functions)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
+    tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
+    in_float32 = with_float32_logits(config, actor, tokens, device)
     reference = load_reference(config, actor, device)
+    if in_float32 and reference is not None and reference is not actor:
+        compute_in_float32(reference)
     critic = None
     if config.rollout.algorithm == "ppo":
         critic = (
@@ -99,12 +127,16 @@ def load_roller(
     if critic is not None:
         targets |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
     rollout = config.rollout
-    engine = load_engine(
+    loaded = load_engine(
         rollout.engine,
         actor,
         directory=Path(config.model.actor),
         device=device,
         on_progress=telemetry.beat,
+        config=config,
+    )
+    engine = as_stream(
+        loaded, most_rows=rollout.inference_batch_size, on_out_of_memory=lambda: telemetry.out_of_memory("generate")
     )
     maker = NaiveExperienceMaker(
         actor,
@@ -119,18 +151,19 @@ def load_roller(
         num_generation=rollout.num_generations,
         inference_batch_size=rollout.inference_batch_size,
         logits_forward_batch_size=rollout.logits_forward_batch_size,
-        # In float32 the sampler's log-probs equal the trainer's up to rounding; in lower precision they are recomputed.
-        reuse_sampling_log_probs=config.model.dtype == "float32",
+        reuse_sampling_log_probs=log_probs_by(config) == "engine",
+        shaping=shaping_of(config),
         drop_errored=True,
         # The insert gate checks all values, and refused rows are kept in quarantine.
         refuse_not_finite=False,
-        generator=engine,
+        width_multiple=config.trainer.width_multiple,
         stage=telemetry.activity,
         on_progress=telemetry.beat,
         on_out_of_memory=telemetry.out_of_memory,
     )
-    weights = ModelWeights(targets, engine, weights_check(config, actor, tokenizer, device))
-    source = PromptSource(config.prompts.path, config.daemon.seed)
+    probe = engine_probe(config, actor, tokens or _ANY_TOKENS, device, telemetry.engine_judged)
+    weights = ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
+    source = PromptSource(config.prompts, config.daemon.seed)
     roller = LocalRoller(
         maker,
         source,
@@ -139,7 +172,7 @@ def load_roller(
         seed=config.daemon.seed,
         lengths=config.lengths,
         vocabulary=actor.config.get_text_config().vocab_size,
-        template=config.prompts.template,
+        template=rendering_of(config.prompts),
         generate_kwargs={
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
@@ -149,21 +182,64 @@ def load_roller(
         vision=vision,
         log_texts=config.daemon.log_texts,
     )
-    if isinstance(functions, RewardPool):
-        problems, group_size = functions.problems, config.group_size
-        roller.on_prompts = lambda prompts: problems.begin([prompt.place for prompt in prompts], group_size)
+    roller.turns = environment
+    roller.evaluations = [EvaluationRoller(roller, maker, config, file) for file in range(len(config.evaluation.files))]
+    watch(roller, config, telemetry, functions)
     with contextlib.ExitStack() as undone:
         undone.callback(roller.close)
         try:
             refuse_broken_reward(roller, config.row_bytes)
         except RewardError as error:
-            problem = functions.problem if isinstance(functions, RewardPool) else None
+            if environment is not None and (failed := environment.pool.problem) is not None:
+                text = failed.text if texts else failed.bare
+                raise ConfigError(f"rollout.environment: {text}, prompt {roller.last_place}") from error
+            problem = None if functions is None else functions.problem
             message = (
                 error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
             )
             raise ConfigError(f"rollout.reward_functions: {message}, prompt {roller.last_place}") from error
         undone.pop_all()
     return roller
+
+
+def watch(
+    roller: LocalRoller, config: Config, telemetry: Telemetry, functions: FunctionReward | RewardPool | None
+) -> None:
+    """Have a roller, and those of its held-out files, show their stages and name the prompts of reward problems."""
+    sizes = [config.group_size, *(config.evaluation.num_generations for _ in roller.evaluations)]
+    for one, group_size in zip((roller, *roller.evaluations), sizes, strict=True):
+        one.stage = telemetry.activity
+        one.on_sampled = telemetry.sampled
+        if functions is not None and functions.problems is not None:
+            one.on_prompts = functools.partial(_begin_prompts, functions.problems, group_size)
+
+
+def _begin_prompts(problems: RewardProblems, group_size: int, prompts: Sequence[Prompt]) -> None:
+    problems.begin([prompt.place for prompt in prompts], group_size)
+
+
+def load_environment(config: Config, on_progress: Callable[[], None]) -> TurnSettings | None:
+    """Return the environments of a configuration, which have been imported; None if it names none.
+
+    Raises:
+        ConfigError: If they cannot be imported.
+    """
+    rollout = config.rollout
+    if rollout.environment is None:
+        return None
+    pool = EnvironmentPool(
+        rollout.environment,
+        timeout_s=rollout.environment_timeout_s,
+        processes=rollout.environment_processes,
+        on_progress=on_progress,
+        log_texts=config.daemon.log_texts,
+    )
+    try:
+        pool.wait_ready()
+    except RlhfdError:
+        pool.close()
+        raise
+    return TurnSettings(pool, rollout.max_turns, rollout.max_turn_tokens)
 
 
 def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
@@ -176,9 +252,44 @@ def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
     return load_actor(path, dtype=config.model.dtype, device=device, field="model.reference")
 
 
-def weights_check(config: Config, actor: Any, tokenizer: Any, device: torch.device) -> Callable[[WeightsVersion], None]:
+def with_float32_logits(config: Config, actor: Any, tokens: Sequence[int], device: torch.device) -> bool:
+    """Have the actor compute its logits in float32 if the trainer does; return whether it does."""
+    given = config.model.float32_logits
+    if given is None and config.trainer.kind == "external":
+        return False
+    return use_float32_logits(
+        actor,
+        tokens,
+        device,
+        dtype=config.model.dtype,
+        given=given,
+        temperature=config.rollout.temperature,
+        most_columns=config.lengths.row,
+    )
+
+
+def engine_probe(
+    config: Config,
+    actor: Any,
+    tokens: Sequence[int],
+    device: torch.device,
+    on_judged: Callable[[Verdict, Sequence[float]], None],
+) -> EngineProbe:
+    """Return the probe of the engine of a configuration; `tokens` are those of the run's first prompt."""
+    rollout = config.rollout
+    return EngineProbe(
+        actor,
+        tokens,
+        device,
+        row_tokens=config.lengths.row,
+        limit_nats=rollout.engine_gap_nats or tolerance_nats_a_token(next(actor.parameters()).dtype),
+        action=rollout.engine_gap_action,
+        on_judged=on_judged,
+    )
+
+
+def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Callable[[WeightsVersion], None]:
     """Return a function that compares the actor's answer to the probe with the published one; without one it passes."""
-    tokens = first_tokens(config.prompts.path, config.daemon.seed, config.prompts.template, tokenizer)
 
     def check_fetched(fetched: WeightsVersion) -> None:
         if fetched.probe is not None:
@@ -203,17 +314,25 @@ class SummedReward:
 
     Attributes:
         model: The reward model's network, which bounds the rows of a call.
+        labels: Names of the parts: those of the functions, and "model".
+        parts: ``(B, parts)`` float32, of the last call, before weights.
     """
 
     def __init__(self, reward_model: SequenceReward, functions: FunctionReward | RewardPool) -> None:
         self.model = reward_model.model
         self._reward_model = reward_model
         self._functions = functions
+        self.labels = [*functions.labels, "model"]
+        self.parts = torch.empty(0, len(self.labels))
 
-    def __call__(self, *, vision: VisionRows | None = None, **row: Any) -> torch.Tensor:
+    def __call__(
+        self, *, vision: VisionRows | None = None, columns: Sequence[Mapping[str, Any]] | None = None, **row: Any
+    ) -> torch.Tensor:
         """Return the sums, ``(B,)``; arguments as for a `FunctionReward`."""
         scores = self._reward_model(**row)
-        return scores + self._functions(**row, vision=vision).to(scores.device)
+        found = self._functions(**row, vision=vision, columns=columns)
+        self.parts = torch.cat([self._functions.parts, scores.float().cpu().unsqueeze(1)], dim=1)
+        return scores + found.to(scores.device)
 
 
 def reward_functions(
@@ -227,9 +346,21 @@ def reward_functions(
         ConfigError: If one cannot be loaded.
     """
     rollout = config.rollout
+    settings = reward_settings(config)
+    problems = RewardProblems(log_texts=config.daemon.log_texts)
     if not rollout.reward_timeout_s or all(name.startswith("pipeline.") for name in rollout.reward_functions):
-        loaded = [load_reward_function(name) for name in rollout.reward_functions]
-        return FunctionReward(loaded, tokenizer, telemetry.beat, on_row)
+        loaded = [load_reward_function(name, settings) for name in rollout.reward_functions]
+        return FunctionReward(
+            loaded,
+            tokenizer,
+            telemetry.beat,
+            on_row,
+            weights=weights_of(config),
+            timeout_s=rollout.reward_timeout_s,
+            labels=labels_of(rollout.reward_functions),
+            problems=problems,
+            on_problem=telemetry.reward_errored,
+        )
     pool = RewardPool(
         rollout.reward_functions,
         config.model.actor,
@@ -238,8 +369,11 @@ def reward_functions(
         on_problem=telemetry.reward_errored,
         on_progress=telemetry.beat,
         on_row=on_row,
-        problems=RewardProblems(log_texts=config.daemon.log_texts),
+        problems=problems,
         may_fork=True,
+        settings=settings,
+        weights=weights_of(config),
+        labels=labels_of(rollout.reward_functions),
     )
     pool.wait_ready()
     return pool

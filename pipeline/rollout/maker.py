@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -17,17 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import FieldError, RewardError, ShapeError
-from pipeline.experience.advantages import (
-    action_rewards,
-    coati_action_rewards,
-    coati_kl,
-    generalized_advantages,
-    group_advantages,
-    group_mixed,
-    k3_kl,
-    kl_rewards,
-)
+from pipeline.errors import ConfigError, FieldError, ShapeError
+from pipeline.experience.advantage_estimators import AdvantageInputs
+from pipeline.experience.advantages import action_rewards, coati_action_rewards, coati_kl, generalized_advantages, k3_kl
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows, take_vision
 from pipeline.models.inputs import is_transformers_model
@@ -35,12 +27,14 @@ from pipeline.models.lora import without_adapters
 from pipeline.models.pass_size import PassSize, RowBound
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
-from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
-from pipeline.rollout.generation.stops import parse_stop_token_ids
+from pipeline.rollout.generation.interface import ResponseGenerator, Responses
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
-from pipeline.rollout.model_passes import ModelPasses
+from pipeline.rollout.model_passes import ModelPasses, eval_mode
 from pipeline.rollout.progress import with_numbers
-from pipeline.rollout.rows import Rows, check_prompts, check_tokens
+from pipeline.rollout.prompt_batch import PromptBatch, read_sampling
+from pipeline.rollout.reward.parts import RewardParts, repeated
+from pipeline.rollout.rows import Rows, check_prompts, check_tokens, rows_with_reward
+from pipeline.rollout.shaping import Shaping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,6 +96,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             refusing the whole batch: an errored reward is not reward 0. The batch is still refused if no row is left.
         refuse_not_finite: Refuse log-probs and values that are not finite numbers. With False the caller has to check
             the experience, as the insert gate does (`pipeline.rollout.insert_gate`).
+        width_multiple: Multiple to which the widths of forward passes are rounded up, in tokens; None: 64 on a GPU,
+            else 1.
+        shaping: Rewards, advantages and further fields of a configuration; the default is GRPO's and PPO's own.
         seed: Seed of the calls of `make_experience` that pass none; None for a seed from the operating system.
         stage: Called with the name of each stage, "generate", "reward", "logprob", "ref_logprob" or "value"; the
             returned context manager is entered around the stage.
@@ -158,6 +155,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         reuse_sampling_log_probs: bool = False,
         drop_errored: bool = False,
         refuse_not_finite: bool = True,
+        width_multiple: int | None = None,
+        shaping: Shaping = Shaping(),  # noqa: B008 - immutable
         seed: int | None = None,
         stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
         on_progress: Callable[..., None] = lambda: None,
@@ -194,6 +193,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.reuse_sampling_log_probs = reuse_sampling_log_probs
         self.drop_errored = drop_errored
         self.refuse_not_finite = refuse_not_finite
+        self.width_multiple = width_multiple
+        self.shaping = shaping
         self._stage = stage
         self._on_progress = on_progress
         self._on_out_of_memory = on_out_of_memory
@@ -230,7 +231,13 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     @torch.no_grad()
     def make_experience(
-        self, input_ids: Tensor, attention_mask: Tensor, gt_answer: Any = None, **generate_kwargs: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        gt_answer: Any = None,
+        *,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        **generate_kwargs: Any,
     ) -> Experience:
         """Sample responses to prompts and return their experience.
 
@@ -238,6 +245,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             input_ids: ``(prompts, P)`` int64, padded on the left.
             attention_mask: ``(prompts, P)``, 1 where the token is real.
             gt_answer: Ground truth passed to the reward model, one element a prompt; None for a list of None.
+            columns: Further columns of the prompts, one element a prompt, for a reward model that names them.
             **generate_kwargs: `max_length` (required; columns of prompt and response together), `stop_token_ids` (an
                 int is one stop token, a list of ints ONE stop sequence, a list of lists are alternatives; None or []
                 ends at eos), `temperature`, `top_p`, `top_k`, `do_sample`, `seed` (sampling depends on no other state),
@@ -249,9 +257,9 @@ class NaiveExperienceMaker(ExperienceMaker):
 
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO).
-            `info` has "score", the raw reward ``(B,)`` float32, and with GRPO "group_mixed" ``(B,)`` bool. An
-            `ExperienceVL` if pixels are given or the actor is a vision-language model, whether or not a row has an
-            image.
+            `info` has "score", the raw reward ``(B,)`` float32, with several reward functions also "reward.NAME" of
+            each, before its weight, and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL` if pixels are given or
+            the actor is a vision-language model, whether or not a row has an image.
 
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
@@ -260,49 +268,132 @@ class NaiveExperienceMaker(ExperienceMaker):
                 actor's vocabulary.
             RewardError: If a score is not a finite number; with `drop_errored`, if no row is left.
         """
+        batch = self.begin(input_ids, attention_mask, gt_answer, columns=columns, **generate_kwargs)
+        with eval_mode(self.actor), self._stage("generate"):
+            responses = batch.generate(self._engine(batch.extra), self._row_bound, self.inference_batch_size)
+        return self.finish(batch, responses)
+
+    def begin(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        gt_answer: Any = None,
+        *,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        **generate_kwargs: Any,
+    ) -> PromptBatch:
+        """Check prompts and return them with their sampling parameters.
+
+        A caller with an engine of its own submits the batch's requests, and passes their responses to `finish`.
+
+        Args:
+            input_ids: As for `make_experience`.
+            attention_mask: As for `make_experience`.
+            gt_answer: As for `make_experience`.
+            columns: As for `make_experience`.
+            **generate_kwargs: As for `make_experience`.
+
+        Returns:
+            The batch, on the CPU.
+
+        Raises:
+            ShapeError: As `make_experience`.
+            FieldError: As `make_experience`, for prompts and keywords.
+        """
         check_prompts(input_ids, attention_mask)
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         group_size = self.num_generation if self.use_grpo else 1
-        answers = _repeat_answers(gt_answer, len(input_ids), group_size)
+        answers = repeated("gt_answer", gt_answer, len(input_ids), group_size)
+        row_columns = None if columns is None else repeated("columns", columns, len(input_ids), group_size)
         vision = take_vision(generate_kwargs, input_ids)
         if (backbone := vision_backbone(self.actor)) is not None:
             vision = vision or VisionRows.none(len(input_ids))
             check_prompt_images(backbone, input_ids, attention_mask, vision)
-        sampling, extra = self._read(generate_kwargs, input_ids.shape[1])
-        with _eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
-            with self._stage("generate"):
-                rows, sampled_log_probs = self._sample(input_ids, attention_mask, group_size, sampling, extra, vision)
+        sampling, extra = read_sampling(
+            generate_kwargs, input_ids.shape[1], self.tokenizer, temperature=self.temperature, seeds=self._seeds
+        )
+        return PromptBatch(input_ids, attention_mask, group_size, answers, vision, sampling, extra, row_columns)
+
+    @torch.no_grad()
+    def scores(self, batch: PromptBatch, responses: Responses) -> Tensor:
+        """Return the raw rewards alone, ``(B,)`` float32, with `drop_errored` NaN where there is none; see `finish`."""
+        rows = batch.rows(responses)
+        with eval_mode(self.reward_model), self._stage("reward"):
+            return self._passes.scores(
+                self.reward_model, rows, batch.answers, keep_errored=self.drop_errored, columns=batch.columns
+            )
+
+    @torch.no_grad()
+    def finish(self, batch: PromptBatch, responses: Responses) -> Experience:
+        """Return the experience of a batch and its responses: scores, log-probs, and the fields of the algorithm.
+
+        Args:
+            batch: The result of `begin`.
+            responses: ``prompts * G`` rows on the CPU.
+
+        Returns:
+            As `make_experience`.
+
+        Raises:
+            ShapeError: As `make_experience`.
+            FieldError: As `make_experience`.
+            RewardError: As `make_experience`.
+        """
+        if is_transformers_model(self.actor):
+            check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)
+        rows, sampled_log_probs, temperature = batch.rows(responses), responses.log_probs, batch.sampling.temperature
+        parts = RewardParts()
+        with eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
             with self._stage("reward"):
-                scores = self._passes.scores(self.reward_model, rows, answers, keep_errored=self.drop_errored)
-            if self.drop_errored and (kept := self._without_errored(scores)) is not None:
+                scores = self._passes.scores(
+                    self.reward_model,
+                    rows,
+                    batch.answers,
+                    keep_errored=self.drop_errored,
+                    columns=batch.columns,
+                    on_parts=parts.append,
+                )
+            group_size = self.num_generation if self.use_grpo else 1
+            if self.drop_errored and (kept := rows_with_reward(scores, group_size)) is not None:
                 rows, scores = rows.rows(kept), scores[kept]
+                parts.keep(kept)
                 sampled_log_probs = None if sampled_log_probs is None else sampled_log_probs[kept]
-            if self.reuse_sampling_log_probs and sampled_log_probs is not None:
-                log_probs = sampled_log_probs
-                self._passes.check_finite("generator", "log-prob", log_probs)
-            else:
-                with self._stage("logprob"):
-                    log_probs = self._passes.log_probs("actor", self.actor, rows, sampling.temperature)
+            log_probs = self._log_probs(rows, sampled_log_probs, temperature)
             base_log_probs = None
             if self.initial_model is not None:
                 with self._stage("ref_logprob"), self._reference_weights():
-                    base_log_probs = self._passes.log_probs(
-                        "initial_model", self.initial_model, rows, sampling.temperature
-                    )
-            log_ratios = torch.zeros_like(log_probs) if base_log_probs is None else log_probs - base_log_probs
+                    base_log_probs = self._passes.log_probs("initial_model", self.initial_model, rows, temperature)
+            log_ratios = torch.zeros(rows.action_mask.shape)
+            if base_log_probs is not None and log_probs is not None:
+                log_ratios = log_probs - base_log_probs
             learned = (self._group_fields if self.use_grpo else self._critic_fields)(rows, scores, log_ratios)
+        learned["info"] |= self.shaping.marks(rows, batch.sampling)
         fields = {
             "sequences": rows.sequences,
             "action_log_probs": log_probs,
             "attention_mask": rows.attention_mask,
             "action_mask": rows.action_mask,
             "base_action_log_probs": base_log_probs,
+            "behaviour_log_probs": sampled_log_probs if self.shaping.keeps_engine_log_probs else None,
             **learned,
         }
+        fields["info"] |= parts.info(self.reward_model)
         if rows.vision is None:
             return Experience(**fields)
         fields["info"] |= rows.vision.counts()
         return ExperienceVL(**fields, **rows.vision.fields())
+
+    def _log_probs(self, rows: Rows, sampled: Tensor | None, temperature: float) -> Tensor | None:
+        """Return the log-probs of the policy that sampled, ``(B, A)``; None if the trainer computes them."""
+        if self.shaping.log_probs_by == "trainer":
+            return None
+        if self.reuse_sampling_log_probs and sampled is not None:
+            self._passes.check_finite("generator", "log-prob", sampled)
+            return sampled
+        if self.shaping.log_probs_by == "engine":
+            raise ConfigError('rollout.log_probs: "engine" needs an engine that returns log-probs, this one has none')
+        with self._stage("logprob"):
+            return self._passes.log_probs("actor", self.actor, rows, temperature)
 
     @property
     def _passes(self) -> ModelPasses:
@@ -313,40 +404,12 @@ class NaiveExperienceMaker(ExperienceMaker):
             with_numbers(self._on_progress),
             functools.partial(self._on_out_of_memory, "pass"),
             self._sizes,
+            self.width_multiple,
         )
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         is_actor = self.initial_model is self.actor and isinstance(self.actor, nn.Module)
         return without_adapters(self.actor) if is_actor else contextlib.nullcontext()
-
-    def _read(self, generate_kwargs: dict[str, Any], prompt_width: int) -> tuple[Sampling, dict[str, Any]]:
-        """Return the sampling parameters, and the keywords that only the actor takes."""
-        keywords = dict(generate_kwargs)
-        max_length = keywords.pop("max_length", None)
-        if max_length is None:
-            raise FieldError("max_length is missing: columns of prompt and response together")
-        if prompt_width >= max_length:
-            raise ShapeError(f"prompts are {prompt_width} columns wide; max_length {max_length} leaves no response")
-        eos = keywords.pop("eos_token_id", self.tokenizer.eos_token_id)
-        eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        pad = keywords.pop("pad_token_id", self.tokenizer.pad_token_id)
-        if pad is None:
-            pad = eos_token_ids[0] if eos_token_ids else 0
-        seed = keywords.pop("seed", None)
-        if seed is None:
-            seed = int(torch.randint(2**62, (), generator=self._seeds))
-        sampling = Sampling(
-            max_length=max_length,
-            pad_token_id=pad,
-            eos_token_ids=eos_token_ids,
-            stop_sequences=parse_stop_token_ids(keywords.pop("stop_token_ids", None)),
-            temperature=keywords.pop("temperature", self.temperature),
-            top_p=keywords.pop("top_p", 1.0),
-            top_k=keywords.pop("top_k", 0),
-            do_sample=keywords.pop("do_sample", True),
-            seed=seed,
-        )
-        return sampling, keywords
 
     def _engine(self, extra: dict[str, Any]) -> ResponseGenerator:
         others = sorted(extra.keys() - {"use_cache"})
@@ -355,57 +418,25 @@ class NaiveExperienceMaker(ExperienceMaker):
                 raise FieldError(f"unknown generation keyword {others[0]}: the generator does not take it")
             return self.generator
         if not others and can_replace_generate(self.actor):
-            return TransformersGenerator(self.actor, self._on_progress)
+            return TransformersGenerator(self.actor, self._on_progress, width_multiple=self.width_multiple)
         return ActorGenerator(self.actor, extra, self._on_progress)
-
-    def _sample(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        group_size: int,
-        sampling: Sampling,
-        extra: dict[str, Any],
-        vision: VisionRows | None,
-    ) -> tuple[Rows, Tensor | None]:
-        # Passed only if there are images: an engine for text alone need not take the argument.
-        images = {"vision": vision} if vision is not None and vision.tensors_exist else {}
-        engine = self._engine(extra)
-        responses = self._row_bound.run(
-            len(input_ids) * group_size,
-            self.inference_batch_size,
-            lambda rows: engine.generate(
-                input_ids, attention_mask, sampling, group_size=group_size, batch_rows=rows, **images
-            ),
-        )
-        if is_transformers_model(self.actor):
-            check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)
-        rows = Rows.of(
-            attention_mask.repeat_interleave(group_size, dim=0),
-            responses,
-            sampling,
-            vision=None if vision is None else vision.repeated(group_size),
-        )
-        return rows, responses.log_probs
-
-    def _without_errored(self, scores: Tensor) -> Tensor | None:
-        """Return the rows to keep, ``(rows,)`` int64; None for all of them."""
-        good = torch.isfinite(scores)
-        if bool(good.all()):
-            return None
-        if self.use_grpo:
-            good = good.reshape(-1, self.num_generation).all(dim=1).repeat_interleave(self.num_generation)
-        if not bool(good.any()):
-            errored = int((~torch.isfinite(scores)).sum())
-            raise RewardError(f"{errored} of {len(scores)} rows have no reward, and no row is left")
-        return good.nonzero().squeeze(1)
 
     def _critic_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
         coati = self.compat == "coati"
         with self._stage("value"):
             values = self._passes.values(self.critic, rows, coati=coati)
-        reward_actions = coati_action_rewards if coati else action_rewards
-        rewards = reward_actions(scores, log_ratios, rows.action_mask, self.kl_coef)
-        advantages = self.calculate_advantage(values, rewards, rows.num_actions)
+        shaped, mask = self.shaping.shaped(rows, scores), rows.action_mask
+        kl, of_turns = self.shaping.kl(log_ratios, mask), None if rows.turns is None else rows.turns.rewards
+        reward_actions = coati_action_rewards if coati else functools.partial(action_rewards, turn_rewards=of_turns)
+        rewards = reward_actions(shaped, kl, mask, self.kl_coef)
+        if self.shaping.advantages is None and of_turns is not None:
+            # Observations are no time steps.
+            advantages = generalized_advantages(values, rewards, mask, gamma=self.gamma, lam=self.lam)
+        elif self.shaping.advantages is None:
+            advantages = self.calculate_advantage(values, rewards, rows.num_actions)
+        else:
+            inputs = AdvantageInputs(shaped, 1, mask, rewards, values, self.gamma, self.lam)
+            advantages = self.shaping.estimate(inputs)
         return {
             "values": values,
             "reward": scores,
@@ -415,33 +446,4 @@ class NaiveExperienceMaker(ExperienceMaker):
         }
 
     def _group_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
-        kl = kl_rewards(log_ratios, rows.action_mask, self.kl_coef)
-        rewards = scores + kl
-        return {
-            "values": rewards.clone(),
-            "reward": rewards,
-            "kl": kl,
-            "advantages": group_advantages(rewards, self.num_generation),
-            "info": {"score": scores, "group_mixed": group_mixed(scores, self.num_generation)},
-        }
-
-
-def _repeat_answers(gt_answer: Any, prompts: int, group_size: int) -> list[Any]:
-    answers = [None] * prompts if gt_answer is None else list(gt_answer)
-    if len(answers) != prompts:
-        raise ShapeError(f"gt_answer has {len(answers)} elements, input_ids has {prompts} rows")
-    return [answer for answer in answers for _ in range(group_size)]
-
-
-@contextlib.contextmanager
-def _eval_mode(*models: Any) -> Iterator[None]:
-    """Switch dropout off; on exit, restore it in the modules that were in training mode."""
-    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+        return self.shaping.group_fields(rows, scores, log_ratios, kl_coef=self.kl_coef, group_size=self.num_generation)

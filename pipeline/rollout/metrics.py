@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from pipeline.experience.types import Experience
 from pipeline.models.device import allocator_bytes
+from pipeline.rollout.environment.pool import EnvironmentCounts
+from pipeline.rollout.generation.engine_probe import Verdict
+from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
+from pipeline.rollout.progress import SampledTokens
+from pipeline.rollout.reward.parts import PREFIX
 from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.metric import REWARD_PLACES
 from pipeline.telemetry.slab import SlotWriter
 
 ACTIVITIES = (
@@ -23,6 +30,7 @@ _STAGES = {
     "ref_logprob": "ref_logprob",
     "value": "value",
     "reward": "reward",
+    "environment": "environment",
     "seal": "serialize",
 }
 _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "paused": "wait_ticket_paused"}
@@ -31,8 +39,14 @@ _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "pau
 class RolloutMetrics:
     """Writes a worker's slot."""
 
-    def __init__(self, writer: SlotWriter, *, reward_source: str, transport: str = "shm") -> None:
+    def __init__(
+        self, writer: SlotWriter, *, reward_source: str, transport: str = "shm", reward_labels: Sequence[str] = ()
+    ) -> None:
         self._writer = writer
+        self._functions = {
+            f"{PREFIX}{label}": writer.gauge("rlhfd_reward_function_mean", function=place)
+            for label, place in zip(reward_labels, REWARD_PLACES, strict=False)
+        }
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
         self._stages = {name: writer.histogram("rlhfd_stage_duration_seconds", stage=s) for name, s in _STAGES.items()}
@@ -44,6 +58,15 @@ class RolloutMetrics:
             reason: writer.counter("rlhfd_stage_errors_total", stage="reward", reason=reason)
             for reason in ("timeout", "exception", "invalid")
         }
+        self._environment = EnvironmentCounts()
+        self._environment_errors = {
+            reason: writer.counter("rlhfd_stage_errors_total", stage="environment", reason=reason)
+            for reason in ("timeout", "exception", "invalid")
+        }
+        self._environment_steps = {
+            result: writer.counter("rlhfd_environment_steps_total", result=result) for result in ("ok", "tool_failed")
+        }
+        self._turns = writer.histogram("rlhfd_turns")
         self._stopped = writer.counter("rlhfd_responses_total", finish_reason="stop")
         self._truncated = writer.counter("rlhfd_responses_total", finish_reason="length")
         self._tokens_in = writer.counter("rlhfd_tokens_total", kind="prompt")
@@ -55,10 +78,19 @@ class RolloutMetrics:
             signal: writer.counter("rlhfd_groups_total", signal=signal) for signal in ("mixed", "all_equal")
         }
         self._ticket_tokens = writer.gauge("rlhfd_ticket_tokens")
+        self._ticket = -1
+        self._sampled = SampledTokens(self._count_sampled)
+        self._sampled_remotely = 0
         self._ticket_rows = {state: writer.gauge("rlhfd_ticket_rows", state=state) for state in ("done", "all")}
         self._out_of_memory = {
             during: writer.counter("rlhfd_out_of_memory_total", during=during) for during in ("pass", "generate")
         }
+        self._probes = {
+            verdict: writer.counter("rlhfd_engine_probes_total", verdict=verdict) for verdict in ("ok", "gap", "stale")
+        }
+        self._gaps = writer.histogram("rlhfd_engine_gap_nats", point="probe")
+        self._gap_mean = writer.gauge("rlhfd_engine_gap_mean_nats")
+        self._engine: EngineLoad | None = None
         self._in_flight = writer.gauge("rlhfd_rollouts_in_flight")
         self._version = writer.gauge("rlhfd_policy_version")
         self._sync_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="load")
@@ -72,7 +104,7 @@ class RolloutMetrics:
     def activity(self, name: str) -> Iterator[None]:
         """Count the time of the block for an activity, and its duration for the stage of that name."""
         started_s = time.monotonic()
-        self._show_rows(0, 0)
+        self.show_rows(0, 0)
         with self.clock.during(name):
             yield
         self.staged(name, time.monotonic() - started_s)
@@ -115,7 +147,7 @@ class RolloutMetrics:
         assert experience.action_mask is not None
         assert experience.info is not None
         responses = experience.action_mask.sum(dim=1)
-        lengths = experience.attention_mask.sum(dim=1) - responses
+        lengths = experience.attention_mask[:, : -experience.action_mask.shape[1]].sum(dim=1)
         self._prompts.inc(prompts)
         self._failed.inc(prompts_failed * group_size)
         self._accepted.inc(len(responses))
@@ -123,22 +155,48 @@ class RolloutMetrics:
         self._stopped.inc(int(stopped.sum()))
         self._truncated.inc(int((~stopped).sum()))
         self._tokens_in.inc(int(lengths[::group_size].sum()))
-        self._tokens_out.inc(int(responses.sum()))
         self._prompt_length.observe_many(lengths[::group_size].tolist())
         self._response_length.observe_many(responses.tolist())
         self._reward.observe_many(experience.info["score"].tolist())
+        for name, gauge in self._functions.items():
+            gauge.set(float(experience.info[name].mean()))
+        if "turns" in experience.info:
+            self._turns.observe_many(experience.info["turns"].tolist())
         if "group_mixed" in experience.info:
             mixed = int(experience.info["group_mixed"][::group_size].sum())
             self._groups["mixed"].inc(mixed)
             self._groups["all_equal"].inc(len(responses) // group_size - mixed)
 
     def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        """Write a heartbeat, and show the progress of the stage if `rows` is above 0."""
+        """Write a heartbeat; show the progress of the stage if `rows` is above 0, and count tokens.
+
+        Args:
+            rows_done: As in `pipeline.rollout.progress.ReportsProgress`, like the arguments below.
+            rows: All of them.
+            tokens: Sampled so far.
+        """
         if rows:
-            self._show_rows(rows_done, rows)
+            self.show_rows(rows_done, rows)
         if tokens is not None:
-            self._ticket_tokens.set(tokens)
+            self._sampled.reported(tokens)
+            self._ticket_tokens.set(self._sampled.in_hand)
         self._writer.beat()
+
+    def sampled(self, tokens: int) -> None:
+        """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
+        self._sampled.ended(tokens)
+        self._ticket_tokens.set(self._sampled.in_hand)
+
+    def sampled_remotely(self, tokens: int, in_hand: int) -> None:
+        """Count the response tokens of an engine in another process.
+
+        Args:
+            tokens: Sampled by it since its start.
+            in_hand: Those of requests that have not ended.
+        """
+        self._count_sampled(max(0, tokens - self._sampled_remotely))
+        self._sampled_remotely = max(tokens, self._sampled_remotely)
+        self._ticket_tokens.set(in_hand)
 
     def out_of_memory(self, during: str) -> None:
         """Count a call that ran out of the device's memory: "pass" or "generate"."""
@@ -147,6 +205,60 @@ class RolloutMetrics:
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""
         self._reward_errors[reason].inc()
+
+    def environment(self, counts: EnvironmentCounts) -> None:
+        """Count the work of the environments since the last call."""
+        before = self._environment
+        if counts == before:
+            return
+        failed = counts.tools_failed - before.tools_failed
+        self._environment_steps["tool_failed"].inc(failed)
+        self._environment_steps["ok"].inc(counts.answers - before.answers - failed)
+        for reason, counter in self._environment_errors.items():
+            counter.inc(counts.problems[reason] - before.problems[reason])
+        self._environment = EnvironmentCounts(counts.answers, counts.tools_failed, counts.problems.copy())
+
+    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
+        """Count a probe of the engine, and observe the differences of its log-probs, in nats a token."""
+        self._probes[verdict].inc()
+        finite = [gap for gap in gaps if math.isfinite(gap)]
+        self._gaps.observe_many(finite)
+        if finite:
+            self._gap_mean.set(sum(finite) / len(finite))
+
+    def engine(self, load: EngineLoad) -> None:
+        """Show the work in hand of the worker's engine, and count its work since the last call."""
+        before, self._engine = self._engine, load
+        if load == before or load.counts is None:
+            return
+        writer = self._writer
+        if before is None:
+            self._engine_responses = {
+                state: writer.gauge("rlhfd_engine_responses", state=state) for state in ("running", "waiting", "room")
+            }
+            self._engine_cache = writer.gauge("rlhfd_engine_cache_ratio")
+            self._engine_preemptions = writer.counter("rlhfd_engine_preemptions_total")
+            self._engine_tokens = {
+                direction: writer.counter("rlhfd_engine_tokens_total", direction=direction)
+                for direction in ("in", "out")
+            }
+            self._engine_prefix = {
+                result: writer.counter("rlhfd_engine_prefix_tokens_total", result=result) for result in ("hit", "miss")
+            }
+        self._engine_responses["running"].set(load.running)
+        self._engine_responses["waiting"].set(load.waiting)
+        self._engine_responses["room"].set(load.room_rows or 0)
+        self._engine_cache.set(1.0 - load.free_cache)
+        now, then = load.counts, (before and before.counts) or EngineCounts()
+        hits = now.prefix_hits - then.prefix_hits
+        for counter, grown in (
+            (self._engine_preemptions, now.preemptions - then.preemptions),
+            (self._engine_tokens["in"], now.tokens_in - then.tokens_in),
+            (self._engine_tokens["out"], now.tokens_out - then.tokens_out),
+            (self._engine_prefix["hit"], hits),
+            (self._engine_prefix["miss"], now.prefix_tokens - then.prefix_tokens - hits),
+        ):
+            counter.inc(max(0, grown))
 
     def failed(self, *, prompts: int, group_size: int, retried: bool) -> None:
         """Count a ticket without experience."""
@@ -174,10 +286,17 @@ class RolloutMetrics:
 
     def work_on(self, ticket: int = -1, deadline_s: float = 0.0) -> None:
         """Show the ticket being worked on, -1 for none."""
-        self._show_rows(0, 0)
+        self.show_rows(0, 0)
+        self._ticket = ticket
         self._ticket_tokens.set(0)
         self._writer.work_on(ticket, deadline_s)
 
-    def _show_rows(self, done: int, rows: int) -> None:
+    def show_rows(self, done: int, rows: int) -> None:
+        """Show the rows in work and those of them that are done, without a heartbeat."""
         self._ticket_rows["done"].set(done)
         self._ticket_rows["all"].set(rows)
+
+    def _count_sampled(self, tokens: int) -> None:
+        # Without a ticket they are those of the trial before the first one.
+        if self._ticket >= 0:
+            self._tokens_out.inc(tokens)

@@ -6,7 +6,8 @@ object receives whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,10 +19,10 @@ from pipeline.errors import FieldError
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.log_probs import action_log_probs, all_values
-from pipeline.models.pass_size import PassSize, default_tokens
+from pipeline.models.pass_size import PassSize, default_tokens, width_multiple
 from pipeline.models.reward_model import SequenceReward
 from pipeline.rollout.progress import ReportsProgress
-from pipeline.rollout.reward.functions import FunctionReward, checked_scores, vision_keywords
+from pipeline.rollout.reward.functions import FunctionReward, checked_scores, takes_columns, vision_keywords
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.rows import Rows
 
@@ -39,6 +40,8 @@ class ModelPasses:
         on_progress: Called once a mini-batch.
         on_out_of_memory: Called when a mini-batch runs out of the device's memory and is run again in halves.
         sizes: The bound of each model's passes, kept by the owner of this object.
+        width_multiple: Multiple to which the widths of mini-batches without common padding are rounded up; None: 64 on
+            a GPU, else 1.
     """
 
     inference_batch_size: int | None
@@ -47,6 +50,7 @@ class ModelPasses:
     on_progress: ReportsProgress
     on_out_of_memory: Callable[[], None] = lambda: None
     sizes: WeakKeyDictionary[nn.Module, PassSize] = field(default_factory=WeakKeyDictionary)
+    width_multiple: int | None = None
 
     def log_probs(self, name: str, model: Callable[..., Any], rows: Rows, temperature: float) -> Tensor:
         """Return the log-probs of the actions under a model.
@@ -66,6 +70,7 @@ class ModelPasses:
         """
         result = torch.zeros(rows.action_mask.shape)
         device, trim = _device_of(model), is_transformers_model(model)
+        multiple = width_multiple(device, self.width_multiple)
         # Rows of similar length together: columns that are padding in all rows of a mini-batch are not computed.
         order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
         prompts, responses = rows.prompt_lengths[order].tolist(), rows.lengths[order].tolist()
@@ -76,7 +81,7 @@ class ModelPasses:
             )
 
         def step(part: slice) -> None:
-            sequences, mask, columns = rows.padded(order[part], trim=trim)
+            sequences, mask, columns = rows.padded(order[part], trim=trim, multiple=multiple)
             log_probs = action_log_probs(
                 model,
                 sequences.to(device),
@@ -93,14 +98,25 @@ class ModelPasses:
         self.check_finite(name, "log-prob", result)
         return result
 
-    def scores(self, reward_model: Any, rows: Rows, answers: Sequence[Any], *, keep_errored: bool) -> Tensor:
-        """Return the raw rewards.
+    def scores(
+        self,
+        reward_model: Any,
+        rows: Rows,
+        answers: Sequence[Any],
+        *,
+        keep_errored: bool,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        on_parts: Callable[[Tensor], None] = lambda parts: None,
+    ) -> Tensor:
+        """Return the raw rewards, and those of an environment's turns.
 
         Args:
-            reward_model: Called with right-padded rows.
+            reward_model: Called with right-padded rows; None if the environment alone gives rewards.
             rows: The sampled rows.
             answers: Ground truth passed to the reward model, one element a row.
             keep_errored: Whether a NaN or infinite score is returned unchanged.
+            columns: Further columns of each row's prompt, passed only to a reward model that names them.
+            on_parts: Called with the `parts` of a reward model that has them, ``(b, functions)``, in the order of rows.
 
         Returns:
             ``(B,)`` float32.
@@ -109,13 +125,18 @@ class ModelPasses:
             RewardError: If a score is NaN or infinite, without `keep_errored`.
             DeviceMemoryError: If a single row does not fit into the device's memory.
         """
+        of_turns = None if rows.turns is None else rows.turns.rewards.sum(dim=1)
+        if reward_model is None and of_turns is not None:
+            return of_turns
         device = _device_of(reward_model)
         name = type(reward_model).__qualname__
         trim = isinstance(reward_model, SequenceReward | FunctionReward | RewardPool)
+        # Functions read the rows themselves.
+        multiple = width_multiple(device, self.width_multiple) if isinstance(reward_model, SequenceReward) else 1
         scores: list[Tensor] = []
 
         def step(part: slice) -> None:
-            ids, mask = rows.right_padded(part, trim=trim)
+            ids, mask = rows.right_padded(part, trim=trim, multiple=multiple)
             starts = rows.prompt_lengths[part]
             part_scores = reward_model(
                 input_ids=ids.to(device),
@@ -124,12 +145,15 @@ class ModelPasses:
                 response_end=(starts + rows.lengths[part]).to(device),
                 gt_answer=answers[part],
                 **vision_keywords(reward_model, rows.vision_of(part), device),
+                **({} if columns is None or not takes_columns(reward_model) else {"columns": columns[part]}),
             )
             scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())
+            if isinstance(parts := getattr(reward_model, "parts", None), Tensor):
+                on_parts(parts)
             self.on_progress(rows_done=part.stop, rows=len(answers))
 
         self._size(reward_model, scores=True).run([0] * len(answers), _widths(rows, trim=trim), step)
-        return torch.cat(scores)
+        return torch.cat(scores) if of_turns is None else torch.cat(scores) + of_turns
 
     def values(self, critic: Any, rows: Rows, *, coati: bool) -> Tensor:
         """Return the value of the state before each action.
@@ -148,10 +172,11 @@ class ModelPasses:
         """
         device = _device_of(critic)
         trim = isinstance(critic, Critic) and not coati
+        multiple = width_multiple(device, self.width_multiple)
         parts: list[Tensor] = []
 
         def step(part: slice) -> None:
-            ids, mask = rows.right_padded(part, trim=trim)
+            ids, mask = rows.right_padded(part, trim=trim, multiple=multiple)
             values = all_values(critic, ids.to(device), mask.to(device), vision=rows.vision_of(part)).cpu()
             self.on_progress(rows_done=part.stop, rows=len(rows.sequences))
             if coati:
@@ -215,3 +240,17 @@ def _device_of(model: Any) -> torch.device:
         for parameter in model.parameters():
             return parameter.device
     return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def eval_mode(*models: Any) -> Iterator[None]:
+    """Switch dropout off; on exit, restore it in the modules that were in training mode."""
+    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import torch
 
+from pipeline.config.rewards import part_labels
 from pipeline.config.schema import Config
-from pipeline.errors import ExitCode, WeightsMismatchError
+from pipeline.errors import EngineKilledError, ExitCode, WeightsMismatchError
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.loader import RowCallback, load_roller
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import Roller
 from pipeline.rollout.sample_recorder import RolloutSamples
+from pipeline.rollout.ticket_stream import new_stream
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
@@ -44,7 +46,9 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     """
     torch.set_num_threads(config.rollout.threads)
     transport = "ray" if config.cluster.engine == "ray" else "shm"
-    metrics = RolloutMetrics(context.metrics, reward_source=reward_source(config), transport=transport)
+    metrics = RolloutMetrics(
+        context.metrics, reward_source=reward_source(config), transport=transport, reward_labels=part_labels(config)
+    )
     # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.
     roller, samples = (load or load_local)(config, context, metrics)
     device = process_device()
@@ -59,16 +63,19 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     waiting_since_s = monotonic_s()
     try:
         while not worker.finished:
-            context.metrics.beat()
             context.reloaded()
             worker.draining |= context.stopping
             for message in mailbox.receive(0.0):
                 worker.handle(message)
             if not worker.idle:
-                metrics.ticket_came(monotonic_s() - waiting_since_s)
-                worker.step()
+                waited_s = monotonic_s() - waiting_since_s
+                for _ in range(worker.step()):
+                    metrics.ticket_came(waited_s)
+                    waited_s = 0.0
                 waiting_since_s = monotonic_s()
                 continue
+            # Not during the work: its progress beats.
+            context.metrics.beat()
             metrics.in_flight(0)
             with metrics.waiting():
                 for message in mailbox.receive(_IDLE_S):
@@ -76,6 +83,9 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         return ExitCode.OK
     except WeightsMismatchError:
         context.report(Report(state="unusable"))
+        raise
+    except EngineKilledError:
+        context.report(Report(killed=True))
         raise
     finally:
         worker.close()
@@ -120,7 +130,7 @@ def worker_with(
 ) -> RolloutWorker:
     """Return the worker of a configuration with this roller."""
     return RolloutWorker(
-        roller,
+        new_stream(roller, config, metrics),
         arena,
         context.folder / "weights",
         sender,

@@ -51,6 +51,8 @@ _CONNECT_S: Final = 5.0
 _RETRY_S: Final = 0.5
 # Longest time to put weights into the store, and to transfer them to another machine: a constant and a slowest speed.
 _PATIENCE_S: Final = 30.0
+# Time that the holder of the weights has besides, if its process may have to be started: minutes on a busy machine.
+_HOLDER_START_S: Final = 120.0
 _STORED_BYTES_S: Final = 5e8
 _TRANSFERRED_BYTES_S: Final = 1e8
 _MOST_CHARACTERS: Final = 2000
@@ -151,12 +153,12 @@ class RemoteRoller:
             raise RlhfdError(str(error), bare=error.bare) from error
         log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", self._machine, pid, self._gpus)
 
-    def roll(self, position: int, prompts: int) -> Rolled:
+    def roll(self, position: int, prompts: int, *, evaluation: int = -1) -> Rolled:
         """Roll out prompts; see `pipeline.rollout.roller.LocalRoller.roll`."""
         with self._metrics.clock.during("generate"):
             self._is_rolling = True
             try:
-                rolled: Rolled = self._call("roll", position, prompts)
+                rolled: Rolled = self._call("roll", position, prompts, evaluation)
             finally:
                 self._is_rolling = False
         return rolled
@@ -170,7 +172,7 @@ class RemoteRoller:
         """
         stored_s = _PATIENCE_S + source.nbytes / _STORED_BYTES_S
         transferred_s = _PATIENCE_S + source.nbytes / _TRANSFERRED_BYTES_S
-        give_up_s = time.monotonic() + 2 * stored_s + transferred_s
+        give_up_s = time.monotonic() + 2 * (_HOLDER_START_S + stored_s) + transferred_s
         while True:
             try:
                 fetched: WeightsVersion = self._call("fetch", self._newest(stored_s), patience_s=transferred_s)
@@ -209,8 +211,10 @@ class RemoteRoller:
             _LostError: If their holder is dead, or does not answer.
         """
         try:
-            # Kept: Ray ends an actor with the last handle to it in the process that made it.
-            self._holder = self._holder or self._find_holder()
+            if self._holder is None:
+                # Kept: Ray ends an actor with the last handle to it in the process that made it.
+                self._holder = self._find_holder()
+                patience_s += _HOLDER_START_S
             return self._wait(self._holder.newest.remote(), patience_s)[0]
         except TimeoutError as error:
             ray.kill(self._holder)
@@ -241,6 +245,7 @@ class RemoteRoller:
                 raise _LostError(_one_line(error)) from error
             raise
         self._context.metrics.beat()
+        self._metrics.sampled_remotely(result.sampled, 0)
         _log(result.records)
         for name, seconds in result.stages:
             self._metrics.staged(name, seconds)
@@ -250,6 +255,8 @@ class RemoteRoller:
             self._metrics.out_of_memory(during)
         for parts in result.scores:
             self._on_row(parts)
+        for verdict, gaps in result.judged:
+            self._metrics.engine_judged(verdict, gaps)
         if result.error is not None:
             raise result.error
         return result.value
@@ -294,8 +301,9 @@ class RemoteRoller:
     def _show(self, status: NodeStatus) -> None:
         if status.beats != self._beats:
             self._beats = status.beats
-            rows_done, rows, tokens = status.progress
-            self._metrics.beat(rows_done=rows_done, rows=rows, tokens=tokens)
+            rows_done, rows = status.progress
+            self._metrics.beat(rows_done=rows_done, rows=rows)
+            self._metrics.sampled_remotely(status.sampled, status.in_hand)
         if self._is_rolling and status.activity:
             self._metrics.clock.enter(status.activity)
         _log(status.records)

@@ -28,8 +28,12 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.store import WeightsCopy
+from pipeline.rollout.generation.engine_probe import Verdict
 from pipeline.rollout.loader import load_roller
+from pipeline.rollout.progress import SampledTokens
 from pipeline.rollout.roller import LocalRoller
+from pipeline.runtime.child_process import attention_variables
+from pipeline.storage.weights_header import WeightsVersion
 
 _MOST_RECORDS: Final = 1000
 _SILENT_SHARE: Final = 0.8
@@ -71,7 +75,9 @@ class CallResult:
         reward_errors: The reason of each row without a reward.
         out_of_memory: "pass" or "generate", for each call that ran out of the device's memory.
         scores: The parts of each row's reward, None for a row without one.
+        judged: Verdict and differences of each probe of the engine.
         records: Log records since the last result or status.
+        sampled: Response tokens that the node has sampled since its start.
     """
 
     value: Any = None
@@ -80,7 +86,9 @@ class CallResult:
     reward_errors: list[str] = dataclasses.field(default_factory=list)
     out_of_memory: list[str] = dataclasses.field(default_factory=list)
     scores: list[Sequence[float] | None] = dataclasses.field(default_factory=list)
+    judged: list[tuple[Verdict, Sequence[float]]] = dataclasses.field(default_factory=list)
     records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
+    sampled: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +99,17 @@ class NodeStatus:
         beats: Heartbeats so far.
         activity: The current activity, "" for none.
         records: Log records since the last result or status.
-        progress: Rows done, rows, and tokens generated, of the current stage.
+        progress: Rows done and rows of the current stage.
+        sampled: Response tokens that the node has sampled since its start.
+        in_hand: Those of them whose requests have not ended.
     """
 
     beats: int
     activity: str
     records: list[logging.LogRecord]
-    progress: tuple[int, int, int | None] = (0, 0, None)
+    progress: tuple[int, int] = (0, 0)
+    sampled: int = 0
+    in_hand: int = 0
 
 
 class NodeTelemetry:
@@ -107,17 +119,20 @@ class NodeTelemetry:
         self.beats = 0
         self.beat_s = time.monotonic()
         self.current = ""
-        self.progress: tuple[int, int, int | None] = (0, 0, None)
+        self.progress = (0, 0)
+        self.tokens = 0
+        self._sampled = SampledTokens(self._count_sampled)
         self._out_of_memory: list[str] = []
         self._stages: list[tuple[str, float]] = []
         self._reward_errors: list[str] = []
         self._scores: list[Sequence[float] | None] = []
+        self._judged: list[tuple[Verdict, Sequence[float]]] = []
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
         """Count the time of the block for an activity."""
         started_s, before = time.monotonic(), self.current
-        self.current, self.progress = name, (0, 0, None)
+        self.current, self.progress = name, (0, 0)
         try:
             yield
         finally:
@@ -125,11 +140,22 @@ class NodeTelemetry:
         self._stages.append((name, time.monotonic() - started_s))
 
     def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        """Count a heartbeat, and keep the progress of the stage if `rows` is above 0."""
+        """Count a heartbeat; keep the progress of the stage if `rows` is above 0, and count tokens."""
         if rows:
-            self.progress = (rows_done, rows, tokens)
+            self.progress = (rows_done, rows)
+        if tokens is not None:
+            self._sampled.reported(tokens)
         self.beats += 1
         self.beat_s = time.monotonic()
+
+    def sampled(self, tokens: int) -> None:
+        """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
+        self._sampled.ended(tokens)
+
+    @property
+    def in_hand(self) -> int:
+        """Tokens counted for requests that have not ended."""
+        return self._sampled.in_hand
 
     def reward_errored(self, reason: str) -> None:
         """Record a row without a reward."""
@@ -139,15 +165,31 @@ class NodeTelemetry:
         """Record a call that ran out of the device's memory."""
         self._out_of_memory.append(during)
 
+    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
+        """Record a probe of the engine."""
+        self._judged.append((verdict, gaps))
+
     def on_row(self, parts: Sequence[float] | None) -> None:
         """Record the parts of a row's reward."""
         self._scores.append(parts)
 
     def take(self, value: Any, error: RlhfdError | None) -> CallResult:
         """Return the result of a call with all events since the last one, and start anew."""
-        result = CallResult(value, error, self._stages, self._reward_errors, self._out_of_memory, self._scores)
-        self._stages, self._reward_errors, self._out_of_memory, self._scores = [], [], [], []
+        result = CallResult(
+            value,
+            error,
+            self._stages,
+            self._reward_errors,
+            self._out_of_memory,
+            self._scores,
+            self._judged,
+            sampled=self.tokens,
+        )
+        self._stages, self._reward_errors, self._out_of_memory, self._scores, self._judged = [], [], [], [], []
         return result
+
+    def _count_sampled(self, tokens: int) -> None:
+        self.tokens += tokens
 
 
 class RolloutNode:
@@ -171,15 +213,15 @@ class RolloutNode:
         """
         return self._call(self._load, 1)
 
-    def roll(self, position: int, prompts: int) -> CallResult:
+    def roll(self, position: int, prompts: int, evaluation: int = -1) -> CallResult:
         """Roll out prompts; the value is a `pipeline.rollout.roller.Rolled`."""
         roller, config = self._loaded()
-        return self._call(lambda: roller.roll(position, prompts), config.rollout.threads)
+        return self._call(lambda: roller.roll(position, prompts, evaluation=evaluation), config.rollout.threads)
 
     def fetch(self, weights: WeightsCopy) -> CallResult:
         """Replace the weights by these; the value is their `WeightsVersion`."""
         roller, config = self._loaded()
-        return self._call(lambda: roller.fetch(weights), config.rollout.threads)
+        return self._call(lambda: _proven(roller, weights), config.rollout.threads)
 
     def close(self) -> None:
         """Close the roller, and detach from this process's log."""
@@ -205,7 +247,14 @@ class RolloutNode:
             self._has_logged_stacks = True
             self._records.emit(_hang_record(silent_s))
         telemetry = self._telemetry
-        return NodeStatus(telemetry.beats, telemetry.current, self._records.take(), telemetry.progress)
+        return NodeStatus(
+            telemetry.beats,
+            telemetry.current,
+            self._records.take(),
+            telemetry.progress,
+            telemetry.tokens,
+            telemetry.in_hand,
+        )
 
     def _loaded(self) -> tuple[LocalRoller, Config]:
         assert self._roller is not None and self._config is not None
@@ -233,6 +282,7 @@ class RolloutNode:
         if release != self._spec.release:
             raise ConfigError(f"{machine} has rlhfd {release}, the daemon's machine {self._spec.release}")
         self._config = Config.model_validate_json(self._spec.config)
+        os.environ.update(attention_variables(cudnn_attention=self._config.daemon.cudnn_attention))
         torch.set_num_threads(self._config.rollout.threads)
         if os.path.isdir(self._spec.working_directory):
             # Scorers import reward functions from the folder they are started in, which is this process's.
@@ -247,6 +297,13 @@ class RolloutNode:
         except ConfigError as error:
             raise ConfigError(f"on {machine}: {error}", bare=f"on {machine}: {error.bare}") from error
         return machine, os.getpid()
+
+
+def _proven(roller: LocalRoller, weights: WeightsCopy) -> WeightsVersion:
+    """Replace the weights, and ask the engine about these."""
+    fetched = roller.fetch(weights)
+    roller.on_sampled(roller.weights.prove(fetched.version))
+    return fetched
 
 
 class _Records(logging.Handler):

@@ -6,40 +6,58 @@ A worker rolls out with a `Roller`: `LocalRoller` in its own process, `pipeline.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 import torch
 import xxhash
 
 from pipeline.config.lengths import Lengths
-from pipeline.config.sizes import extent_bytes_bound
-from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
-from pipeline.experience import codec
+from pipeline.errors import ConfigError, FieldError, PromptError, ShapeError
 from pipeline.experience.types import Experience
 from pipeline.models.weights.store import WeightsReader
-from pipeline.prompts import Prompt, PromptSource, render
-from pipeline.rollout.generation.interface import ResponseGenerator
+from pipeline.prompts.rendering import Rendering, Template, render
+from pipeline.prompts.source import PromptSource
+from pipeline.prompts.types import Prompt
+from pipeline.rollout.environment.turns import Turns, TurnSettings, sample_turns
+from pipeline.rollout.generation.engine_probe import EngineProbe
+from pipeline.rollout.generation.engines import hand_over
+from pipeline.rollout.generation.interface import Completed, Engine, Responses
 from pipeline.rollout.insert_gate import Fault, find_fault
-from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts
+from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
+from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_keywords_of
 from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.evaluations import PromptResult
 
-_TRIED_PROMPTS = 64
-_TRIED_ROLLOUTS = 3
-_TRIED_TOKENS = 16
+_ACTOR = "actor."
 
 log = logging.getLogger(__name__)
 
 
 class Maker(Protocol):
-    """The method of an experience maker (`NaiveExperienceMaker`) that a rollout calls."""
+    """The methods of an experience maker (`NaiveExperienceMaker`) that a rollout calls."""
 
     def make_experience(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, gt_answer: Any = None, **generate_kwargs: Any
     ) -> Experience:
-        """Return the experience of a left-padded batch of prompts."""
+        """Return the experience of a left-padded batch of prompts; not called if the roller has an engine."""
+
+
+class SplitMaker(Maker, Protocol):
+    """A maker whose prompts can be sampled by the engine of its caller."""
+
+    def begin(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, gt_answer: Any = None, **generate_kwargs: Any
+    ) -> PromptBatch:
+        """Check prompts and return them with their sampling parameters."""
+
+    def finish(self, batch: PromptBatch, responses: Responses) -> Experience:
+        """Return the experience of prompts and their responses."""
 
 
 class WeightsSource(Protocol):
@@ -60,6 +78,9 @@ class Rolled:
         fault: Why the experience must not be sealed.
         stopped: ``(B,)`` bool, whether the response ended by itself; None without experience or with a fault.
         answers: The right answer of each prompt rolled out.
+        versions: Weights that the responses were sampled with, oldest first; empty if all are those held by the
+            caller.
+        results: Those of held-out prompts, which have no experience.
     """
 
     experience: Experience | None
@@ -68,13 +89,32 @@ class Rolled:
     fault: Fault | None = None
     stopped: torch.Tensor | None = None
     answers: Sequence[Any] = ()
+    versions: tuple[int, ...] = ()
+    results: tuple[PromptResult, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """Prompts that are ready to be sampled.
+
+    Attributes:
+        kept: The prompts that can be rolled out.
+        prompts: All prompts, those set aside included.
+        refused: Why the last prompt set aside could not be rolled out.
+        arguments: Of the maker, by name; empty without prompts.
+    """
+
+    kept: list[tuple[Prompt, RenderedPrompt]]
+    prompts: int
+    refused: PromptError | None
+    arguments: Mapping[str, Any]
 
 
 class Roller(Protocol):
     """The interface of a rollout worker to its models: `LocalRoller`, or `RemoteRoller` for an actor of a cluster."""
 
-    def roll(self, position: int, prompts: int) -> Rolled:
-        """Roll out the prompts at ``position ... position + prompts - 1``."""
+    def roll(self, position: int, prompts: int, *, evaluation: int = -1) -> Rolled:
+        """Roll out the prompts at ``position ... position + prompts - 1``, of a held-out file if one is given."""
 
     def fetch(self, source: WeightsReader) -> WeightsVersion:
         """Replace the weights by the newest version; return that version."""
@@ -89,13 +129,15 @@ class ModelWeights:
 
     Attributes:
         targets: The tensors that published weights are copied into, by published name.
-        engine: Paused during the copy, then notified of the new weights; None if there is none.
+        engine: Paused during the copy, then notified of the new weights. It samples the prompts; None: the maker does.
         check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
+        probe: Asks the engine about each version; None: it is not asked.
     """
 
     targets: Mapping[str, torch.Tensor]
-    engine: ResponseGenerator | None = None
+    engine: Engine | None = None
     check: Callable[[WeightsVersion], None] = lambda fetched: None
+    probe: EngineProbe | None = None
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version.
@@ -114,22 +156,65 @@ class ModelWeights:
             self.engine.pause()
         fetched = source.fetch(self.targets)
         if self.engine is not None:
-            self.engine.update_weights(_of_actor(self.targets))
+            hand_over(self.engine, source, fetched, self.targets)
             self.engine.resume()
         self.check(fetched)
         return fetched
+
+    def hand_over_again(self, version: int) -> None:
+        """Have the engine take the version that the targets hold once more, from the targets."""
+        assert self.engine is not None
+        actor = {name.removeprefix(_ACTOR): tensor for name, tensor in self.targets.items() if name.startswith(_ACTOR)}
+        self.engine.pause()
+        self.engine.update_weights(actor, version)
+        self.engine.resume()
+
+    def prove(self, version: int) -> int:
+        """Ask the engine about a version, and return the tokens of its answers; there must be no request in hand.
+
+        An engine that refuses the request is not judged; a warning is logged.
+
+        Raises:
+            WeightsMismatchError: If the engine does not compute with it (`EngineProbe.judge`).
+        """
+        if self.engine is None or self.probe is None:
+            return 0
+        tokens = 0
+        while True:
+            try:
+                answers = sample_all(self.engine, [self.probe.request(0)])
+            except (FieldError, ShapeError) as error:
+                self.probe.refused(version, error)
+                return tokens
+            tokens += tokens_of(answers)
+            if not self.probe.judge(answers[0].responses[0], version):
+                return tokens
+            self.hand_over_again(version)
 
 
 class LocalRoller:
     """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone.
 
+    `roll` does all of it. `pipeline.rollout.ticket_stream` has several rollouts in hand: it calls `begin`, has the
+    prompts sampled by the engine, and calls `finish`.
+
     Attributes:
-        on_prompts: Called with the prompts of each rollout before it begins, for messages that name them.
+        on_prompts: Called with the prompts of each rollout before these are scored, for messages that name them.
+        stage: Called with "generate" while the engine samples; see `NaiveExperienceMaker`.
+        on_sampled: Called with the tokens of the responses of each `roll`.
         last_place: File and line of the last prompt of the newest rollout.
         lengths: Maximum tokens of a row, a prompt and a response.
+        tokenizer: The actor's.
+        weights: Those that the maker computes with.
+        vocabulary: Tokens of the model; ids are below it.
+        vision: Renders prompts with images; None for a model of text alone.
+        evaluations: The rollers of the held-out files, closed with this one.
+        turns: Of rows in an environment, closed with the engine; None: a row is one response.
     """
 
     on_prompts: Callable[[Sequence[Prompt]], None] = staticmethod(lambda prompts: None)
+    stage: Callable[[str], AbstractContextManager[None]] = staticmethod(lambda name: contextlib.nullcontext())
+    on_sampled: Callable[[int], None] = staticmethod(lambda tokens: None)
 
     def __init__(
         self,
@@ -141,7 +226,7 @@ class LocalRoller:
         seed: int,
         lengths: Lengths,
         vocabulary: int,
-        template: str,
+        template: Template | Rendering,
         generate_kwargs: Mapping[str, Any],
         vision: VisionPrompts | None = None,
         log_texts: bool = False,
@@ -156,25 +241,31 @@ class LocalRoller:
             seed: Of the run.
             lengths: Maximum tokens of a row, a prompt and a response.
             vocabulary: Tokens of the model; ids are below it.
-            template: As in `pipeline.prompts.render`.
+            template: As in `pipeline.prompts.rendering.render`.
             generate_kwargs: Passed to the maker with each batch.
             vision: Renders prompts with images; None for a model of text alone.
             log_texts: Whether the log may quote prompts.
         """
-        self._vision = vision
+        self.vision = vision
         self._log_texts = log_texts
         self._maker = maker
         self._source = source
-        self._tokenizer = tokenizer
-        self._weights = weights
+        self.tokenizer = tokenizer
+        self.weights = weights
         self._seed = seed
         self.lengths = lengths
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._template = template
         self._generate_kwargs = dict(generate_kwargs)
         self.last_place = ""
+        self.evaluations: Sequence[LocalRoller] = ()
+        self.turns: TurnSettings | None = None
 
-    def roll(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Rolled:
+    def of(self, evaluation: int) -> LocalRoller:
+        """Return the roller of a held-out file, or this one for -1."""
+        return self if evaluation < 0 else self.evaluations[evaluation]
+
+    def roll(self, position: int, prompts: int, *, evaluation: int = -1, response_tokens: int | None = None) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
 
         A prompt that leaves no room for a response, that the chat template refuses, or one of whose images cannot be
@@ -183,6 +274,7 @@ class LocalRoller:
         Args:
             position: The first prompt's.
             prompts: How many.
+            evaluation: Number of a held-out file; -1: the prompts of training.
             response_tokens: Most tokens of a response; None: only `max_length` bounds it.
 
         Raises:
@@ -190,6 +282,32 @@ class LocalRoller:
             ConfigError: If a prompt has images and the model takes text alone, or is chat messages and there is no
                 template for them.
         """
+        if evaluation >= 0:
+            return self.of(evaluation).roll(position, prompts)
+        begun = self.begin(position, prompts, response_tokens=response_tokens)
+        if not begun.kept:
+            return Rolled(None, prompts, begun.refused)
+        if self.engine is None:
+            self._announce(begun)
+            others = dict(begun.arguments)
+            input_ids, mask = others.pop("input_ids"), others.pop("attention_mask")
+            return self._checked(begun, self._maker.make_experience(input_ids, mask, **others))
+        batch = self.batch_of(begun)
+        with self.stage("generate"):
+            if (turns := self.turns_of(begun, batch, itertools.count().__next__)) is not None:
+                completed = sample_turns(self.engine, turns, self.on_sampled)
+            else:
+                completed = sample_all(self.engine, batch.requests(itertools.count().__next__))
+                self.on_sampled(tokens_of(completed))
+        return self.finish(begun, batch, completed)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that samples the prompts; None: the maker does."""
+        return self.weights.engine
+
+    def begin(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Begun:
+        """Render and pad prompts; arguments and errors as for `roll`."""
         refused: PromptError | None = None
         kept: list[tuple[Prompt, RenderedPrompt]] = []
         for place in range(position, position + prompts):
@@ -202,42 +320,88 @@ class LocalRoller:
                 log.warning("prompt set aside: position=%d line=%d reason=%s",
                             place, prompt.line, error.told(texts=self._log_texts))  # fmt: skip
         if not kept:
-            return Rolled(None, prompts, refused)
-        self.last_place = kept[-1][0].place
-        self.on_prompts([prompt for prompt, _ in kept])
+            return Begun(kept, prompts, refused, {})
         input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
         room = self._columns(input_ids.shape[1]) - input_ids.shape[1]
-        experience = self._maker.make_experience(
-            input_ids,
-            mask,
-            gt_answer=[prompt.answer for prompt, _ in kept],
-            max_length=input_ids.shape[1] + min(room, response_tokens or room),
-            seed=seed_of(self._seed, position),
+        arguments = {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "gt_answer": [prompt.answer for prompt, _ in kept],
+            "max_length": input_ids.shape[1] + min(room, response_tokens or room),
+            "seed": seed_of(self._seed, position),
+            **_columns(kept),
             **self._generate_kwargs,
-            **(_vision_keywords(kept) if self._vision else {}),
+            **(vision_keywords_of(kept) if self.vision else {}),
+        }
+        return Begun(kept, prompts, refused, arguments)
+
+    def batch_of(self, begun: Begun) -> PromptBatch:
+        """Return prompts with their sampling parameters, for the engine.
+
+        Raises:
+            FieldError: If the maker refuses them; also ShapeError.
+        """
+        maker = cast("SplitMaker", self._maker)
+        return maker.begin(**begun.arguments)
+
+    def turns_of(self, begun: Begun, batch: PromptBatch, new_key: Callable[[], int]) -> Turns | None:
+        """Return the turns of prompts in their environments; None: they have one response each."""
+        if self.turns is None:
+            return None
+        return Turns(self.turns, batch, [prompt for prompt, _ in begun.kept], self.tokenizer, new_key)
+
+    def finish(self, begun: Begun, batch: PromptBatch, completed: Sequence[Completed]) -> Rolled:
+        """Score the responses of prompts, and check the experience; errors as for `roll`.
+
+        Args:
+            begun: The prompts.
+            batch: Of these prompts.
+            completed: One element a prompt, in order.
+        """
+        self._announce(begun)
+        maker = cast("SplitMaker", self._maker)
+        rolled = self._checked(begun, maker.finish(batch, batch.joined(completed)))
+        spans = (span for request in completed for response in request.responses for span in response.spans)
+        return dataclasses.replace(rolled, versions=tuple(sorted({span.version for span in spans})))
+
+    def _announce(self, begun: Begun) -> None:
+        self.last_place = begun.kept[-1][0].place
+        self.on_prompts([prompt for prompt, _ in begun.kept])
+
+    def _checked(self, begun: Begun, experience: Experience) -> Rolled:
+        failed = begun.prompts - len(begun.kept)
+        fault = find_fault(
+            experience,
+            vocabulary=self.vocabulary,
+            pad_token_id=self.tokenizer.pad_token_id,
+            has_observations=self.turns is not None,
         )
-        fault = find_fault(experience, vocabulary=self._vocabulary, pad_token_id=self._tokenizer.pad_token_id)
         if fault is not None:
-            return Rolled(experience, prompts - len(kept), refused, fault)
-        answers = [prompt.answer for prompt, _ in kept]
-        return Rolled(experience, prompts - len(kept), refused, None, self._stopped(experience), answers)
+            return Rolled(experience, failed, begun.refused, fault)
+        answers = [prompt.answer for prompt, _ in begun.kept]
+        return Rolled(experience, failed, begun.refused, None, self._stopped(experience), answers)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `ModelWeights.fetch`."""
-        return self._weights.fetch(source)
+        return self.weights.fetch(source)
 
     def close(self) -> None:
-        """Close the prompts."""
+        """Close the prompts and the engine."""
         self._source.close()
+        for held_out in self.evaluations:
+            held_out.close()
+        if self.engine is not None:
+            self.engine.close()
+        if self.turns is not None:
+            self.turns.pool.close()
 
     def _render(self, prompt: Prompt) -> RenderedPrompt:
-        template: Any = self._template
-        if self._vision is not None:
-            rendered = self._vision.render(prompt, template)
+        if self.vision is not None:
+            rendered = self.vision.render(prompt, self._template)
         elif prompt.images:
             raise ConfigError(f"{prompt.named} has images, but model.actor takes text alone")
         else:
-            rendered = RenderedPrompt(render(prompt, self._tokenizer, template))
+            rendered = RenderedPrompt(render(prompt, self.tokenizer, self._template))
         if len(rendered.ids) > self.lengths.prompt:
             row, longest, response = self.lengths
             problem = f"leave no room for a response: rollout.max_length is {row}"
@@ -252,16 +416,18 @@ class LocalRoller:
         return self.lengths.row if response is None else prompt_columns + response
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
-        """Return ``(B,)`` bool: the response is shorter than the room for it, or ends with eos."""
+        """Return ``(B,)`` bool: the response is shorter than its room or ends with eos, or its environment ended it."""
         assert experience.action_mask is not None
+        if self.turns is not None and experience.info is not None:
+            return torch.logical_not(experience.info["cut"])
         lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
-        if (eos := self._tokenizer.eos_token_id) is None:
+        if (eos := self.tokenizer.eos_token_id) is None:
             return lengths < columns
         return torch.logical_or(lengths < columns, experience.sequences[:, -1] == eos)
 
     def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in rows)
-        input_ids = torch.full((len(rows), width), self._tokenizer.pad_token_id, dtype=torch.int64)
+        input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id, dtype=torch.int64)
         mask = torch.zeros((len(rows), width), dtype=torch.int64)
         for row, ids in enumerate(rows):
             input_ids[row, width - len(ids) :] = torch.tensor(ids)
@@ -270,86 +436,12 @@ class LocalRoller:
         return input_ids, mask
 
 
-def _vision_keywords(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
-    """Return pixels of all prompts end to end, images per prompt, and their paths, for files are not stored."""
-    keywords: dict[str, Any] = {
-        name: torch.cat(parts)
-        for name in ("pixel_values", "image_grid_thws")
-        if (parts := [rendered.vision[name] for _, rendered in kept if rendered.vision])
-    }
-    return {
-        **keywords,
-        "image_num": torch.tensor([len(prompt.images) for prompt, _ in kept], dtype=torch.float32),
-        "raw_images": [list(prompt.images) or None for prompt, _ in kept],
-    }
+def _columns(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
+    """Return the keyword with the further columns of each prompt; none if no prompt has any."""
+    columns = [prompt.columns for prompt, _ in kept]
+    return {"columns": columns} if any(columns) else {}
 
 
 def seed_of(run_seed: int, position: int) -> int:
     """Return the sampling seed of the ticket that starts at a prompt position; it is the same on any worker."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}:{position}".encode()) >> 1
-
-
-def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
-    """Roll prompts out before the first ticket, so that a broken reward or model ends the start, not the run later.
-
-    Responses have 16 tokens at most: a large model on a CPU would take longer for whole ones than a start may.
-
-    Args:
-        roller: The worker's.
-        row_bytes: Bytes reserved for a row; pixels may be larger.
-
-    Raises:
-        ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one do not fit into
-            `row_bytes`.
-        RewardError: If none of the first usable prompts gets a reward.
-        FieldError: If none of their rollouts passes the insert gate.
-        RlhfdError: Any other error of the rollout of a usable prompt.
-    """
-    refused: list[RewardError | FieldError] = []
-    set_aside: PromptError | None = None
-    for position in range(_TRIED_PROMPTS):
-        try:
-            rolled = roller.roll(position, 1, response_tokens=_TRIED_TOKENS)
-            if rolled.fault is not None:
-                raise FieldError(f"a rollout before the first ticket is refused: {rolled.fault.detail}")
-        except (RewardError, FieldError) as error:
-            # One prompt may fail; if the first few do, all will.
-            refused.append(error)
-            if len(refused) == _TRIED_ROLLOUTS:
-                break
-            continue
-        experience = rolled.experience
-        if experience is None:
-            set_aside = rolled.refused
-            continue
-        try:
-            room = extent_bytes_bound(len(experience.sequences), row_bytes)
-            encoded = codec.encode(experience, memoryview(bytearray(room)), checksum=False)
-        except ArenaFullError as error:
-            raise ConfigError(f"buffer.row_bytes: {error}") from error
-        if (whole := encoded.nbytes + _bytes_left_out(experience, roller.lengths.row)) > room:
-            raise ConfigError(
-                f"buffer.row_bytes: extent of {whole:,} B does not fit: {room:,} B are reserved for the "
-                f"{len(experience.sequences)} rows of a prompt at rollout.max_length {roller.lengths.row:,}"
-            )
-        return
-    if refused:
-        raise refused[-1]
-    assert set_aside is not None
-    message = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
-    raise ConfigError(f"{message} {set_aside}", bare=f"{message} {set_aside.bare}")
-
-
-def _bytes_left_out(experience: Experience, max_length: int) -> int:
-    """Return the bytes that the rows would take beyond their own if all responses reached `max_length`."""
-    rows, columns = experience.sequences.shape
-    a_token = sum(
-        value.element_size()
-        for value in vars(experience).values()
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
-    )
-    return rows * (max_length - columns) * a_token
-
-
-def _of_actor(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}

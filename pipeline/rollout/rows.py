@@ -6,10 +6,11 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from pipeline.errors import FieldError, ShapeError, TokenError
+from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.generation.interface import Responses, Sampling, TurnColumns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +20,12 @@ class Rows:
     Attributes:
         sequences: ``(B, max_length)`` int64, prompts padded on the left, responses on the right.
         attention_mask: ``(B, max_length)`` int64.
-        action_mask: ``(B, A)`` bool.
+        action_mask: ``(B, A)`` bool; observations of an environment, which the actor did not sample, are left out.
         prompt_lengths: ``(B,)`` int64, real tokens of each prompt.
-        lengths: ``(B,)`` int64, tokens of each response, from 1 to A.
+        lengths: ``(B,)`` int64, tokens of each response, observations included, from 1 to A.
         pad_token_id: The token in padding.
         vision: Images and videos of the rows; None where rows are text alone.
+        turns: Of rows of several turns; None for one response a row.
     """
 
     sequences: Tensor
@@ -33,6 +35,7 @@ class Rows:
     lengths: Tensor
     pad_token_id: int
     vision: VisionRows | None = None
+    turns: TurnColumns | None = None
 
     @classmethod
     def of(
@@ -52,28 +55,19 @@ class Rows:
         Raises:
             ShapeError: If the engine returned another number of rows or columns, or an impossible length.
         """
-        batch_size, prompt_width = prompt_mask.shape
-        num_actions = sampling.max_length - prompt_width
-        shape, lengths = tuple(responses.sequences.shape), responses.lengths
-        if shape != (batch_size, sampling.max_length) or lengths.shape != (batch_size,):
-            raise ShapeError(
-                f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
-                f"not ({batch_size}, {sampling.max_length}) and ({batch_size},)"
-            )
-        wrong = (lengths < 1) | (lengths > num_actions)
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise ShapeError(f"row {row}: a response of {int(lengths[row])} tokens, not from 1 to {num_actions}")
+        num_actions = check_responses(responses, len(prompt_mask), prompt_mask.shape[1], sampling.max_length)
+        lengths = responses.lengths
         prompt_mask = (prompt_mask != 0).long()
-        action_mask = torch.arange(num_actions) < lengths.unsqueeze(1)
+        real, turns = torch.arange(num_actions) < lengths.unsqueeze(1), responses.turns
         return cls(
             sequences=responses.sequences,
-            attention_mask=torch.cat([prompt_mask, action_mask.long()], dim=1),
-            action_mask=action_mask,
+            attention_mask=torch.cat([prompt_mask, real.long()], dim=1),
+            action_mask=real if turns is None else real & ~turns.observed,
             prompt_lengths=prompt_mask.sum(dim=1),
             lengths=lengths,
             pad_token_id=sampling.pad_token_id,
             vision=vision,
+            turns=turns,
         )
 
     @property
@@ -91,18 +85,20 @@ class Rows:
             prompt_lengths=self.prompt_lengths[index],
             lengths=self.lengths[index],
             vision=self.vision_of(index),
+            turns=None if self.turns is None else self.turns.rows(index),
         )
 
     def vision_of(self, index: Tensor | slice) -> VisionRows | None:
         """Return images and videos of some rows; None where rows are text alone."""
         return None if self.vision is None else self.vision.rows(index)
 
-    def padded(self, index: Tensor, *, trim: bool) -> tuple[Tensor, Tensor, int]:
+    def padded(self, index: Tensor, *, trim: bool, multiple: int = 1) -> tuple[Tensor, Tensor, int]:
         """Return ids and mask of some rows in the maker's layout, and the number of action columns.
 
         Args:
             index: The rows, ``(rows,)`` int64.
             trim: Leave out the columns that are padding in all rows.
+            multiple: With `trim`, the width is rounded up to a multiple of it, by padding on the left.
 
         Returns:
             ``(rows, width)`` int64 both, and the number of action columns at their right end.
@@ -112,14 +108,21 @@ class Rows:
         prompt_width = self.sequences.shape[1] - self.num_actions
         longest = int(self.lengths[index].max())
         columns = slice(prompt_width - int(self.prompt_lengths[index].max()), prompt_width + longest)
-        return self.sequences[index, columns], self.attention_mask[index, columns], longest
+        padding = -(columns.stop - columns.start) % multiple
+        sequences, mask = self.sequences[index, columns], self.attention_mask[index, columns]
+        return (
+            functional.pad(sequences, (padding, 0), value=self.pad_token_id),
+            functional.pad(mask, (padding, 0)),
+            longest,
+        )
 
-    def right_padded(self, part: slice, *, trim: bool) -> tuple[Tensor, Tensor]:
+    def right_padded(self, part: slice, *, trim: bool, multiple: int = 1) -> tuple[Tensor, Tensor]:
         """Return ids and mask of some rows, the first real token in column 0.
 
         Args:
             part: The rows.
             trim: Make the result as wide as the longest row, in place of `max_length`.
+            multiple: With `trim`, the width is rounded up to a multiple of it.
 
         Returns:
             ``(rows, width)`` int64 both.
@@ -127,11 +130,31 @@ class Rows:
         sequences, prompts = self.sequences[part], self.prompt_lengths[part]
         max_length = sequences.shape[1]
         real = prompts + self.lengths[part]
-        columns = torch.arange(int(real.max()) if trim else max_length)
+        columns = torch.arange(-(-int(real.max()) // multiple) * multiple if trim else max_length)
         mask = columns < real.unsqueeze(1)
         starts = max_length - self.num_actions - prompts
         source = (columns + starts.unsqueeze(1)).clamp(max=max_length - 1)
         return sequences.gather(1, source).masked_fill(~mask, self.pad_token_id), mask.long()
+
+
+def rows_with_reward(scores: Tensor, group_size: int) -> Tensor | None:
+    """Return the rows of the groups whose rewards are all finite, ``(rows,)`` int64; None for all of them.
+
+    Args:
+        scores: ``(B,)``.
+        group_size: Contiguous rows that are kept or dropped together.
+
+    Raises:
+        RewardError: If no row is left.
+    """
+    good = torch.isfinite(scores)
+    if bool(good.all()):
+        return None
+    good = good.reshape(-1, group_size).all(dim=1).repeat_interleave(group_size)
+    if not bool(good.any()):
+        errored = int((~torch.isfinite(scores)).sum())
+        raise RewardError(f"{errored} of {len(scores)} rows have no reward, and no row is left")
+    return good.nonzero().squeeze(1)
 
 
 def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
@@ -162,6 +185,35 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
     gaps = (real[:, :-1] & ~real[:, 1:]).any(dim=1) | ~real[:, -1]
     if bool(gaps.any()):
         raise FieldError(f"row {int(gaps.nonzero()[0])}: the prompt has padding after a real token; pad on the left")
+
+
+def check_responses(responses: Responses, rows: int, prompt_width: int, max_length: int) -> int:
+    """Refuse an engine's result of another shape than requested, or with an impossible length.
+
+    Args:
+        responses: The result.
+        rows: B, as requested.
+        prompt_width: P, columns of the prompts.
+        max_length: As requested.
+
+    Returns:
+        Columns of response, A = `max_length` - P.
+
+    Raises:
+        ShapeError: If there is another number of rows or columns, or a response does not have from 1 to A tokens.
+    """
+    num_actions = max_length - prompt_width
+    shape, lengths = tuple(responses.sequences.shape), responses.lengths
+    if shape != (rows, max_length) or lengths.shape != (rows,):
+        raise ShapeError(
+            f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
+            f"not ({rows}, {max_length}) and ({rows},)"
+        )
+    wrong = (lengths < 1) | (lengths > num_actions)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ShapeError(f"row {row}: a response of {int(lengths[row])} tokens, not from 1 to {num_actions}")
+    return num_actions
 
 
 def check_tokens(sequences: Tensor, vocabulary: int) -> None:

@@ -192,9 +192,11 @@ class RolloutSamples:
 
     def _response(self, experience: Experience, row: int, stopped: bool, parts: Parts) -> SampledResponse:
         assert experience.action_mask is not None and experience.info is not None
-        mask = experience.action_mask[row]
-        width = experience.sequences.shape[1] - len(mask)
+        assert experience.attention_mask is not None
+        width = experience.sequences.shape[1] - experience.action_mask.shape[1]
+        mask = experience.attention_mask[row, width:] != 0
         ids = experience.sequences[row, width:][mask][:_MOST_TOKENS].tolist()
+        observed = (~experience.action_mask[row])[mask][:_MOST_TOKENS].tolist()
 
         def of_tokens(values: Any) -> list[float]:
             return [round(value, 4) for value in values[row][mask][:_MOST_TOKENS].tolist()]
@@ -202,23 +204,27 @@ class RolloutSamples:
         log_probs, base, advantages = (
             experience.action_log_probs, experience.base_action_log_probs, experience.advantages,
         )  # fmt: skip
-        assert log_probs is not None and advantages is not None
+        assert advantages is not None
+        if log_probs is None:
+            # The trainer computes them.
+            log_probs = experience.behaviour_log_probs
         reward = float(experience.info["score"][row])
         return SampledResponse(
             pieces=pieces(self._text, ids),
-            log_probs=of_tokens(log_probs),
-            log_ratios=[] if base is None else of_tokens(log_probs - base),
+            log_probs=[] if log_probs is None else of_tokens(log_probs),
+            log_ratios=[] if base is None or log_probs is None else of_tokens(log_probs - base),
             advantages=[round(float(advantages[row]), 4)] if advantages.dim() == 1 else of_tokens(advantages),
             tokens=int(mask.sum()),
             stopped=stopped,
             reward=round(reward, 6),
             parts=self._named(parts, reward),
+            observed=observed if any(observed) else [],
         )
 
     def _named(self, parts: Parts, reward: float) -> dict[str, float]:
         if not parts or len(self._reward_names) < len(parts):
             return {}
-        # A reward model's part is the whole less the functions' parts.
+        # The part of a reward model, or of an environment, is the whole less the functions' parts.
         values = [*parts, reward - sum(parts)][: len(self._reward_names)]
         return {name: round(value, 6) for name, value in zip(self._reward_names, values, strict=True)}
 
@@ -227,9 +233,12 @@ class RolloutSamples:
 
 
 def reward_names(config: Config) -> list[str]:
-    """Return the names of the parts of a reward: the functions in their order, then the model."""
-    model = ["model"] if config.model.reward is not None and config.rollout.reward_functions else []
-    return [*config.rollout.reward_functions, *model]
+    """Return the names of the parts of a reward: the functions in their order, then model and environment together."""
+    functions = config.rollout.reward_functions
+    others = [
+        name for name, key in (("model", config.model.reward), ("environment", config.rollout.environment)) if key
+    ]
+    return [*functions, *([" and ".join(others)] if others and functions else [])]
 
 
 def pieces(text_of: Callable[[list[int]], str], ids: list[int]) -> list[str]:

@@ -7,6 +7,7 @@ addition is to repeat an image token as often as the image needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeline.config.user_modules import install_command
 from pipeline.errors import ConfigError, PromptError
-from pipeline.prompts import Prompt, Template, render
+from pipeline.prompts.rendering import Rendering, Template, render
+from pipeline.prompts.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +50,7 @@ class VisionPrompts:
             import PIL.Image  # noqa: F401 - the image processor imports it at its first image only
         except ImportError as error:
             raise ConfigError(
-                f"{field}: a vision-language model, and images are read with pillow: pip install 'rlhfd[vision]'"
+                f"{field}: a vision-language model, and images are read with pillow: {install_command('pillow')}"
             ) from error
         from transformers import AutoConfig, AutoImageProcessor
 
@@ -64,20 +67,20 @@ class VisionPrompts:
         start, end = ([] if token is None else [token] for token in around)
         self._image_in_front = [*start, self._image_token, *end]
 
-    def render(self, prompt: Prompt, template: Template = "auto") -> RenderedPrompt:
+    def render(self, prompt: Prompt, template: Template | Rendering = "auto") -> RenderedPrompt:
         """Return token ids and pixels of a prompt.
 
         Args:
             prompt: A text without an image token gets its images in front.
-            template: As in `pipeline.prompts.render`.
+            template: As in `pipeline.prompts.rendering.render`.
 
         Returns:
             Ids in which each image has its tokens, and the pixels.
 
         Raises:
             PromptError: If an image cannot be read, the prompt names another number of images than it has, or as
-                `pipeline.prompts.render`.
-            ConfigError: As `pipeline.prompts.render`.
+                `pipeline.prompts.rendering.render`.
+            ConfigError: As `pipeline.prompts.rendering.render`.
         """
         ids = render(prompt, self._tokenizer, template)  # type: ignore[arg-type]
         named = ids.count(self._image_token)
@@ -117,3 +120,17 @@ def _read(path: str) -> Any:
     with Image.open(path) as image:
         # Always three channels: the file may have a palette, gray levels, or an alpha channel.
         return image.convert("RGB")
+
+
+def vision_keywords_of(kept: Sequence[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
+    """Return pixels of all prompts end to end, images per prompt, and their paths, for files are not stored."""
+    keywords: dict[str, Any] = {
+        name: torch.cat(parts)
+        for name in ("pixel_values", "image_grid_thws")
+        if (parts := [rendered.vision[name] for _, rendered in kept if rendered.vision])
+    }
+    return {
+        **keywords,
+        "image_num": torch.tensor([len(prompt.images) for prompt, _ in kept], dtype=torch.float32),
+        "raw_images": [list(prompt.images) or None for prompt, _ in kept],
+    }

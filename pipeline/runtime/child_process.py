@@ -115,6 +115,16 @@ def executed(
     return start
 
 
+def attention_variables(*, cudnn_attention: bool) -> dict[str, str]:
+    """Return the variables of PyTorch's choice of an attention kernel, which it reads at the first attention.
+
+    Args:
+        cudnn_attention: Whether PyTorch's order of attention kernels stays; otherwise cuDNN's comes last.
+    """
+    # cuDNN makes a plan for each shape of a batch, and nearly every batch of a run has another one.
+    return {} if cudnn_attention else {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+
+
 def child_environment(*, gpu: str, threads: int, cudnn_attention: bool = False) -> dict[str, str]:
     """Return the environment of a child process: this process's variables, and those of every role.
 
@@ -134,9 +144,7 @@ def child_environment(*, gpu: str, threads: int, cudnn_attention: bool = False) 
         PARENT_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
-    if not cudnn_attention:
-        # cuDNN makes a plan for each shape of a batch, and nearly every batch of a run has another one.
-        variables["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
+    variables.update(attention_variables(cudnn_attention=cudnn_attention))
     # A child must not notify systemd: it would report the whole service as ready.
     variables.pop("NOTIFY_SOCKET", None)
     return variables

@@ -16,13 +16,14 @@ import msgspec
 
 from pipeline.errors import RlhfdError, UnreachableError
 from pipeline.runtime.lock import InstanceRecord
-from pipeline.runtime.stopped import refuse_stopped
+from pipeline.runtime.signals import refuse_stopped
 from pipeline.storage.files import UNREADABLE
 
 CONTROL_SOCKET = "control.sock"
 _REQUEST_BYTES = 64 << 10
 _ANSWER_BYTES = 16 << 20
 _CLIENT_TIMEOUT_S = 5.0
+_ARRIVED_TIMEOUT_S = 0.1
 _CLIENTS = 16
 _RETRY_S = 0.02
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -95,8 +96,7 @@ async def _serve_client(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     answered, problem = False, ""
     while not problem:
         try:
-            async with asyncio.timeout(_CLIENT_TIMEOUT_S):
-                answer = await _answer(await reader.readuntil(b"\n"), handler)
+            answer = await _answer(await _line(reader), handler)
         except asyncio.IncompleteReadError as error:
             if not error.partial:
                 return
@@ -111,6 +111,21 @@ async def _serve_client(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
         answered = True
         # Other clients get their turn beside one that sends requests without a pause.
         await asyncio.sleep(0)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """Return the next line.
+
+    Raises:
+        TimeoutError: If the client has not sent one in time.
+    """
+    try:
+        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+            return await reader.readuntil(b"\n")
+    except TimeoutError:
+        # The time may be that of the loop, which waited for a fork: a line that has arrived meanwhile is taken.
+        async with asyncio.timeout(_ARRIVED_TIMEOUT_S):
+            return await reader.readuntil(b"\n")
 
 
 async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     runs/NAME/checkpoints/latest.json          `Latest`, replaced in one rename
     runs/NAME/checkpoints/step-000070/         a checkpoint (`pipeline.trainer.checkpoints`)
+    runs/NAME/checkpoints/best                 a link to the checkpoint of the best evaluation
 
 Each run has a folder of its own (`pipeline.runtime.run_folder`): `latest.json` and the checkpoints are of one run.
 """
@@ -15,8 +16,9 @@ import msgspec
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.storage.files import UNREADABLE, replacing
+from pipeline.storage.files import UNREADABLE, flush_folder, replacing
 
+_BEST = "best"
 REPLACED = ".replaced."
 """In the name of a checkpoint that is moved away for another one of its step, before the pid."""
 
@@ -78,6 +80,25 @@ def write_latest(root: Path, latest: Latest) -> None:
 def forget_latest(root: Path) -> None:
     """Remove the note: this run has no checkpoint yet; the folders stay."""
     (root / "latest.json").unlink(missing_ok=True)
+
+
+def best_checkpoint(root: Path) -> Path | None:
+    """Return the folder of the best checkpoint; None without one, also if it was moved aside."""
+    link = root / _BEST
+    return root / link.readlink().name if link.is_symlink() and link.is_dir() else None
+
+
+def mark_best(root: Path, folder: Path) -> None:
+    """Make a checkpoint of this folder the best one, in one rename.
+
+    Raises:
+        OSError: If the link cannot be written.
+    """
+    made = root / f".{_BEST}.new"
+    made.unlink(missing_ok=True)
+    made.symlink_to(folder.name, target_is_directory=True)
+    made.rename(root / _BEST)
+    flush_folder(root)
 
 
 def put_back_replaced(root: Path) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from pipeline.errors import ConfigError, NotRunningError, UnreachableError
-from pipeline.runtime.stopped import refuse_stopped
+from pipeline.runtime.signals import refuse_stopped
 from pipeline.storage.files import UNREADABLE, replacing
 
 _SHM = Path("/dev/shm")

@@ -6,16 +6,26 @@ messages in flight, so a receiver compares `to` with its own incarnation and ign
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from pipeline.errors import DecodeError
 from pipeline.storage.files import UNREADABLE
+from pipeline.telemetry.evaluations import PromptResult
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of every message; `array_like` keeps field names off the wire."""
+
+
+EVALUATION_TICKETS: Final = 1 << 52
+"""Numbers of evaluation tickets begin here, those of all others are below; a float64 of the metrics holds both."""
+
+
+def is_evaluation(ticket: int) -> bool:
+    """Return whether this is the number of an evaluation ticket, which has no extent and no rows."""
+    return ticket >= EVALUATION_TICKETS
 
 
 FaultReason = Literal["lengths", "mask", "vocabulary", "not_finite", "malformed"]
@@ -54,7 +64,7 @@ class Sealed(Message, frozen=True):
     """A ticket's experience is whole in the arena, checksum included; repeated until `Settled`.
 
     `attempt` is the ticket's: a message with an earlier attempt than the last is late and has no effect. 0: attempts
-    are not counted.
+    are not counted. `flat` are the numbers of the groups whose rewards are all equal, from 0, in order.
     """
 
     worker: str
@@ -66,6 +76,7 @@ class Sealed(Message, frozen=True):
     fingerprint: int
     prompts_failed: int = 0
     attempt: int = 0
+    flat: list[int] = []
 
 
 class Failed(Message, frozen=True):
@@ -94,6 +105,17 @@ class Faulty(Message, frozen=True):
     checksum: int
     policy_version: int
     fingerprint: int
+    attempt: int = 0
+
+
+class Evaluated(Message, frozen=True):
+    """The results of an evaluation ticket, at most one a prompt; repeated until `Settled`. `attempt`: see `Sealed`."""
+
+    worker: str
+    ticket: int
+    policy_version: int
+    fingerprint: int
+    results: list[PromptResult]
     attempt: int = 0
 
 
@@ -183,6 +205,7 @@ class Welcome(Message, frozen=True):
 class Ticket(Message, frozen=True):
     """Permission to roll out `prompts` prompts from `position` on, with reserved room for their rows.
 
+    With `evaluation` the prompts are those of the held-out file of this number; they have no rows, and no room.
     A dead buffer's ticket is void unless the worker has named it to the successor: see `RolloutWorker`, which takes a
     new incarnation then.
     """
@@ -196,10 +219,11 @@ class Ticket(Message, frozen=True):
     nbytes: int
     policy_version: int
     deadline_s: float
+    evaluation: int = -1
 
 
 class Settled(Message, frozen=True):
-    """The buffer has recorded a `Sealed`, `Faulty` or `Failed` ticket; the worker may forget it."""
+    """The buffer has recorded a `Sealed`, `Faulty`, `Failed` or `Evaluated` ticket; the worker may forget it."""
 
     to: int
     ticket: int
@@ -213,7 +237,7 @@ class Wait(Message, frozen=True):
 
 
 class ExtentRows(Message, frozen=True):
-    """Rows of one extent, in the order in which the batch takes them."""
+    """Rows of one extent, in the order in which the batch takes them, and the prompts of its ticket; -1: unknown."""
 
     offset: int
     nbytes: int
@@ -221,6 +245,8 @@ class ExtentRows(Message, frozen=True):
     policy_version: int
     ticket: int
     rows: list[int]
+    position: int = -1
+    prompts: int = 0
 
 
 class Lease(Message, frozen=True):
@@ -322,6 +348,7 @@ AnyMessage = (
     | Sealed
     | Failed
     | Faulty
+    | Evaluated
     | Credit
     | Ack
     | Release

@@ -24,13 +24,14 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     It has a new `state`, or `progress` towards it, or the `error` with which the child exits. States: ``"ready"``, with
     the name of the `device` that computes, empty if that is not known;
     ``"finished"``; ``"unusable"``: it is never started again; ``"pending"``: a cluster has no place for it;
-    ``"placed"``: the cluster has a place for it.
+    ``"placed"``: the cluster has a place for it. `killed`: SIGKILL has ended a process that it cannot go on without.
     """
 
     state: str = ""
     progress: str = ""
     error: str = ""
     device: str = ""
+    killed: bool = False
 
 
 @dataclasses.dataclass

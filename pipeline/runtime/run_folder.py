@@ -6,7 +6,9 @@
                         aside/         of each `start --from`: later checkpoints, spool and snapshot; never removed
                         spool/         untrained rows of the last stop       journal/      snapshot of a run's rows
                         samples/       recorded rollouts                     quarantine/   rows that are never delivered
-                        history.msgpack    of the page
+                        metrics.jsonl      a line a step         evaluations.jsonl   a line an evaluation
+                        recording/     recorded steps
+                        tracking/      of the trackers               history.msgpack     of the page
 
 NAME is `pipeline.config.identity.run_name`: a start finds the folder by its configuration alone, and another
 configuration has another folder. Nothing in it is removed but by its own run (`trainer.keep_checkpoints`) or by a start
@@ -36,6 +38,7 @@ from pipeline.storage.files import UNREADABLE, flush_folder, replacing
 _NOTE = "run.json"
 _REMOVED = ".removed-"
 _CHECKPOINT_NOTE = "trainer_state.json"
+_DTYPE = "model.dtype"
 _DIFFERENCES = 3
 
 log = logging.getLogger(__name__)
@@ -117,13 +120,20 @@ class RunFolder:
         """The folder of its checkpoints."""
         return self.path / "checkpoints"
 
-    def claim(self) -> None:
+    def claim(self, *, dtype_follows_gpus: bool = False) -> None:
         """Make the folder, or find it again; nothing in it is removed.
 
+        Args:
+            dtype_follows_gpus: Whether `model.dtype` is a default, which follows the visible GPUs: a start without
+                them would begin another run without a word.
+
         Raises:
-            ConfigError: If it belongs to another run, or cannot be made.
+            ConfigError: If it belongs to another run, or cannot be made, or if it would be made for another default of
+                `model.dtype` alone.
         """
         try:
+            if not (self.path / _NOTE).exists():
+                self._compare_dtypes(follows_gpus=dtype_follows_gpus)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self.path.parent.glob(f"{_REMOVED}*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -257,6 +267,23 @@ class RunFolder:
         log.warning("removed, because a fresh start was asked for: run=%s checkpoints=%d step=%d path=%s",
                     self.path.name, len(steps), max(steps, default=0), self.path)  # fmt: skip
 
+    def _compare_dtypes(self, *, follows_gpus: bool) -> None:
+        """Refuse, or log, a new run that differs from another one in `model.dtype` alone."""
+        mine = identifying_settings(self.config)
+        for run in reversed(runs_of(Path(self.config.daemon.state_dir))):
+            its = run.note.settings
+            if [key for key in mine if key in its and mine[key] != its[key]] != [_DTYPE]:
+                continue
+            if follows_gpus:
+                raise ConfigError(
+                    f"{_DTYPE}: it is {mine[_DTYPE]} here by default, which follows the visible GPUs, and this start "
+                    f"would begin a new run beside that in {its[_DTYPE]}, {run.folder}; set {_DTYPE} = "
+                    f'"{its[_DTYPE]}" to go on with it, or "{mine[_DTYPE]}" for a new run'
+                )
+            log.info("a new run, another one differs in %s alone: dtype=%s other_dtype=%s other=%s", _DTYPE,
+                     mine[_DTYPE], its[_DTYPE], run.folder)  # fmt: skip
+            return
+
     def _write_note(self, made_unix_s: float) -> None:
         write_note(self.path, note_of(self.config, made_unix_s, time.time()))
 
@@ -317,8 +344,15 @@ def runs_of(state_dir: Path) -> list[Listed]:
 def heads_in(checkpoints: Path) -> Iterator[tuple[Path, CheckpointHead]]:
     """Yield folder and description of each checkpoint in a folder, by name; unreadable ones are left out."""
     for folder in sorted(checkpoints.glob("step-*")):
-        with contextlib.suppress(OSError, *UNREADABLE):
-            yield folder, msgspec.json.decode((folder / _CHECKPOINT_NOTE).read_bytes(), type=CheckpointHead)
+        if (head := head_of(folder)) is not None:
+            yield folder, head
+
+
+def head_of(folder: Path) -> CheckpointHead | None:
+    """Return the description of a checkpoint; None if a folder has none that can be read."""
+    with contextlib.suppress(OSError, *UNREADABLE):
+        return msgspec.json.decode((folder / _CHECKPOINT_NOTE).read_bytes(), type=CheckpointHead)
+    return None
 
 
 def newest_of(heads: list[tuple[Path, CheckpointHead]]) -> tuple[Path, CheckpointHead]:

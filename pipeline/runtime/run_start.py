@@ -18,22 +18,23 @@ from pipeline.storage.layout import LedgerLayout
 log = logging.getLogger(__name__)
 
 
-def open_run(config: Config, shm_dir: Path, *, back_to: str = "") -> str:
+def open_run(config: Config, shm_dir: Path, *, back_to: str = "", dtype_follows_gpus: bool = False) -> str:
     """Find or make the run's folder; no checkpoint of any run is removed or replaced.
 
     Args:
         config: The configuration, its paths absolute.
         shm_dir: The instance's folder in shared memory; a killed supervisor may have left it.
         back_to: A checkpoint to go back to, such as ``step-000070``; the state in shared memory is given up then.
+        dtype_follows_gpus: Whether `model.dtype` is a default, which follows the visible GPUs.
 
     Returns:
         The reason why there is nothing to train; "" if there is something, as in most cases.
 
     Raises:
-        ConfigError: If the folder is another run's or cannot be used, or `back_to` is no checkpoint of this run.
+        ConfigError: As `RunFolder.claim`, or if `back_to` is no checkpoint of this run.
     """
     folder = RunFolder(config)
-    folder.claim()
+    folder.claim(dtype_follows_gpus=dtype_follows_gpus)
     adopt(config)
     folder.find_latest()
     is_left = Workspace.is_left(shm_dir, config)

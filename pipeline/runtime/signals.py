@@ -1,10 +1,14 @@
-"""Signals that end a process: blocked, unblocked, turned into an orderly exit, ignored."""
+"""Signals that end a process: blocked, turned into an orderly exit, ignored; processes that a signal has stopped."""
 
 from __future__ import annotations
 
 import signal
 
+from pipeline.errors import StoppedError
+
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_EXIT_CODE = 49
+"""Place of the exit code after the command's name in /proc/PID/stat; of a stopped process it is the stop signal."""
 
 
 def hold_signals() -> None:
@@ -33,3 +37,39 @@ def ignore_signals() -> None:
     """Ignore SIGTERM, SIGINT and SIGHUP; programs started from now on inherit this."""
     for number in _ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def stop_signal(pid: int) -> str | None:
+    """Return the name of the signal that has stopped a process; None if it is not stopped.
+
+    Args:
+        pid: The process; in the kernel's state T, not in t, a debugger's.
+
+    Returns:
+        As ``"SIGTSTP"``; ``"by a signal"`` if the kernel does not tell which one.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        if fields[0] != "T":
+            return None
+        return signal.Signals(int(fields[_EXIT_CODE])).name
+    except (OSError, IndexError):
+        return None
+    except ValueError:
+        return "by a signal"
+
+
+def refuse_stopped(pid: int) -> None:
+    """Raise if a signal has stopped the instance with this pid.
+
+    Raises:
+        StoppedError: If it is stopped.
+    """
+    if by := stop_signal(pid):
+        raise StoppedError(f"pid {pid} is {stopped_text(pid, by)}")
+
+
+def stopped_text(pid: int, by: str) -> str:
+    """Return the state of a stopped process, with the command that continues it."""
+    return f"stopped ({by}), kill -CONT {pid}"

@@ -1,9 +1,10 @@
 """An instance's folder in shared memory: its files, its creation, takeover and removal.
 
 arena         ledger and experiences            weights       published policy versions
-metrics       the slab                          config.json   the effective configuration, for the children
+training*     optimizer states, one a rank      config.json   the effective configuration, for the children
+metrics       the slab                          paused        exists while no tickets are issued
 *.sock        ZeroMQ and control sockets        *.lock        one trainer rank each
-run.json      the id of the run                 paused        exists while no tickets are issued
+run.json      the id of the run
 """
 
 from __future__ import annotations
@@ -35,16 +36,22 @@ log = logging.getLogger(__name__)
 class RunId(msgspec.Struct, frozen=True):
     """The run of an arena: its id, the identity of its configuration, its folder; a start of the same run resumes it.
 
-    An arena of an earlier release has no folder: the identity decides.
+    An arena of an earlier release has no folder: the identity decides. The batches of an arena are numbered by the
+    trainer's ranks, so another number of ranks continues from the checkpoint alone.
     """
 
     run_id: str
     identity: str
     folder: str = ""
+    ranks: int = 1
 
     def is_of(self, config: Config) -> bool:
-        """Whether this is the run of a configuration."""
-        return self.identity == identity_of(config) and self.folder in ("", _folder_of(config))
+        """Whether this is the run of a configuration, with as many trainer ranks."""
+        return (
+            self.identity == identity_of(config)
+            and self.folder in ("", _folder_of(config))
+            and self.ranks == config.trainer.world_size
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +190,7 @@ class Workspace:
             ledger_bytes=layout.nbytes,
             layout=layout.identity,
         )
-        run = RunId(secrets.token_hex(4), identity_of(config), _folder_of(config))
+        run = RunId(secrets.token_hex(4), identity_of(config), _folder_of(config), config.trainer.world_size)
         # Written last: a folder without it was never finished.
         (folder / "run.json").touch(mode=0o600)
         (folder / "run.json").write_bytes(msgspec.json.encode(run))

@@ -7,8 +7,10 @@ files           files allocated, written whole, renamed and flushed
 index           sums over records
 layout          offsets of the ledger's parts
 ledger          every ticket, extent and row, one transaction a change
+recording       the recorded steps of a run, read
 records         the ledger's records, and their bytes
 redo_log        several writes, applied all or none
+step_lines      lines of optimizer steps, each step once
 tables          vacant leases, prompts to issue again, versions
 weights_header  the newest weights
 """

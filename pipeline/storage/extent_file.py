@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -109,6 +109,39 @@ def save(
     finally:
         os.close(source)
     return start
+
+
+def save_bytes(
+    path: Path, extents: Sequence[tuple[SavedExtent, memoryview]], metadata: dict[str, str]
+) -> tuple[int, list[SavedExtent]]:
+    """Write extents from memory into one file; it is not flushed to disk.
+
+    Args:
+        path: Path of the file; its folder is made, with access for its user alone.
+        extents: Extents with their bytes; size, checksum and digest are filled in here.
+        metadata: Further entries of the file's metadata.
+
+    Returns:
+        Size of the file in bytes, and the extents as saved.
+
+    Raises:
+        OSError: If the file cannot be written; no part of it is left then.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    saved = []
+    for extent, data in extents:
+        digest = xxhash.xxh3_64_intdigest(data)
+        saved.append(msgspec.structs.replace(extent, nbytes=len(data), checksum=digest, digest=digest))
+    header = _header(saved, metadata)
+    header = header.ljust(round_up(len(header), _HEADER_STEP_BYTES))
+    with replacing(path) as target:
+        start = 0
+        for data in (memoryview(_LENGTH.pack(len(header)) + header), *(data for _, data in extents)):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(target, data[done:], start + done)
+            start += done
+    return start, saved
 
 
 def load(path: Path) -> ExtentFile:

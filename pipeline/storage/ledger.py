@@ -8,7 +8,7 @@
 
     extent      moved by                              to
     FREE        `reserve`, when a ticket is issued    RESERVED
-    RESERVED    `seal`, when its worker is done       SEALED
+    RESERVED    `seal`, when its worker is done       SEALED, or FREE if all rows are filtered
     RESERVED    `abandon`, when it gives no rows      FREE
     SEALED      its last item leaves                  FREE
 
@@ -16,7 +16,7 @@
     READY       `lease`                               LEASED
     LEASED      `acknowledge` (trained)               GONE
     LEASED      `requeue` (handed back, damaged)      READY
-    READY       `drop` (reason)                       GONE
+    READY       `drop` (reason), `seal` (filtered)    GONE
 
 Lease numbers are dense: the number alone determines the rank that gets a batch and the version that trains on it. So a
 number without its rows is vacant, and the next batch takes the lowest vacant number before a new one. Numbers below
@@ -30,21 +30,15 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.errors import LedgerError
 from pipeline.storage.index import LedgerIndex
 from pipeline.storage.layout import LedgerLayout, LedgerMemory
-from pipeline.storage.records import (
-    DROP_REASONS,
-    FRESH_ITEM,
-    Chosen,
-    ExtentRecord,
-    ExtentState,
-    Item,
-    ItemState,
-)
+from pipeline.storage.records import DROP_REASONS, Chosen, ExtentRecord, ExtentState, Item, ItemState, fresh_items
 from pipeline.storage.tables import MOST_LEASES, PromptRange, add_prompts
+
+_FILTERED = DROP_REASONS.index("filtered")
 
 
 class Ledger:
@@ -87,11 +81,13 @@ class Ledger:
 
     # Transactions.
 
-    def reserve(self, *, rows: int, prompts: int, offset: int, nbytes: int, owner: int = -1) -> ExtentRecord:
+    def reserve(
+        self, *, rows: int, prompts: int, offset: int, nbytes: int, owner: int = -1, new_round: int = 0
+    ) -> ExtentRecord:
         """Make the next ticket: its prompts, and the room for their rows.
 
         Prompts to be issued again come first; a ticket takes prompts of one `PromptRange` only. With an `owner` it is
-        handed out at once, as by `assign`.
+        handed out at once, as by `assign`. `new_round`: the prompts of the round that begins with it.
 
         Raises:
             LedgerError: If every record is in use.
@@ -106,7 +102,7 @@ class Ledger:
             self._free_slots.pop(), ExtentState.RESERVED, int(owner >= 0), owner, rows, prompts, totals.tickets,
             position, totals.policy_version, 0, offset, nbytes,
         )  # fmt: skip
-        totals.tickets += 1
+        totals.issue(prompts, new_round)
         self.extents[record.ticket] = record
         self.index.reserve(record)
         self.reserved += rows
@@ -139,8 +135,11 @@ class Ledger:
         self._commit()
 
     def seal(self, record: ExtentRecord, *, rows: int, nbytes: int, checksum: int, policy_version: int,
-             fingerprint: int, now_s: float) -> None:  # fmt: skip
-        """Commit a ticket's experience; its `rows` rows are ready from then on."""
+             fingerprint: int, now_s: float, filtered: Sequence[int] = (), refilled: int = 0) -> bool:  # fmt: skip
+        """Commit a ticket's experience, and drop the rows in `filtered`; the others are ready from then on.
+
+        Return whether the extent became free, because all rows are filtered.
+        """
         self._expect(record, ExtentState.RESERVED)
         if not 0 < rows <= record.rows or nbytes > record.nbytes:
             raise LedgerError(
@@ -149,23 +148,30 @@ class Ledger:
             )
         self.index.settle(record)
         self.reserved -= record.rows
-        self.ready += rows
+        self.ready += rows - len(filtered)
         record.state = ExtentState.SEALED
         record.rows, record.nbytes, record.checksum = rows, nbytes, checksum
         record.policy_version, record.fingerprint, record.sealed_s = policy_version, fingerprint, now_s
-        fresh = FRESH_ITEM * rows
-        record.hold(fresh)
-        record.held = rows
+        record.hold(items := fresh_items(rows, filtered))
+        record.held = rows - len(filtered)
         self.index.seal(record)
-        self.index.change(record, rows)
+        self.index.change(record, record.held)
         self.totals.sealed += rows
+        self.totals.dropped[_FILTERED] += len(filtered)
+        self.totals.refilled += refilled
+        self.memory.put_items(record, 0, items)
         self.memory.put_extent(record)
-        self.memory.put_items(record, 0, fresh)
+        if not record.held:
+            self._free(record)
         self._commit()
+        return not record.held
 
-    def abandon(self, record: ExtentRecord) -> None:
-        """End a ticket that gave no rows."""
+    def abandon(self, record: ExtentRecord, *, redo: PromptRange | None = None) -> None:
+        """End a ticket that gave no rows; `redo`: its prompts, if they are to be issued again."""
         self._expect(record, ExtentState.RESERVED)
+        if redo is not None:
+            self.redo = add_prompts(self.redo, redo, most=self.layout.extents)
+            self.memory.put_redo(self.redo)
         self.reserved -= record.rows
         self._free(record)
         self._commit()
@@ -277,14 +283,15 @@ class Ledger:
         self.memory.put_items(record, 0, b"".join([item.pack() for item in record.items]))
         self._commit()
 
-    def resume(self, *, position: int, redo: list[PromptRange], versions: list[tuple[int, int]], spool: int) -> None:
+    def resume(self, *, position: int, redo: list[PromptRange], versions: list[tuple[int, int]], spool: int,
+               refilled: int = 0, round_left: int = 0) -> None:  # fmt: skip
         """Continue from the end of an earlier ledger of the same run, whose extents are restored."""
         # In place: the index holds this mapping.
         in_order = sorted(self.extents.items())
         self.extents.clear()
         self.extents.update(in_order)
         self.totals.position = max(self.totals.position, position)
-        self.totals.spool = spool
+        self.totals.spool, self.totals.refilled, self.totals.round_left = spool, refilled, round_left
         for prompts in redo:
             self.redo = add_prompts(self.redo, prompts, most=self.layout.extents)
         for version, fingerprint in versions:
@@ -294,7 +301,7 @@ class Ledger:
 
     def publish(self, version: int, fingerprint: int, trained_through: int) -> None:
         """Record the newest policy version; it includes the leases below `trained_through`."""
-        self.totals.policy_version = version
+        self.totals.begin(version, again=self.versions.knows(version, fingerprint))
         self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
         self._renumber(trained_through)
         self._commit()
@@ -322,7 +329,7 @@ class Ledger:
         for place in self.versions.roll_back(version):
             self.memory.put_version(self.versions, place)
         self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
-        totals.policy_version = version
+        totals.begin(version)
         totals.leases = -(-totals.leases // world_size) * world_size
         self._renumber(totals.leases)
         for record in self.reserved_extents():

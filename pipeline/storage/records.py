@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pipeline.errors import LedgerError
 
 DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 """Reasons for which rows leave the ledger untrained: the order of `Totals.dropped`, the labels of the metric."""
-LAYOUT_VERSION = 4
-_TOTALS = struct.Struct("<14q")
+LAYOUT_VERSION = 5
+_TOTALS = struct.Struct("<16q")
 _EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
 _ITEM = struct.Struct("<BBBxI")
 ITEM_BYTES = _ITEM.size
@@ -56,6 +56,9 @@ class Totals:
         policy_version: Newest version published, -1 before the first.
         trained_through: First lease that the newest version does not include.
         spool: Number of the spool that was restored into this arena, 0 for none.
+        refilled: Prompts issued in place of dropped ones since the newest version; with rounds, prompts of the rounds
+            begun since then (see `pipeline.buffer.refill`).
+        round_left: Prompts of the present round that no ticket was issued for.
     """
 
     sealed: int = 0
@@ -67,12 +70,26 @@ class Totals:
     policy_version: int = -1
     trained_through: int = 0
     spool: int = 0
+    refilled: int = 0
+    round_left: int = 0
+
+    def issue(self, prompts: int, new_round: int) -> None:
+        """Count a ticket, which may begin a round of `new_round` prompts."""
+        self.tickets += 1
+        self.refilled += new_round
+        self.round_left = max(0, self.round_left + new_round - prompts)
+
+    def begin(self, version: int, *, again: bool = False) -> None:
+        """Set the newest version; the prompts for the next one begin, unless a resumed run goes on with this one."""
+        self.policy_version = version
+        if not again:
+            self.refilled = self.round_left = 0
 
     def pack(self) -> bytes:
         """Return the totals' bytes in the ledger."""
         return _TOTALS.pack(
             self.sealed, self.trained, *self.dropped, self.tickets, self.position, self.leases, self.policy_version,
-            self.trained_through, self.spool,
+            self.trained_through, self.spool, self.refilled, self.round_left,
         )  # fmt: skip
 
     @classmethod
@@ -242,9 +259,18 @@ class Item:
 
 
 FRESH_ITEM = Item().pack()
+_GONE_ITEM = Item(ItemState.GONE).pack()
 
 # Rows of extents, in the order in which a batch takes them.
 Chosen = list[tuple[ExtentRecord, list[int]]]
+
+
+def fresh_items(rows: int, gone: Sequence[int] = ()) -> bytes:
+    """Return the bytes of the items of a new extent, READY but for those in `gone`."""
+    left_out = set(gone)
+    if not left_out:
+        return FRESH_ITEM * rows
+    return b"".join([_GONE_ITEM if row in left_out else FRESH_ITEM for row in range(rows)])
 
 
 def ready_rows(record: ExtentRecord) -> list[int]:

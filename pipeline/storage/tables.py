@@ -137,6 +137,11 @@ class PublishedVersions:
         found = self._places.get(version % VERSIONS_KEPT)
         return found is not None and found[:2] == (version, fingerprint) and found.mark != 1
 
+    def fingerprint_of(self, version: int) -> int | None:
+        """Return the fingerprint of the weights of a version; None if it is unknown or rolled back."""
+        found = self._places.get(version % VERSIONS_KEPT)
+        return None if found is None or found.version != version or found.mark == 1 else found.fingerprint
+
     def rolled_back(self, version: int, fingerprint: int) -> bool:
         """Return whether these are, or may be, weights of this version that were rolled back."""
         found = self._places.get(version % VERSIONS_KEPT)

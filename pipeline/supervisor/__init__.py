@@ -1,5 +1,6 @@
 """The supervisor: starts, watches, restarts and ends the processes; no torch.
 
+capacity    the fit of a run on a machine
 diagnosis   the cause of a slow or stopped run, in sentences
 exits       the consequence of each child's exit
 external    an external trainer's ranks: connected, or left

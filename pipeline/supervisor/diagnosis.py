@@ -9,12 +9,16 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from pipeline.runtime.stopped import stopped_text
+from pipeline.runtime.messages import is_evaluation
+from pipeline.runtime.signals import stopped_text
 from pipeline.supervisor.external import ExternalRank
 from pipeline.supervisor.hangs import HangLimits, Observation
+from pipeline.telemetry.engine_view import EngineView
 
 _LEAST_SUSPICIOUS_S, _MOST_SUSPICIOUS_S = 10.0, 60.0
 _LEAST_SHARE = 0.02
+_HELD_UP_SHARE = 0.4
+_FULL_CACHE = 0.9
 _WAITS = {
     "wait_ticket_full": "waiting because the buffer is full",
     "wait_ticket_staleness": "waiting for the next version (buffer.max_staleness)",
@@ -34,6 +38,7 @@ class ProcessView:
         state_since_s: Monotonic time of its start; in backoff, of its next start.
         shares: Share of the last minute by activity.
         last_line: Its error, else the last line that it printed.
+        engine: Of a worker; None if it shows none.
     """
 
     observed: Observation
@@ -41,6 +46,7 @@ class ProcessView:
     state_since_s: float
     shares: Shares
     last_line: str = ""
+    engine: EngineView | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -59,6 +65,7 @@ class RunView:
         is_external: Whether an external trainer takes the batches.
         quiet_s: Time without progress although the run could have made some.
         external_ranks: The ranks of an external trainer.
+        evaluation: Done and all prompts of an evaluation under way; 0 and 0 without one.
     """
 
     now_s: float
@@ -71,6 +78,7 @@ class RunView:
     limits: HangLimits
     quiet_s: float = 0.0
     external_ranks: Sequence[ExternalRank] = ()
+    evaluation: tuple[int, int] = (0, 0)
 
     def of(self, role: str) -> list[ProcessView]:
         """Return the processes of a role."""
@@ -114,12 +122,16 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     sentences += [_suspect(run, process) for process in suspects(run)]
     if run.state == "paused":
         sentences.insert(0, "The run is paused: no tickets are issued until `rlhfd resume`.")
+    if run.evaluation[1]:
+        done, prompts = run.evaluation
+        sentences.append(f"An evaluation has {done:,} of {prompts:,} held-out prompts; the next step follows it.")
     sentences += [_gone(run, rank) for rank in run.external_ranks if rank.state == "left"]
     if run.state == "draining":
         busy = [process for process in run.processes if process.state == "draining"]
         sentences.append(f"The run drains: {_all_at(run, busy) if busy else 'the buffer finishes'}.")
     elif run.state != "starting" and any(process.observed.is_ready for process in run.processes):
         sentences.append(_bottleneck(run))
+        sentences += _held_up_engine(run)
     summaries = [f"{role} {_shown(shares, role)}" for role, shares in role_shares.items() if shares]
     if summaries:
         sentences = [*sentences[:4], f"The last minute: {'; '.join(summaries)}."]
@@ -226,6 +238,46 @@ def _bottleneck(run: RunView) -> str:
     return f"No process waits: {_all_at(run, [*training, *working])}; {rows}."
 
 
+def _held_up_engine(run: RunView) -> list[str]:
+    """Return what holds up the engine of the worker that is held up most: its reward, its cache, or a lack of tickets.
+
+    Without a sentence for workers that wait: these have one already.
+    """
+    working = (process for process in run.of("rollout") if process.observed.is_ready and not process.is_waiting)
+    found = [hold for process in working if (hold := _hold_up(process)) is not None]
+    return [max(found)[1]] if found else []
+
+
+def _hold_up(process: ProcessView) -> tuple[float, str] | None:
+    """Return how much the engine of a working worker is held up, 0 to 1, and by what; None if it is not."""
+    name, engine, reward = process.observed.name, process.engine, process.shares.get("reward", 0.0)
+    if engine is None:
+        return None
+    in_hand = engine.running + engine.waiting
+    if reward > _HELD_UP_SHARE:
+        return reward, (
+            f"The reward holds the engine of {name} up: it takes {_percent(reward)} of the worker's time, with "
+            f"{in_hand:,} responses in the engine; raise rollout.reward_processes, or make it faster."
+        )
+    if engine.waiting and (engine.cache_ratio > _FULL_CACHE or engine.preemptions):
+        lost = f", {engine.preemptions:,} lost their place in the last minute" if engine.preemptions else ""
+        return engine.waiting / in_hand, (
+            f"The cache of the engine of {name} is full ({_percent(engine.cache_ratio)}): {engine.running:,} responses "
+            f"run, {engine.waiting:,} wait{lost}; raise rollout.cache_bytes, or lower rollout.max_length."
+        )
+    # An engine of whole tickets has the room of those that it holds, and of one response between two tickets.
+    if engine.room > 1 and in_hand < _HELD_UP_SHARE * engine.room:
+        return 1 - in_hand / engine.room, (
+            f"The engine of {name} lacks tickets: {in_hand:,} of {engine.room:,} responses are in hand; raise "
+            "buffer.max_staleness, buffer.sample_batch_size or rollout.tickets_ahead, or lower rollout.workers."
+        )
+    return None
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
 def _all_at(run: RunView, processes: Sequence[ProcessView]) -> str:
     """Return the activities of some processes; of many, the two that have been at theirs longest."""
     longest = sorted(processes, key=lambda process: process.observed.progress.since_s)
@@ -244,6 +296,7 @@ def _task(process: ProcessView) -> str:
     progress = process.observed.progress
     unit = {"rollout": "ticket", "trainer": "lease"}.get(process.observed.role)
     on = f" on {unit} {progress.working_on:,}" if unit and progress.working_on >= 0 else ""
+    on = " on held-out prompts" if is_evaluation(progress.working_on) else on
     return f"{progress.activity or 'other'}{on}"
 
 

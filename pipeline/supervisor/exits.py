@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 _LESS_MEMORY: Final = {
     "rollout": "rollout.logits_forward_batch_size, rollout.inference_batch_size, rollout.batch_size or rollout.workers",
-    "trainer": "trainer.micro_batch_size, buffer.sample_batch_size or rollout.max_length",
+    "trainer": "trainer.micro_batch_tokens (trainer.micro_batch_size, where it is set), buffer.sample_batch_size or "
+    "rollout.max_length",
 }
 
 
@@ -64,7 +65,7 @@ class ExitHandler:
             self._forkserver_ended(slot, code)
         else:
             if slot.role == "rollout":
-                self._to_buffer.send(PeerDied(worker_name(slot.index), slot.working_on, slot.last_pid))
+                self._to_buffer.send(death_of(slot))
             self._retry(slot, code)
 
     def _setup_ended(self, slot: Slot, code: int) -> None:
@@ -76,9 +77,7 @@ class ExitHandler:
             self._abort(reason, f"the embedded model could not be made: {slot.error or slot.last_line}")
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
-        # A rank that was killed because another one died is not at fault for its lease.
-        working_on = -1 if slot.ended_by == "group" else slot.working_on
-        self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
+        self._to_buffer.send(death_of(slot))
         # A rank that exited by itself while another one died is needed nevertheless: that one restarts, and not alone.
         has_finished = slot.finished and code in (ExitCode.OK, ExitCode.FAILED) and slot.ended_by != "group"
         # Once rank 0 has written the last checkpoint, no other rank is needed.
@@ -117,6 +116,17 @@ class ExitHandler:
             self._abort(ExitCode.GAVE_UP, f"{slot.name} failed {how}: {reason}")
             return
         log.error("%s ended %s, it is not started again: %s", slot.name, how, reason)
+
+
+def death_of(slot: Slot) -> PeerDied:
+    """Return the word of a worker's or rank's death, with the ticket or lease that may have caused it.
+
+    None may have, if another rank died before, if another program killed or stopped the process or its engine, or if a
+    worker's weights are wrong.
+    """
+    peer = (worker_name if slot.role == "rollout" else trainer_name)(slot.index)
+    has_cause = slot.ended_by == "group" or slot.from_outside or slot.unusable
+    return PeerDied(peer, -1 if has_cause else slot.working_on, slot.last_pid)
 
 
 def after_exit(role: str, ended_by: str, reason: str) -> str:

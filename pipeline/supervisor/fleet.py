@@ -14,12 +14,14 @@ import msgspec
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, GaveUpError
+from pipeline.prompts.source import prompts_at_most
 from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, child_environment, executed
 from pipeline.runtime.forkserver import Forkserver
 from pipeline.runtime.role import Report
 from pipeline.supervisor.placement import Place
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
-from pipeline.telemetry.metrics import BY_NAME, START
+from pipeline.telemetry.metric import START
+from pipeline.telemetry.metrics import BY_NAME
 from pipeline.telemetry.slab import MetricsSlab
 
 SlotState = Literal["idle", "waiting", "starting", "ready", "draining", "backoff", "failed", "ended"]
@@ -45,6 +47,7 @@ class Slot:
         due_s: Monotonic time of the next start, in backoff.
         lines: Lines that the child has printed.
         ended_by: Cause of the kill, if known: ``"watchdog"``, ``"group"`` (another rank died), ``"oom"``.
+        from_outside: Whether the last child, or a process of its own, was killed or stopped by another program.
         working_on: Ticket or lease of the last child when it died, -1 for none.
         last_pid: The last child's pid.
         is_late: Whether the watchdog kills the child because it was not ready in time.
@@ -72,6 +75,7 @@ class Slot:
     unusable: bool = False
     lines: int = 0
     ended_by: str = ""
+    from_outside: bool = False
     working_on: int = -1
     last_pid: int = 0
     is_late: bool = False
@@ -126,18 +130,10 @@ class ChildSettings:
         return cls(
             name=config.daemon.name,
             model=config.model.actor,
-            prompts=prompts_at_most(Path(config.prompts.path)),
+            prompts=prompts_at_most(config.prompts),
             threads={"trainer": config.trainer.threads, "rollout": config.rollout.threads},
             cudnn_attention=config.daemon.cudnn_attention,
         )
-
-
-def prompts_at_most(path: Path) -> int:
-    """Return an upper bound of the prompts in a file, its lines; 0 while the embedded file is still to be made."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + 1
 
 
 class Fleet:
@@ -244,6 +240,7 @@ class Fleet:
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
+        slot.from_outside = False
         slot.ready_s, slot.is_pending, slot.device = None, False, ""
 
     def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
@@ -338,6 +335,7 @@ class Fleet:
             slot.finished = True
         if report.state == "unusable":
             slot.unusable = True
+        slot.from_outside |= report.killed
         if report.state in ("pending", "placed"):
             slot.is_pending = report.state == "pending"
             # The time limit of the start runs from here on.
@@ -376,9 +374,13 @@ class Fleet:
         if slot.works:
             slot.working_on = self._slab.progress(slot.role, slot.index).working_on
             self._slab.fold(slot.role, slot.index)
-            kills = kill_count()
-            if code == -signal.SIGKILL and not slot.ended_by and kills > self._oom_kills:
+            kills, before = kill_count(), self._oom_kills
+            # Where the kernel does not count its kills, it may have been this one.
+            by_kernel = None if kills is None or before is None else kills > before
+            killed = code == -signal.SIGKILL and not slot.ended_by
+            if killed and by_kernel:
                 slot.ended_by = "oom"
+            slot.from_outside = (slot.from_outside or killed) and by_kernel is False
             self._oom_kills = kills
             reason = exit_reason(code, booted=booted, ended_by=slot.ended_by)
             self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
@@ -403,25 +405,26 @@ def exit_reason(code: int, *, booted: bool, ended_by: str = "") -> str:
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_VMSTAT = Path("/proc/vmstat")
 
 
-def kill_count() -> int:
-    """Return the number of processes that the kernel's OOM killer has killed so far; 0 if it is not known."""
+def kill_count() -> int | None:
+    """Return the number of processes that the kernel's OOM killer has killed so far; None if it is not known."""
     for path in _counters():
         try:
             fields = dict(line.split() for line in path.read_text().splitlines())
             return int(fields["oom_kill"])
         except (OSError, ValueError, KeyError):
             continue
-    return 0
+    return None
 
 
 def _counters() -> list[Path]:
-    """Return the files that may hold the count: of control groups version 2, version 1, and both within a container."""
+    """Return the files that may hold the count, of a control group (version 2, 1, both in a container), or all."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
+        return [_VMSTAT]
     own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     unified, legacy = _CGROUPS / own.get("", ""), _CGROUPS / "memory" / own.get("memory", "")
     return [
@@ -429,4 +432,5 @@ def _counters() -> list[Path]:
         legacy / "memory.oom_control",
         _CGROUPS / "memory.events",
         _CGROUPS / "memory" / "memory.oom_control",
+        _VMSTAT,
     ]

@@ -23,7 +23,7 @@ _SMALLER: Final = {
     "ref_logprob": "lower rollout.logits_forward_batch_size",
     "value": "lower rollout.logits_forward_batch_size",
     "reward": "lower rollout.inference_batch_size or rollout.reward_timeout_s",
-    "train": "lower trainer.micro_batch_size",
+    "train": "lower trainer.micro_batch_tokens (trainer.micro_batch_size, where it is set)",
 }
 
 

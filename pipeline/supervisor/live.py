@@ -12,8 +12,8 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -39,6 +39,12 @@ _LEARNING_FORMS: Final = {
     "gradient_norm": ".4g",
 }
 """Formats of the values of a step in a line, by their names in `pipeline.telemetry.history.LEARNING`."""
+_EVALUATION_FORMS: Final = {
+    "pass_at_1": "pass@1 {:.4f}",
+    "pass_at_k": "pass@k {:.4f}",
+    "reward_mean": "reward {:.4f}",
+    "response_length_mean_tokens": "length {:.1f} tokens",
+}
 _COLOURS: Final = {"ready": "green", "failed": "red"}
 
 log = logging.getLogger(__name__)
@@ -185,6 +191,8 @@ def panel(snapshot: Snapshot, *, ascii_only: bool = False) -> RenderableType:
         rows.add_row("buffer", _bar(snapshot.items_ready, snapshot.items_capacity, filled))
     else:
         rows.add_row("buffer", f"{snapshot.items_ready:,} ready")
+    if snapshot.evaluation is not None:
+        rows.add_row("held out", evaluation_text(snapshot.evaluation))
     rows.add_row("staleness", f"{_shown(snapshot.staleness_mean, '.2f')} versions")
     rows.add_row("policy", f"version {_shown(snapshot.policy_version, 'd')}")
     rows.add_row("workers", f"{snapshot.workers_ready} / {snapshot.workers_total} ready")
@@ -192,6 +200,19 @@ def panel(snapshot: Snapshot, *, ascii_only: bool = False) -> RenderableType:
     colour = _COLOURS.get(snapshot.state, "yellow")
     title = Text.assemble("rlhfd ", (snapshot.state, colour), f" {snapshot.algorithm} {snapshot.model}".rstrip())
     return Panel(rows, title=title, title_align="left", subtitle=Text(snapshot.metrics_url, style="dim"))
+
+
+def evaluation_text(evaluation: Mapping[str, Any]) -> str:
+    """Return the last evaluation and the progress of the next as text."""
+    known = [
+        form.format(value)
+        for field, form in _EVALUATION_FORMS.items()
+        if isinstance(value := evaluation.get(field), int | float)
+    ]
+    last = f"version {evaluation['version']}: {', '.join(known)}" if evaluation.get("version") is not None else ""
+    prompts = evaluation.get("prompts") or 0
+    now = f"{evaluation.get('done') or 0:,} of {prompts:,} prompts of an evaluation" if prompts else ""
+    return "; ".join(part for part in (last, now) if part) or "not evaluated yet"
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str:

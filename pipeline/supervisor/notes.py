@@ -8,20 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline import prompts
+from pipeline.config.evaluation import EvaluationConfig, held_out
 from pipeline.config.load import LoadedConfig
+from pipeline.config.losses import LossSection
+from pipeline.config.rewards import OPTIONS
 from pipeline.config.schema import Config
-from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
+from pipeline.prompts.check import left_out, records
+from pipeline.prompts.types import Message
 
 _PROMPTS_READ: Final = 1000
 _PPO_ONLY: Final = (
     "model.critic", "rollout.gamma", "rollout.lam", "trainer.critic_learning_rate", "trainer.value_clip_range",
     "trainer.critic_warmup_steps", "trainer.whiten_advantages",
 )  # fmt: skip
+_CLIPS: Final = ("trainer.clip_range", "trainer.clip_low", "trainer.clip_high")
+_CORRECTION: Final = ("trainer.importance_correction", "trainer.importance_cap", "trainer.importance_floor")
 _OPTIMIZATION: Final = (
     "trainer.learning_rate", "trainer.weight_decay", "trainer.warmup_steps", "trainer.decay_steps", "trainer.max_steps",
-    "trainer.micro_batch_size", "trainer.save_every", "trainer.clip_range", "trainer.kl_coef",
+    "trainer.micro_batch_size", "trainer.micro_batch_tokens", "trainer.save_every", "trainer.clip_range",
+    "trainer.activation_checkpointing", "trainer.packing",
+    *(f"trainer.{key}" for key in LossSection.model_fields if key != "mask_cut_responses"),
 )  # fmt: skip
 
 
@@ -30,9 +37,34 @@ def notes(loaded: LoadedConfig) -> list[str]:
     return [
         f"{loaded.where(key)}: {text}"
         for key, text in itertools.chain(
-            _without_effect(loaded), _of_batch(loaded.config), _of_schedule(loaded), _of_model(loaded.config)
+            _without_effect(loaded),
+            _of_loss(loaded.config),
+            _of_batch(loaded.config),
+            _of_schedule(loaded),
+            _of_model(loaded.config),
         )
-    ] + list(_of_prompts(loaded))
+    ] + [*_of_prompts(loaded), *_of_evaluation(loaded)]
+
+
+def _of_evaluation(loaded: LoadedConfig) -> Iterator[str]:
+    """Yield a note on each file of held-out prompts of which some are prompts of training, with their number."""
+    for file in loaded.config.evaluation.files:
+        try:
+            texts = [_text(prompt) for _, prompt, _ in records(held_out(loaded.config, file))]
+            wanted = set(texts)
+            trained = {text for _, prompt, _ in records(loaded.config.prompts) if (text := _text(prompt)) in wanted}
+        except ConfigError:
+            continue
+        if overlap := sum(text in trained for text in texts):
+            yield (
+                f"{loaded.where('evaluation.files')}: {overlap:,} of the {len(texts):,} prompts of {file} are in "
+                f"the prompts of training too: an evaluation on them shows what was learned by heart"
+            )
+
+
+def _text(prompt: str | list[Message]) -> str:
+    """Return a prompt as a text in which spaces at its ends and between words do not count."""
+    return " ".join((prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)).split())
 
 
 def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
@@ -42,6 +74,7 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         (config.rollout.algorithm == "grpo", _PPO_ONLY, 'rollout.algorithm = "grpo"'),
         (config.rollout.algorithm == "ppo", ("rollout.num_generations",), 'rollout.algorithm = "ppo"'),
         (config.trainer.kind == "external", _OPTIMIZATION, 'trainer.kind = "external"'),
+        *_unused_by_the_loss(config),
         (not config.model.lora_rank, ("model.lora_alpha", "model.lora_targets"), "model.lora_rank = 0"),
         (
             config.cluster.engine == "local",
@@ -53,10 +86,75 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             ("rollout.reward_timeout_s", "rollout.reward_processes"),
             "rollout.reward_functions = []",
         ),
+        (
+            config.rollout.environment is None,
+            ("rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_processes"),
+            "no rollout.environment",
+        ),
+        *(
+            (name not in config.rollout.reward_functions, keys, f'"{name}" not in rollout.reward_functions')
+            for name, keys in OPTIONS.items()
+        ),
+        (
+            not config.evaluation.files,
+            tuple(f"evaluation.{key}" for key in EvaluationConfig.model_fields if key != "files"),
+            "evaluation.files = []",
+        ),
         (not config.metrics.enabled, ("metrics.port", "metrics.page"), "metrics.enabled = false"),
     ]
     for is_unused, keys, by in unused:
         yield from ((key, f"has no effect with {by}") for key in keys if is_unused and key in loaded.origins)
+
+
+def _unused_by_the_loss(config: Config) -> list[tuple[bool, tuple[str, ...], str]]:
+    trainer = config.trainer
+    loss, aggregation, kind = trainer.policy_loss, trainer.loss_aggregation, trainer.importance_correction
+    return [
+        (loss in ("cispo", "reinforce"), ("trainer.dual_clip",), f'trainer.policy_loss = "{loss}"'),
+        (
+            loss == "reinforce",
+            _CLIPS,
+            'trainer.policy_loss = "reinforce"',
+        ),
+        (aggregation != "dr_grpo", ("trainer.dr_grpo_tokens",), f'trainer.loss_aggregation = "{aggregation}"'),
+        (config.trainer_kl_coef == 0, ("trainer.kl_estimator",), "trainer.kl_coef = 0"),
+        (
+            trainer.epochs * trainer.mini_batches == 1,
+            ("trainer.target_kl",),
+            "trainer.epochs = 1 and trainer.mini_batches = 1",
+        ),
+        (trainer.kl_coef_target is None, ("trainer.kl_coef_horizon",), "a constant trainer.kl_coef"),
+        (kind != "icepop", ("trainer.importance_floor",), f'trainer.importance_correction = "{kind}"'),
+        (kind == "none", ("trainer.importance_cap",), 'trainer.importance_correction = "none"'),
+        (config.rollout.log_probs == "engine", _CORRECTION, 'rollout.log_probs = "engine"'),
+        # The ratio that they bound is 1 in the first update of a step.
+        (
+            config.rollout.log_probs == "trainer" and trainer.epochs * trainer.mini_batches == 1,
+            (*_CLIPS, "trainer.dual_clip"),
+            'rollout.log_probs = "trainer"',
+        ),
+    ]
+
+
+def _of_loss(config: Config) -> Iterator[tuple[str, str]]:
+    trainer = config.trainer
+    if trainer.policy_loss == "gspo" and trainer.clip_low is None and trainer.clip_high is None:
+        yield (
+            "trainer.policy_loss",
+            f"gspo clips the ratio of a whole sequence, which trainer.clip_range = {trainer.clip_range:g} hardly ever "
+            "does: the paper has trainer.clip_low = 3e-4 and trainer.clip_high = 4e-4",
+        )
+    if trainer.policy_loss == "reinforce" and trainer.epochs * trainer.mini_batches > 1:
+        yield (
+            "trainer.policy_loss",
+            "reinforce has no ratio: every update of a step but the first is biased, with trainer.epochs = "
+            f"{trainer.epochs} and trainer.mini_batches = {trainer.mini_batches}",
+        )
+    if trainer.kl_estimator == "k1" and config.trainer_kl_coef:
+        yield (
+            "trainer.kl_estimator",
+            "the gradient of k1 in the loss is 0 on average: k2 and k3 hold the policy near the reference",
+        )
 
 
 def _of_batch(config: Config) -> Iterator[tuple[str, str]]:
@@ -110,14 +208,23 @@ def _model_config(config: Config) -> dict[str, Any]:
 
 
 def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:
-    """Yield notes on the first prompts of the file, each with its line."""
-    path, template = loaded.config.prompts.path, loaded.config.prompts.template
-    if path.startswith(BUILTIN_PREFIX):
-        return
+    """Yield notes on the first prompts, each with its line, and on columns that are not read."""
+    prompts = loaded.config.prompts
     try:
-        first = list(itertools.islice(prompts.records(path), _PROMPTS_READ))
+        first = list(itertools.islice(records(prompts), _PROMPTS_READ))
+        unread = left_out(prompts)
     except ConfigError:
         return
+    if not first:
+        return
+    key = "prompts.sources" if prompts.sources else "prompts.path"
+    yield from (f"{loaded.where(key)}: the column {column} has bytes and is not read" for column in unread)
+    without = [place for place, _, answer in first if answer is None]
+    if 0 < len(without) < len(first):
+        yield (
+            f"{without[0]}: no answer here and in {len(without) - 1} more of the first {len(first)} rows, which others "
+            "have: gt_answer of reward functions is then None; prompts.answer_column refuses such rows"
+        )
     for place, _, answer in first:
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             shown = json.dumps(answer)
@@ -127,7 +234,8 @@ def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:
             )
             break
     has_template = Path(loaded.config.model.actor, "chat_template.jinja").is_file()
-    if template == "auto" and has_template and all(isinstance(prompt, str) for _, prompt, _ in first):
+    is_bare = prompts.template == "auto" and not prompts.needs_template
+    if is_bare and has_template and all(isinstance(prompt, str) for _, prompt, _ in first):
         yield (
             f"{loaded.where('prompts.template')}: the prompts are texts, and the model's chat template is not applied "
             'to them: "chat" applies it, "none" states that none is wanted'

@@ -31,12 +31,70 @@ def visible_gpus(environ: Mapping[str, str], device_folder: Path = Path("/dev"))
     return [str(position) for position in range(len(numbers))]
 
 
-def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tuple[str, int], Place]:
+def local_cpus(
+    gpus: Sequence[str],
+    driver_folder: Path = Path("/proc/driver/nvidia/gpus"),
+    pci_folder: Path = Path("/sys/bus/pci/devices"),
+) -> dict[str, tuple[int, ...]]:
+    """Return the CPU cores of each GPU's NUMA node, without the GPUs of which none are known.
+
+    Args:
+        gpus: Entries of CUDA_VISIBLE_DEVICES: UUIDs, or numbers, counted in order of the PCI bus. CUDA counts GPUs of
+            different models in another order unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
+        driver_folder: The driver's folder with one entry a GPU, named by PCI address.
+        pci_folder: The kernel's folder with one entry a PCI device.
+    """
+    addresses = sorted(path.name.lower() for path in driver_folder.glob("*:*"))
+    by_uuid = {_uuid(driver_folder, path.name): path.name.lower() for path in driver_folder.glob("*:*")}
+    found = {}
+    for gpu in gpus:
+        if gpu.isdecimal():
+            address = addresses[int(gpu)] if int(gpu) < len(addresses) else None
+        else:
+            # CUDA takes the beginning of a UUID, if it is unique.
+            matching = [by_uuid[uuid] for uuid in by_uuid if gpu and uuid.startswith(gpu)]
+            address = matching[0] if len(matching) == 1 else None
+        if address and (cores := _core_list(pci_folder / address / "local_cpulist")):
+            found[gpu] = cores
+    return found
+
+
+def _uuid(driver_folder: Path, address: str) -> str:
+    try:
+        text = (driver_folder / address / "information").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _core_list(path: Path) -> tuple[int, ...]:
+    """Return the numbers of a list as ``0-3,8``; none if the file is missing or is not such a list."""
+    try:
+        ranges = [part.split("-") for part in path.read_text().strip().split(",") if part]
+        return tuple(core for first, *last in ranges for core in range(int(first), int((last or [first])[0]) + 1))
+    except (OSError, ValueError):
+        return ()
+
+
+def place(
+    config: Config,
+    gpus: Sequence[str],
+    cpus: Sequence[int],
+    local: Mapping[str, Sequence[int]] = {},
+) -> dict[tuple[str, int], Place]:
     """Assign GPUs and cores to trainer ranks and rollout workers.
 
     With ``auto``, ranks take the first GPUs and workers the others, one each; if none is left, workers share the ranks'
-    GPUs. With at least one core a process, each process gets its own cores; with fewer, no process is pinned. Workers
-    whose models run on other nodes of a cluster get neither.
+    GPUs. With at least one core a process, each process gets its own cores; with fewer, no process is pinned. If the
+    GPUs are on several NUMA nodes, the processes of a node share its cores in this way. Workers whose models run on
+    other nodes of a cluster get neither.
+
+    Args:
+        config: The configuration.
+        gpus: Entries of CUDA_VISIBLE_DEVICES.
+        cpus: Cores that may be used.
+        local: Cores of each GPU's NUMA node (`local_cpus`).
 
     Returns:
         The place of each (role, index).
@@ -54,12 +112,10 @@ def place(config: Config, gpus: Sequence[str], cpus: Sequence[int]) -> dict[tupl
     workers = [("rollout", index) for index in range(worker_count(config, gpus))]
     is_remote = config.cluster.engine == "ray"
     processes = trainers if is_remote else trainers + workers
-    cores = _shares(cpus, len(processes))
+    chosen = [_nth(trainer_gpus if role == "trainer" else worker_gpus, index) for role, index in processes]
+    cores = _shares_of_nodes(cpus, [frozenset(local.get(gpu, ())) for gpu in chosen]) or _shares(cpus, len(processes))
     gateways = dict.fromkeys(workers, Place("", ())) if is_remote else {}
-    return gateways | {
-        (role, index): Place(_nth(trainer_gpus if role == "trainer" else worker_gpus, index), cores[position])
-        for position, (role, index) in enumerate(processes)
-    }
+    return gateways | {process: Place(gpu, share) for process, gpu, share in zip(processes, chosen, cores, strict=True)}
 
 
 def worker_count(config: Config, gpus: Sequence[str]) -> int:
@@ -93,6 +149,18 @@ def _shares(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
         return [()] * processes
     bounds = [len(cpus) * position // processes for position in range(processes + 1)]
     return [tuple(cpus[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+
+def _shares_of_nodes(cpus: Sequence[int], nodes: Sequence[frozenset[int]]) -> list[tuple[int, ...]] | None:
+    """Return the cores of each process among those of its node; None if the nodes are one, unknown or overlap."""
+    different = set(nodes)
+    if len(different) < 2 or frozenset() in different or len(frozenset().union(*different)) < sum(map(len, different)):
+        return None
+    shares = {
+        node: iter(_shares([cpu for cpu in cpus if cpu in node], sum(other == node for other in nodes)))
+        for node in different
+    }
+    return [next(shares[node]) for node in nodes]
 
 
 def usable_cpus() -> list[int]:

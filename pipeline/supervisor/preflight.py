@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
 
-from pipeline import prompts
 from pipeline.config import user_modules
-from pipeline.config.load import FOLDER_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
+from pipeline.config.evaluation import held_out
+from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
+from pipeline.config.model_files import has_images
+from pipeline.config.rewards import missing_package
+from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
+from pipeline.prompts.check import check
+from pipeline.prompts.rendering import rendering_of
+from pipeline.prompts.source import PromptSource
 from pipeline.supervisor import placement
+
+_PROMPTS_SEEN = 256
 
 
 def problems_of_files(loaded: LoadedConfig) -> list[str]:
@@ -27,17 +36,40 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
             errors.append(f"{loaded.where(key)}: {source} is a LoRA adapter: merge it into its model first")
         elif not (Path(source) / "config.json").is_file():
             errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
-    if not loaded.config.prompts.path.startswith(BUILTIN_PREFIX):
+    for problems_of in (check, rendering_of):
         try:
-            prompts.check(loaded.config.prompts.path)
+            problems_of(loaded.config.prompts)
         except ConfigError as error:
-            # Errors in the prompts' content begin with their place in that file.
-            where, name = loaded.where("prompts.path"), "prompts.path:"
+            # Errors in the prompts' content begin with their place in that file, others with their key.
+            errors += [loaded.placed(line) for line in str(error).splitlines()]
+    if problem := _problem_of_images(loaded):
+        errors.append(problem)
+    for file in loaded.config.evaluation.files:
+        try:
+            check(held_out(loaded.config, file))
+        except ConfigError as error:
+            where, name = loaded.where("evaluation.files"), "prompts.path:"
             errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
     places = _module_folders(loaded)
     for name in own_modules(loaded):
         if problem := user_modules.missing(name, places):
             errors.append(f"{loaded.where('rollout.reward_functions')}: {problem}")
+    for key in FUNCTION_KEYS:
+        name = get(loaded.config, key)
+        if key == "rollout.advantages" and loaded.config.cluster.engine == "ray":
+            continue  # the actors' machines import it
+        if name and ":" in name and (problem := user_modules.missing(name, places)):
+            errors.append(f"{loaded.where(key)}: {problem}")
+    errors += [
+        f"{loaded.where('rollout.reward_functions')}: {problem}"
+        for name in loaded.config.rollout.reward_functions
+        if (problem := missing_package(name)) and loaded.config.cluster.engine == "local"
+    ]
+    errors += [
+        f"{loaded.where('metrics.tracker')}: {problem}"
+        for name in loaded.config.metrics.tracker
+        if (problem := missing_tracker(name))
+    ]
     errors += [problem for key in SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
     try:
         placement.place(loaded.config, placement.visible_gpus(os.environ), [])
@@ -53,19 +85,43 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
     return errors
 
 
+def _problem_of_images(loaded: LoadedConfig) -> str:
+    """Return the problem of an engine that takes text alone, else an empty text; the first prompts are read."""
+    config = loaded.config
+    if config.rollout.engine != "vllm" or not has_images(Path(config.model.actor)):
+        return ""
+    sections = [config.prompts, *(held_out(config, file) for file in config.evaluation.files)]
+    for section in sections:
+        if any(part.path.startswith(BUILTIN_PREFIX) for part in section.files):
+            continue
+        # Another problem of a file is found elsewhere.
+        with contextlib.suppress(ConfigError), contextlib.closing(PromptSource(section, config.daemon.seed)) as source:
+            for position in range(min(len(source), _PROMPTS_SEEN)):
+                if (prompt := source.at(position)).images:
+                    where = loaded.where("rollout.engine")
+                    return f"{where}: vllm takes text alone, and {prompt.named} has images"
+    return ""
+
+
 def own_modules(loaded: LoadedConfig) -> list[str]:
     """Return the reward functions of the user that this machine imports; in a cluster the actors' machines do."""
     if loaded.config.cluster.engine == "ray":
         return []
-    return [name for name in loaded.config.rollout.reward_functions if not name.startswith("pipeline.")]
+    names = loaded.config.rollout.reward_functions
+    return [name for name in names if ":" in name and not name.startswith("pipeline.")]
 
 
 def problems_of_imports(loaded: LoadedConfig) -> list[str]:
-    """Import the modules of the reward functions in a process of its own; return the problems, a line each."""
-    if not (names := own_modules(loaded)):
-        return []
-    found = user_modules.problems_of_import(names, _module_folders(loaded))
-    return [f"{loaded.where('rollout.reward_functions')}: {problem}" for problem in found]
+    """Import the modules of reward functions and environment in processes of their own; return the problems."""
+    environment, problems = loaded.config.rollout.environment, []
+    for key, names, kind in (
+        ("rollout.reward_functions", own_modules(loaded), "reward"),
+        ("rollout.environment", [environment] if environment else [], "environment"),
+    ):
+        if names:
+            found = user_modules.problems_of_import(names, _module_folders(loaded), kind=kind)
+            problems += [f"{loaded.where(key)}: {problem}" for problem in found]
+    return problems
 
 
 def _module_folders(loaded: LoadedConfig) -> list[str]:

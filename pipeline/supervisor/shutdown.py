@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
-from pipeline.runtime.messages import Drain, PeerDied
+from pipeline.runtime.messages import Drain
 from pipeline.runtime.role import monotonic_s
-from pipeline.runtime.transport import Outbox, trainer_name
+from pipeline.runtime.transport import Outbox
+from pipeline.supervisor.exits import death_of
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.telemetry.slab import MetricsSlab
 
@@ -124,8 +125,7 @@ class Shutdown:
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
         """Restart all ranks to save the last steps, which are in shared memory; no rank can save them alone."""
-        working_on = -1 if slot.ended_by == "group" else slot.working_on
-        self._to_buffer.send(PeerDied(trainer_name(slot.index), working_on, slot.last_pid))
+        self._to_buffer.send(death_of(slot))
         if self._unsaved_ranks[0].state == "ended" and self._unsaved_ranks[0].last_exit == ExitCode.OK:
             # Rank 0 has written them; the others are not needed any more.
             self._unsaved_ranks = []

@@ -21,6 +21,7 @@ class Snapshot:
         items_capacity: Upper bound of `items_ready`, 0 if only bytes bound it.
         staleness_mean: Versions between the policy that wrote an experience and the one that trains on it.
         learning: Values of the last step by their names in `pipeline.telemetry.history.LEARNING`.
+        evaluation: The last evaluation on held-out prompts, and the progress of the next; None without such prompts.
     """
 
     state: str
@@ -39,6 +40,7 @@ class Snapshot:
     workers_total: int = 0
     metrics_url: str = ""
     learning: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    evaluation: Mapping[str, Any] | None = None
 
     @classmethod
     def of_status(cls, status: Mapping[str, Any]) -> Snapshot:
@@ -62,6 +64,7 @@ class Snapshot:
             workers_total=len(workers),
             metrics_url=str(status.get("metrics_url") or ""),
             learning=status.get("learning") or {},
+            evaluation=status.get("evaluation"),
         )
 
 

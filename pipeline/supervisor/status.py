@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.buffer.sizing import capacity_items
+from pipeline.config.evaluation import names_of
 from pipeline.config.identity import run_dir
+from pipeline.config.rewards import part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.runtime.latest_checkpoint import best_checkpoint, read_latest
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.external import process_row
@@ -21,7 +24,9 @@ from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
 from pipeline.supervisor.snapshot import Pace, Snapshot
 from pipeline.supervisor.watchdog import Watchdog
+from pipeline.telemetry.evaluations import TOTAL
 from pipeline.telemetry.history import learning_of
+from pipeline.telemetry.metric import EVALUATION_PLACES, REWARD_PLACES
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab
@@ -30,6 +35,12 @@ _HISTORY = 512
 _SHOWN_REWARDS = 56
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_EVALUATED = {
+    "pass_at_1": "rlhfd_evaluation_pass_at_1_ratio",
+    "pass_at_k": "rlhfd_evaluation_pass_at_k_ratio",
+    "reward_mean": "rlhfd_evaluation_reward_mean",
+    "response_length_mean_tokens": "rlhfd_evaluation_response_length_mean_tokens",
+}
 _SLOT_STATES = ("starting", "ready", "draining", "backoff", "failed")
 
 
@@ -72,7 +83,9 @@ class InstanceStatus:
                 "model": config.model.actor,
             },
         }
-        self._reader = MetricsReader(slab, info)
+        self._files = names_of(config.evaluation.files)
+        names = zip(REWARD_PLACES, part_labels(config), strict=False), zip(EVALUATION_PLACES, self._files, strict=False)
+        self._reader = MetricsReader(slab, info, dict(itertools.chain(*names)))
         self._gpus = GpuWatch()
         self._gpus.start()
         self._reading: Reading = self._reader.read()
@@ -100,6 +113,7 @@ class InstanceStatus:
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
+        self._watchdog.engines.add(now_s, self._reading)
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
         self._sample_rates(now_s)
@@ -153,9 +167,13 @@ class InstanceStatus:
         paused = self._value("rlhfd_paused")
         return None if paused is None else paused > 0
 
-    def steps_and_version(self) -> tuple[float, float]:
-        """Return the optimizer steps so far and the newest policy version."""
-        return self._value("rlhfd_train_steps_total") or 0.0, float(self._policy_version)
+    def steps_and_version(self) -> tuple[float, float, tuple[int, int]]:
+        """Return the optimizer steps so far, the newest policy version, and done and all prompts of its evaluation."""
+        done, prompts = (
+            self._value("rlhfd_evaluation_under_way_prompts", state=state) or 0.0 for state in ("done", "all")
+        )
+        steps = self._value("rlhfd_train_steps_total") or 0.0
+        return steps, float(self._policy_version), (int(done), int(prompts))
 
     # Answers.
 
@@ -198,6 +216,7 @@ class InstanceStatus:
             workers_total=len(rollout),
             metrics_url=self._metrics_url(),
             learning=self._learning,
+            evaluation=self._evaluation(),
         )
 
     def status(self) -> dict[str, Any]:
@@ -217,6 +236,8 @@ class InstanceStatus:
             "metrics_url": shot.metrics_url,
             "algorithm": shot.algorithm,
             "model": shot.model,
+            "ranks": self._config.trainer.world_size,
+            "sharding": self._config.trainer.sharding,
             "step": shot.step,
             "max_steps": shot.max_steps,
             "policy_version": shot.policy_version,
@@ -225,6 +246,7 @@ class InstanceStatus:
             "reward_since_step": self._rewards[0][0] if self._rewards else None,
             "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
             "learning": dict(shot.learning),
+            "evaluation": shot.evaluation,
             "tokens_per_s": shot.tokens_per_s,
             "steps_per_s": self._pace.steps_per_s,
             "staleness_mean_versions": shot.staleness_mean,
@@ -280,6 +302,25 @@ class InstanceStatus:
             return ""
         return "" if latest is None else str(self._run_folder / "checkpoints" / latest.path)
 
+    def _evaluation(self) -> dict[str, Any] | None:
+        """Return the last evaluation and the progress of the next; None without held-out prompts."""
+        if not self._files:
+            return None
+        version, best = self._value("rlhfd_evaluation_version"), best_checkpoint(self._run_folder / "checkpoints")
+        _, _, (done, prompts) = self.steps_and_version()
+        files = {
+            name: {field: self._value(metric, file=name) for field, metric in _EVALUATED.items()}
+            for name in (TOTAL, *self._files)
+        }
+        return {
+            "version": None if version is None else int(version),
+            **files.pop(TOTAL),
+            "files": files,
+            "done": done,
+            "prompts": prompts,
+            "best": "" if best is None else str(best),
+        }
+
     def _value(self, name: str, **labels: str) -> float | None:
         return self._reading.value(name, **labels)
 
@@ -297,6 +338,7 @@ class InstanceStatus:
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
             "devices": slot.place.gpu or "cpu",
             "progress": self._progress(slot),
+            "engine": self._engine(slot),
             "device": slot.device,
             "last_exit": slot.last_exit,
         }
@@ -309,6 +351,11 @@ class InstanceStatus:
         rows, done = (self._value("rlhfd_ticket_rows", worker=worker, state=state) for state in ("all", "done"))
         tokens = self._value("rlhfd_ticket_tokens", worker=worker)
         return {"rows_done": int(done or 0), "rows": int(rows), "tokens": int(tokens or 0)} if rows else None
+
+    def _engine(self, slot: Slot) -> dict[str, Any] | None:
+        """Return the values of a worker's engine; None for another process, or a worker without one."""
+        engine = self._watchdog.engines.view(slot.index) if slot.role == "rollout" else None
+        return None if engine is None else engine.shown()
 
     def _sample_processes(self) -> None:
         for slot in self._fleet.slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import importlib.util
 import logging
@@ -25,15 +26,15 @@ from pipeline.runtime.child_process import allow_descriptors
 from pipeline.runtime.control import serve_control
 from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
 from pipeline.runtime.lock import InstanceLock, InstanceRecord, StateLock, shm_directory
-from pipeline.runtime.messages import PeerDied
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
 from pipeline.runtime.run_start import begin_run, open_run
 from pipeline.runtime.signals import hold_signals, release_signals
-from pipeline.runtime.transport import BUFFER, Outbox, worker_name
+from pipeline.runtime.transport import BUFFER, Outbox
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor import notes, placement
-from pipeline.supervisor.exits import ExitHandler
+from pipeline.supervisor.capacity.sharding import decided
+from pipeline.supervisor.exits import ExitHandler, death_of
 from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
 from pipeline.supervisor.live import LiveView
 from pipeline.supervisor.page import PageData
@@ -47,12 +48,15 @@ from pipeline.supervisor.watchdog import Watchdog
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import MOST_CONNECTIONS, HttpServer
 from pipeline.telemetry import log as logs
-from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.run_log import RunLog
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.telemetry.stdio import never_blocking
+from pipeline.tracking.launcher import Trackers
 
 _TICK_S = 0.25
+# While the run is paused: a tick reads all metrics. The watchdog may take a gap of a second for a stopped machine.
+_PAUSED_TICK_S = 0.75
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +75,8 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     faulthandler.enable()
     notifier = Notifier.from_environ(os.environ)
     user_modules.use_folder_of(loaded.path)
-    config = with_workers(sort_digits.with_paths(loaded.config), placement.visible_gpus(os.environ))
+    config, reason = decided(loaded.config, os.environ)
+    config = with_workers(sort_digits.with_paths(config), placement.visible_gpus(os.environ))
     if config.cluster.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "cluster.engine: Ray is not installed here; "
@@ -80,6 +85,9 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     for note in notes.notes(loaded):
         log.warning("%s", note)
+    if config.trainer.world_size > 1:
+        log.info("trainer ranks: count=%d sharding=%s reason=%s", config.trainer.world_size,
+                 config.trainer.sharding, reason)  # fmt: skip
     children = 1 + config.rollout.workers + config.trainer.world_size
     clients = MOST_CONNECTIONS if config.metrics.enabled else 0
     allow_descriptors(children, config.rollout.reward_processes, clients)
@@ -92,7 +100,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config)),
         RunLog(config, "supervisor") as run_log,
     ):
-        if completed := open_run(config, shm_dir, back_to=back_to):
+        if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
             # For systemd, a service that ends before it was ready has failed.
             notifier.send(READY=1, STATUS=completed)
             sys.stdout.write(f"{completed}\n")
@@ -157,6 +165,8 @@ class Supervisor:
         self._run_log = run_log
         self._notifier = notifier
         self._hangup = Hangup()
+        # Set at a change that the next tick has to see soon, while ticks are rare.
+        self._news = asyncio.Event()
         self.has_begun = False
 
     @property
@@ -184,11 +194,20 @@ class Supervisor:
             self._guarded(self._start_first)
             while not self._shutdown.over:
                 self._guarded(self._tick)
-                await asyncio.sleep(_TICK_S) if not self._shutdown.over else None
+                if not self._shutdown.over:
+                    await self._until_next_tick()
         finally:
             hold_signals()
             await self._close(control)
         return self._shutdown.exit_code
+
+    async def _until_next_tick(self) -> None:
+        if self._status.phase != "paused" or not self._status.is_buffer_paused or not self._fleet.all_ready():
+            await asyncio.sleep(_TICK_S)
+            return
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), _PAUSED_TICK_S)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Run a step; an error of ours ends the instance in order."""
@@ -201,13 +220,14 @@ class Supervisor:
 
     def _prepare(self) -> None:
         config, gpus = self._config, placement.visible_gpus(os.environ)
-        places = placement.place(config, gpus, placement.usable_cpus())
+        places = placement.place(config, gpus, placement.usable_cpus(), placement.local_cpus(gpus))
         ranks = config.trainer.world_size if config.trainer.kind == "external" else 0
         own = [SlotName("trainer", rank) for rank in range(ranks)]
         slots = [SlotName("supervisor"), SlotName("buffer"), *own, *(SlotName(role, index) for role, index in places)]
         self._slab = MetricsSlab.reopen(self._workspace.metrics_path, slots)
         self._slab.begin("supervisor")
-        count_warnings(self._slab.writer("supervisor"))
+        writer = self._slab.writer("supervisor")
+        count_warnings(writer)
         self._fleet = Fleet(
             str(self._workspace.folder),
             self._slab,
@@ -233,7 +253,6 @@ class Supervisor:
             gave_up=lambda reason: self._abort(ExitCode.GAVE_UP, reason),
             on_trainer_left=lambda: self._status.sample(monotonic_s()),
         )
-        writer = self._slab.writer("supervisor")
         self._reload = Reload(self._loaded, config, self._workspace, self._http, writer, on_reloaded=self._apply)
         self._status = InstanceStatus(
             config,
@@ -250,6 +269,7 @@ class Supervisor:
         if self._http is not None and config.metrics.page:
             local = self._http.is_loopback
             self._page = PageData(config, self._workspace, self._status, self._watchdog, is_local=local)
+        self._trackers = Trackers(config, writer)
         self._view = LiveView()
         self._service = Service(
             self._notifier, snapshot=self._status.snapshot, is_buffer_silent=self._watchdog.is_buffer_silent
@@ -295,8 +315,7 @@ class Supervisor:
 
     def _start_first(self) -> None:
         first = ["forkserver", "buffer", "setup"]
-        if not any(self._fleet.of("setup")):
-            first += ["trainer", "rollout"]
+        first += [] if any(self._fleet.of("setup")) else ["trainer", "rollout"]
         for slot in self._fleet.of(*first):
             self._fleet.start(slot)
 
@@ -304,9 +323,11 @@ class Supervisor:
 
     def _tick(self) -> None:
         now_s = monotonic_s()
-        reap_orphans([slot.child.pid for slot in self._fleet.slots if slot.child is not None])
+        own = [slot.child.pid for slot in self._fleet.slots if slot.child is not None]
+        reap_orphans([*own, *self._trackers.pids])
         if not self._shutdown.under_way:
             self._restart_due()
+            self._trackers.tick()
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)
@@ -327,12 +348,13 @@ class Supervisor:
         return all(slot.state in ("backoff", "waiting", "starting") for slot in self._fleet.of("trainer"))
 
     def _child_changed(self, slot: Slot) -> None:
+        self._news.set()
         self._status.changed(slot)
         if slot.role == "buffer" and slot.state == "ready":
             # The buffer before this one may have died without reading that a worker died.
             for dead in self._fleet.of("rollout"):
                 if dead.last_pid and not dead.alive:
-                    self._to_buffer.send(PeerDied(worker_name(dead.index), dead.working_on, dead.last_pid))
+                    self._to_buffer.send(death_of(dead))
 
     def _child_printed(self, slot: Slot, line: str) -> None:
         if not self._run_log.keep(f"{slot.role}-{slot.index}", line, slot.child.pid if slot.child else slot.last_pid):
@@ -372,12 +394,14 @@ class Supervisor:
 
     def _drain(self, reason: str, *, complete: bool = False) -> None:
         log.info("draining: %s", reason)
+        self._news.set()
         self._status.state = "draining"
         self._shutdown.begin(complete=complete)
 
     def _abort(self, code: ExitCode, reason: str) -> None:
         """End a run that cannot continue; trained weights and undelivered rows still go to disk."""
         self._shutdown.fail(code, reason)
+        self._news.set()
         if self._shutdown.under_way:
             self._shutdown.kill_all()
             return
@@ -388,6 +412,7 @@ class Supervisor:
                 slot.state = "backoff"
 
     async def _close(self, control: asyncio.AbstractServer) -> None:
+        await asyncio.to_thread(self._trackers.close)
         self._view.update(self._status.snapshot())
         self._view.stop()
         for line in self._status.summary():
@@ -414,6 +439,7 @@ class Supervisor:
             case "pause" | "resume" as word:
                 if self._shutdown.under_way:
                     return {"error": "the instance is draining"}
+                self._news.set()
                 return {"in_force": await self._pause.turn(word == "pause", lambda: self._status.is_buffer_paused)}
             case "stop":
                 if not self._shutdown.under_way:

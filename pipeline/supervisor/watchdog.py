@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import Config
-from pipeline.runtime.stopped import stop_signal
+from pipeline.runtime.signals import stop_signal
 from pipeline.supervisor.diagnosis import (
     ProcessView,
     RunView,
@@ -23,6 +23,7 @@ from pipeline.supervisor.diagnosis import (
 from pipeline.supervisor.external import ExternalRank, ExternalTrainer
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, Reason, RunWatch, Verdict, after_hang, hung
+from pipeline.telemetry.engine_view import EngineWindow
 from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.slab import MetricsSlab
 
@@ -54,6 +55,7 @@ class Watchdog:
 
     Attributes:
         shares: Each process's time by activity over the last minute; filled by the supervisor's readings.
+        engines: The workers' engines over the last minute; filled likewise.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class Watchdog:
             on_trainer_left: Called when an external trainer has left, before its gauges are removed.
         """
         self.shares = ShareWindow()
+        self.engines = EngineWindow()
         self._config = config
         self._slab = slab
         self._fleet = fleet
         self._state = state
         self._gave_up = gave_up
         self._pauses, self._run = PauseWatch(0.0), RunWatch(0.0)
+        self._evaluation = (0, 0)
         self.limit(config)
         self._pending_kills: list[_PendingKill] = []
         self._stopped: dict[str, tuple[int, float]] = {}
@@ -93,7 +97,7 @@ class Watchdog:
     def limit(self, config: Config) -> None:
         """Apply the limits of a configuration from now on."""
         daemon = config.daemon
-        # A worker holds at most two tickets: the second may have waited as long as the first took.
+        # A blocking engine has two tickets in hand: the second may have waited as long as the first took.
         self._limits = HangLimits(
             hang_timeout_s=daemon.hang_timeout_s,
             startup_timeout_s=daemon.startup_timeout_s,
@@ -109,14 +113,16 @@ class Watchdog:
         """Whether a kill is pending, or the run has made no progress since the last one."""
         return bool(self._pending_kills) or self._run.strikes > 0
 
-    def tick(self, now_s: float, steps: float, version: float) -> None:
+    def tick(self, now_s: float, steps: float, version: float, evaluation: tuple[int, int] = (0, 0)) -> None:
         """Observe every process and the run; dump stacks and kill as needed.
 
         Args:
             now_s: Monotonic time.
             steps: Optimizer steps so far.
             version: Newest policy version.
+            evaluation: Done and all prompts of an evaluation under way; 0 and 0 without one.
         """
+        self._evaluation = evaluation
         self._external.look(now_s)
         paused = self._pauses.look(now_s)
         pending = {kill.slot.name for kill in self._pending_kills}
@@ -224,6 +230,7 @@ class Watchdog:
                     slot.due_s if slot.state == "backoff" else slot.started_s,
                     self.shares.shares(slot.role, str(slot.index)),
                     slot.error or slot.last_line,
+                    self.engines.view(slot.index) if slot.role == "rollout" else None,
                 )
                 for slot in self._slots()
             ]
@@ -235,6 +242,7 @@ class Watchdog:
             limits=self._limits,
             quiet_s=now_s - self._run.quiet_since_s,
             external_ranks=self.external_ranks(),
+            evaluation=self._evaluation,
         )
 
     def _preparing(self, slot: Slot) -> ProcessView:
@@ -243,7 +251,12 @@ class Watchdog:
 
     def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
         counts = self._slab.conservation()
-        marks = (steps, version, *((counts.sealed, counts.trained, sum(counts.dropped)) if counts else ()))
+        marks = (
+            steps,
+            version,
+            *self._evaluation,
+            *((counts.sealed, counts.trained, sum(counts.dropped)) if counts else ()),
+        )
         is_judged = self._fleet.all_ready() and self._state() == "ready" and not paused
         if is_judged and self._config.trainer.kind == "external":
             is_judged = not waits_for_external_trainer(self._view())
@@ -287,7 +300,7 @@ class Watchdog:
         else:
             remedy = after_hang(verdict.reason, verdict.stage)
             slot.error = f"hung in {verdict.stage}: {verdict.reason}" + (remedy and f"; {remedy}")
-        slot.ended_by = "watchdog"
+        slot.ended_by, slot.from_outside = "watchdog", verdict.reason == "stopped"
         return _PendingKill(slot, verdict.pid, verdict.reason, now_s, slot.lines, slot.lines)
 
     def _dump(self, now_s: float, hung_slots: Sequence[Slot] = ()) -> None:

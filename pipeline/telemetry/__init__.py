@@ -1,11 +1,14 @@
 """Metrics, logs and samples; no torch.
 
 activity           wall time of a process by activity
+engine_view        the workers' engines, from readings
+evaluations        results of held-out prompts, and evaluations.jsonl
 history            metrics over time, coarser with age
 journald           the systemd journal's protocol
 log                log records as text or JSON
 log_file           a log file of bounded size
 log_lines          log lines parsed
+metric             the declaration of a metric
 metrics            every metric, declared once
 metrics_reference  docs/metrics.md
 reader             all slots added up; the text that Prometheus scrapes

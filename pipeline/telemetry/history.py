@@ -31,8 +31,9 @@ LEARNING: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "response_length": ("rlhfd_response_length_mean_tokens", {}),
     "clipped": ("rlhfd_clipped_ratio", {}),
     "gradient_norm": ("rlhfd_gradient_norm", {}),
+    "pass_at_1": ("rlhfd_evaluation_pass_at_1_ratio", {"file": "all"}),
 }
-"""The values of a step that are shown beside its reward, each with its gauge and labels."""
+"""The values of a step that are shown beside its reward, each with its gauge and labels; the last evaluation's, too."""
 
 
 def learning_of(reading: Reading) -> dict[str, float]:

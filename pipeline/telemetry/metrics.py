@@ -1,134 +1,48 @@
 """The catalogue: every metric of rlhfd, declared once, with its help, its labels and the role that writes it.
 
-A declaration fixes the layout of the shared-memory slab (`pipeline.telemetry.slab`), hence label values are enumerated.
-Two markers stand for values that only the running instance knows:
-
-    OWN     the writer's own role or worker: each process writes for itself
-    EACH    any role or worker of the instance: the supervisor writes about its children
-
-A metric is exported only if a process has bound it; a declaration alone exports nothing.
+A metric is exported only if a process has bound it; a declaration (`pipeline.telemetry.metric`) alone exports nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from pipeline.storage.records import DROP_REASONS
+from pipeline.telemetry.metric import (
+    ACTIVITIES,
+    AGE_S,
+    BUFFER,
+    CONSERVATION,
+    DURATION_S,
+    EACH,
+    EVALUATION_PLACES,
+    EVERY_ROLE,
+    GAP_NATS,
+    INFO,
+    KL_NATS,
+    OWN,
+    PARTITION,
+    RATIO,
+    REWARD,
+    REWARD_PLACES,
+    ROLLOUT,
+    SUPERVISOR,
+    TOKENS,
+    TRAINER,
+    TURNS,
+    VERSIONS,
+    Metric,
+    SampleKey,
+    counter,
+    event_time,
+    gauge,
+    histogram,
+)
 
-Kind = Literal["counter", "gauge", "histogram"]
-SampleKey = tuple[str, tuple[str, ...]]
-
-OWN: Final = "@own"
-EACH: Final = "@each"
-
-SUPERVISOR: Final = "supervisor"
-BUFFER: Final = "buffer"
-TRAINER: Final = "trainer"
-ROLLOUT: Final = "rollout"
-EVERY_ROLE: Final = "supervisor buffer trainer rollout"
-# Owners that are no role: the buffer's consistent block, and the supervisor's facts on the run and the machine.
-CONSERVATION: Final = "@conservation"
-INFO: Final = "@info"
-
-START: Final = "start"
-OTHER: Final = "other"
-ACTIVITIES: Final = (
-    "generate", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
-    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", START, OTHER,
-)  # fmt: skip
-PARTITION: Final = "0"
-UNITS: Final = ("seconds", "bytes", "versions", "nats", "ratio", "tokens")
-
-DURATION_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-AGE_S: Final = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-VERSIONS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
-REWARD: Final = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 5, 10)
-KL_NATS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 100)
-RATIO: Final = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1, 1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2, 4)
-TOKENS: Final = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-
-
-class SlotName(NamedTuple):
-    """One process of an instance: the values of the labels role and worker."""
-
-    role: str
-    worker: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """One metric family.
-
-    Attributes:
-        name: Full name, a counter's ``_total`` included.
-        owners: The roles that write it, or `CONSERVATION`, or `INFO`.
-        labels: Label names in order, each with its values, or `OWN`, or `EACH`.
-        buckets: Upper bounds of a histogram, ascending, none negative, +Inf left out.
-        outlives_writer: Whether a gauge's newest value stays when its writer dies: the time of an event. Every other
-            gauge is removed with its process, because the last value of a dead process is no longer valid.
-    """
-
-    kind: Kind
-    name: str
-    help: str
-    owners: tuple[str, ...]
-    labels: Mapping[str, tuple[str, ...]]
-    buckets: tuple[float, ...] = ()
-    outlives_writer: bool = False
-
-    @property
-    def unit(self) -> str:
-        """The unit at the end of the name; empty if there is none."""
-        stem = self.name.removesuffix("_total")
-        return next((unit for unit in UNITS if stem.endswith("_" + unit)), "")
-
-    @property
-    def words(self) -> int:
-        """Number of float64 words of one series: 1, or a histogram's buckets, +Inf and sum."""
-        return len(self.buckets) + 2 if self.kind == "histogram" else 1
-
-    def is_own(self, label: str) -> bool:
-        """Whether this label names the process that wrote the sample."""
-        return self.labels.get(label) == (OWN,)
-
-    def series(self, slots: tuple[SlotName, ...]) -> Iterator[tuple[str, ...]]:
-        """Yield the label values of every series that an instance with these slots can have; `OWN` stays a marker."""
-        each = [label for label, values in self.labels.items() if values == (EACH,)]
-        about = [{"role": slot.role, "worker": str(slot.worker)} for slot in slots]
-        subjects = dict.fromkeys(tuple(subject[label] for label in each) for subject in about)
-        enumerated = [values for values in self.labels.values() if values != (EACH,)]
-        for subject, chosen in itertools.product(subjects, itertools.product(*enumerated)):
-            of_each, of_enumerated = iter(subject), iter(chosen)
-            yield tuple(next(of_each if values == (EACH,) else of_enumerated) for values in self.labels.values())
-
-
-def counter(name: str, owners: str, help: str, /, **labels: str) -> Metric:
-    """Declare a counter."""
-    return Metric("counter", name, help, tuple(owners.split()), _enumerate(labels))
-
-
-def gauge(name: str, owners: str, help: str, /, **labels: str) -> Metric:
-    """Declare a gauge that is removed with its writer."""
-    return Metric("gauge", name, help, tuple(owners.split()), _enumerate(labels))
-
-
-def event_time(name: str, owners: str, help: str, /, **labels: str) -> Metric:
-    """Declare a gauge that holds the Unix time of an event; it outlives its writer, and the newest value counts."""
-    return Metric("gauge", name, help, tuple(owners.split()), _enumerate(labels), outlives_writer=True)
-
-
-def histogram(name: str, owners: str, buckets: tuple[float, ...], help: str, /, **labels: str) -> Metric:
-    """Declare a histogram with fixed buckets."""
-    bounds = tuple(float(bound) for bound in buckets)
-    return Metric("histogram", name, help, tuple(owners.split()), _enumerate(labels), bounds)
-
-
-def _enumerate(labels: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    return {label: tuple(values.split()) for label, values in labels.items()}
-
+_EVALUATED: Final = " ".join(("all", *EVALUATION_PLACES))
+_TRACKERS: Final = "tensorboard wandb trackio mlflow"
 
 # fmt: off
 METRICS: Final[tuple[Metric, ...]] = (
@@ -174,7 +88,8 @@ METRICS: Final[tuple[Metric, ...]] = (
             outcome="accepted failed errored"),
     counter("rlhfd_responses_total", ROLLOUT, "Responses generated by finish reason (stop, length).",
             finish_reason="stop length"),
-    counter("rlhfd_tokens_total", "rollout trainer", "Tokens by kind (prompt, response, trained).",
+    counter("rlhfd_tokens_total", "rollout trainer",
+            "Tokens by kind (prompt, response, trained); responses count as they are sampled, of lost rollouts too.",
             kind="prompt response trained"),
     counter("rlhfd_train_steps_total", TRAINER, "Optimizer steps taken."),
     counter("rlhfd_train_experiences_total", TRAINER, "Experiences used in optimizer steps, repeats included."),
@@ -182,16 +97,37 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_ticket_rows", ROLLOUT,
           "Rows of the current stage of the ticket in hand by state (done, all); 0 where the stage does not tell.",
           worker=OWN, state="done all"),
-    gauge("rlhfd_ticket_tokens", ROLLOUT, "Response tokens generated so far for the ticket in hand.", worker=OWN),
+    gauge("rlhfd_ticket_tokens", ROLLOUT, "Response tokens sampled so far for the tickets in hand.", worker=OWN),
+    gauge("rlhfd_engine_responses", ROLLOUT,
+          "Responses in a worker's engine by state: advancing with each step (running), not advancing yet (waiting); "
+          "room is the largest number that could run at a time, 0 for no limit.",
+          role=OWN, worker=OWN, state="running waiting room"),
+    gauge("rlhfd_engine_cache_ratio", ROLLOUT,
+          "Used share of the key-value cache of a worker's engine; 0 for an engine without one of fixed size.",
+          role=OWN, worker=OWN),
+    counter("rlhfd_engine_preemptions_total", ROLLOUT,
+            "Responses that lost their place in the key-value cache to others, and were computed again.",
+            role=OWN, worker=OWN),
+    counter("rlhfd_engine_tokens_total", ROLLOUT,
+            "Tokens of an engine by direction: of prompts taken over (in), sampled (out), cancelled ones included.",
+            role=OWN, worker=OWN, direction="in out"),
+    counter("rlhfd_engine_prefix_tokens_total", ROLLOUT,
+            "Prompt tokens of ended responses by whether the prefix cache of the engine held them (hit, miss).",
+            role=OWN, worker=OWN, result="hit miss"),
     histogram("rlhfd_stage_duration_seconds", ROLLOUT, DURATION_S,
-              "Time per rollout stage (generate, logprob, ref_logprob, value, reward, serialize).",
-              stage="generate logprob ref_logprob value reward serialize"),
+              "Time per rollout stage (generate, environment, logprob, ref_logprob, value, reward, serialize); "
+              "environment is the time in which a ticket waited for its environments alone.",
+              stage="generate environment logprob ref_logprob value reward serialize"),
     histogram("rlhfd_train_phase_duration_seconds", TRAINER, DURATION_S,
               "Time per training phase (fetch, forward, backward, reduce, optimizer, publish).",
               phase="fetch forward backward reduce optimizer publish"),
     counter("rlhfd_stage_errors_total", ROLLOUT,
             "Rows without a result of a stage, by reason (timeout, exception, invalid).",
-            stage="reward", reason="timeout exception invalid"),
+            stage="reward environment", reason="timeout exception invalid"),
+    counter("rlhfd_environment_steps_total", ROLLOUT,
+            "Responses that an environment answered, by result: their tool failed (tool_failed) or not (ok).",
+            result="ok tool_failed"),
+    histogram("rlhfd_turns", ROLLOUT, TURNS, "Responses of a row in an environment."),
     histogram("rlhfd_prompt_length_tokens", ROLLOUT, TOKENS, "Prompt length."),
     histogram("rlhfd_response_length_tokens", ROLLOUT, TOKENS, "Response length."),
 
@@ -245,6 +181,26 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_items_duplicate_total", BUFFER,
             "Repeated messages about settled tickets and leases, detected and dropped (push).", point="push"),
 
+    # Evaluations on held-out prompts.
+    counter("rlhfd_evaluations_total", BUFFER,
+            "Evaluations by result (complete, abandoned: the weights were superseded or rolled back meanwhile).",
+            result="complete abandoned"),
+    counter("rlhfd_evaluation_prompts_total", BUFFER,
+            "Held-out prompts by whether their evaluation gave a result (evaluated, failed).",
+            result="evaluated failed"),
+    gauge("rlhfd_evaluation_under_way_prompts", BUFFER, "Prompts of the evaluation under way (done, all); else 0.",
+          state="done all"),
+    gauge("rlhfd_evaluation_version", BUFFER, "Policy version of the last complete evaluation."),
+    gauge("rlhfd_evaluation_pass_at_1_ratio", BUFFER,
+          "Share of right responses in the last evaluation, by file and of all files.", file=_EVALUATED),
+    gauge("rlhfd_evaluation_pass_at_k_ratio", BUFFER,
+          "Probability that one of evaluation.pass_k responses is right in the last evaluation.", file=_EVALUATED),
+    gauge("rlhfd_evaluation_reward_mean", BUFFER, "Mean reward in the last evaluation.", file=_EVALUATED),
+    gauge("rlhfd_evaluation_response_length_mean_tokens", BUFFER, "Mean response length in the last evaluation.",
+          file=_EVALUATED),
+    gauge("rlhfd_evaluation_cut_ratio", BUFFER,
+          "Share of responses of the last evaluation that were cut at their maximum length.", file=_EVALUATED),
+
     # Policy versions and weights.
     gauge("rlhfd_policy_version", "trainer rollout",
           "Policy version that the process holds; the trainer's is the newest.", role=OWN, worker=OWN),
@@ -265,6 +221,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_reward_mean", TRAINER, "Mean reward of the last training batch.", source="function model"),
     gauge("rlhfd_reward_stddev", TRAINER, "Standard deviation of reward in the last training batch.",
           source="function model"),
+    gauge("rlhfd_reward_function_mean", ROLLOUT,
+          "Mean score of each of several reward functions, and of the reward model, in a worker's last ticket, before "
+          "its weight.", role=OWN, worker=OWN, function=" ".join(REWARD_PLACES)),
     counter("rlhfd_groups_total", ROLLOUT, "Prompt groups by whether their rewards differ (mixed, all_equal).",
             signal="mixed all_equal"),
     histogram("rlhfd_kl_nats", TRAINER, KL_NATS,
@@ -275,16 +234,49 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_entropy_nats", TRAINER, "Mean policy entropy of the last batch."),
     histogram("rlhfd_importance_ratio", TRAINER, RATIO,
               "Mean ratio of new to behaviour probability per experience."),
+    gauge("rlhfd_padding_ratio", TRAINER, "Share of padding in the tokens of the last step's passes."),
+    gauge("rlhfd_behaviour_ratio", TRAINER,
+          "Ratio of the trainer's to the engine's probability of a token for the same weights, over the last step "
+          "(mean, min, max); absent where rows carry no log-probs of the engine.", stat="mean min max"),
+    histogram("rlhfd_engine_gap_nats", "trainer rollout", GAP_NATS,
+              "Difference of the engine's and the trainer's log-probs for the same weights, in nats a token: of each "
+              "token of the probe of each version, and the mean of each row that is trained.", point="probe train"),
+    gauge("rlhfd_engine_gap_mean_nats", ROLLOUT, "Mean of these differences in the probe of a worker's version.",
+          role=OWN, worker=OWN),
+    counter("rlhfd_engine_probes_total", ROLLOUT,
+            "Probes of an engine, one a version, by verdict: equal (ok), differs by more than rollout.engine_gap_nats "
+            "(gap), unchanged although the weights have changed (stale).", verdict="ok gap stale"),
+    gauge("rlhfd_behaviour_cut_ratio", TRAINER,
+          "Share of these ratios that trainer.importance_correction truncated or masked in the last step."),
     gauge("rlhfd_clipped_ratio", TRAINER, "Share of tokens clipped in the last step."),
-    gauge("rlhfd_loss", TRAINER, "Loss of the last step (policy, value, kl, total).", kind="policy value kl total"),
+    gauge("rlhfd_step_updates", TRAINER,
+          "Optimizer updates taken in the last step; fewer than trainer.epochs times trainer.mini_batches after a stop "
+          "by trainer.target_kl, 0 in a step with nothing to train."),
+    gauge("rlhfd_policy_kl_nats", TRAINER,
+          "Estimated KL of the policy that sampled to the trained one, mean over the tokens of the last pass before "
+          "its update, k3 estimator; trainer.target_kl bounds it."),
+    gauge("rlhfd_kl_coef", TRAINER, "Weight of the KL to the reference in the loss of the last step."),
+    gauge("rlhfd_loss", TRAINER, "Loss of the last step (policy, value, kl, entropy, total).",
+          kind="policy value kl entropy total"),
     gauge("rlhfd_gradient_norm", TRAINER, "Gradient norm of the last step before clipping."),
     gauge("rlhfd_learning_rate", TRAINER, "Learning rate of the last step."),
     counter("rlhfd_nonfinite_total", TRAINER, "Optimizer steps skipped because of NaN or infinity (loss, gradient).",
             where="loss gradient"),
     counter("rlhfd_checkpoints_total", TRAINER, "Checkpoints by result (ok, error).", result="ok error"),
     histogram("rlhfd_checkpoint_duration_seconds", TRAINER, DURATION_S, "Time to write a checkpoint."),
+    counter("rlhfd_checkpoint_wait_seconds_total", TRAINER,
+            "Seconds that training waited for the write of a checkpoint: before a publish that would overwrite the "
+            "version being written, and before the next checkpoint."),
     event_time("rlhfd_checkpoint_last_success_timestamp_seconds", TRAINER,
                "Unix time of the last complete checkpoint."),
+    counter("rlhfd_recordings_total", TRAINER,
+            "Results for the rows of recorded steps (trainer.record): kept, removed for newer ones, not kept as they "
+            "exceed trainer.record_bytes (too_large) or could not be written (failed).",
+            result="kept removed too_large failed"),
+    gauge("rlhfd_recording_bytes", TRAINER, "Bytes of the recorded rows on disk."),
+
+    gauge("rlhfd_tracker_up", SUPERVISOR, "Whether the process of a tracker runs.", tracker=_TRACKERS),
+    counter("rlhfd_tracker_starts_total", SUPERVISOR, "Starts of the process of a tracker.", tracker=_TRACKERS),
 
     # Memory and messages. A channel is named after its receiver.
     gauge("rlhfd_shm_bytes", SUPERVISOR, "Shared memory mapped by kind (buffer, weights, metrics).",

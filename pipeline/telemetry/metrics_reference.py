@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pipeline.telemetry.metrics import CONSERVATION, EACH, INFO, METRICS, OWN, Metric
+from pipeline.telemetry.metric import CONSERVATION, EACH, INFO, OWN, Metric
+from pipeline.telemetry.metrics import METRICS
 
 _SECTIONS: Final = {
     "rlhfd_build_info": "The run and its processes",

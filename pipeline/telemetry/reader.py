@@ -17,7 +17,8 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pipeline.telemetry.metrics import BY_NAME, METRICS, Conservation, Metric, SlotName
+from pipeline.telemetry.metric import Metric, SlotName
+from pipeline.telemetry.metrics import BY_NAME, METRICS, Conservation
 from pipeline.telemetry.slab import MetricsSlab
 
 _HEARTBEAT: Final = "rlhfd_process_last_heartbeat_timestamp_seconds"
@@ -83,14 +84,21 @@ class MetricsReader:
     Args:
         slab: The instance's slab.
         info: Labels of the families that never change, by name: rlhfd_build_info, rlhfd_run_info.
+        names: Label values of the slab and the ones that are shown in their place: the names of reward functions.
 
     Attributes:
         external: Families that no slot holds, by name, each with all its series. The caller that sets them updates
             them.
     """
 
-    def __init__(self, slab: MetricsSlab, info: Mapping[str, Mapping[str, str]] | None = None) -> None:
+    def __init__(
+        self,
+        slab: MetricsSlab,
+        info: Mapping[str, Mapping[str, str]] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self._slab = slab
+        self._names = names or {}
         self.external: dict[str, Series] = {}
         for name, labels in (info or {}).items():
             self.external[name] = {tuple(labels[label] for label in BY_NAME[name].labels): 1.0}
@@ -153,7 +161,9 @@ class MetricsReader:
         for metric, labels, start in self._slab.layout.of_role[slot.role].cells:
             if metric.is_own("worker") == own:
                 pairs = zip(metric.labels, labels, strict=True)
-                filled = tuple(itself[name] if metric.is_own(name) else value for name, value in pairs)
+                filled = tuple(
+                    itself[name] if metric.is_own(name) else self._names.get(value, value) for name, value in pairs
+                )
                 places.append(_Place(metric, filled, slice(start, start + metric.words)))
         return places
 

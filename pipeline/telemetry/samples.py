@@ -43,6 +43,7 @@ class SampledResponse(msgspec.Struct, frozen=True):
         stopped: Whether the response ended at a stop sequence.
         reward: Sum of the scores of the reward functions and the reward model.
         parts: Scores by function or model, if they are known.
+        observed: Whether each token of `pieces` is an environment's; empty if none is.
     """
 
     pieces: list[str]
@@ -53,6 +54,7 @@ class SampledResponse(msgspec.Struct, frozen=True):
     stopped: bool
     reward: float
     parts: dict[str, float] = {}
+    observed: list[bool] = []
 
 
 class Sample(msgspec.Struct, frozen=True):

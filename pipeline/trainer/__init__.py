@@ -5,16 +5,20 @@ checkpoints       Hugging Face folders with the training state, whole or absent
 connect           connections over ZeroMQ; `pipeline.connect`
 connection        the trainer's connection to the buffer
 external_metrics  the metrics of an external trainer's rank
-learner           one optimizer step of PPO or GRPO
-losses            policy and value losses, whitening
+learner           one step of PPO or GRPO
+loss              losses as formulas over tensors
 metrics           a rank's metrics
 optimizer         the step of one model over ranks; the learning rate
+passes            forward passes of a micro-batch
 prefetch          batches copied to the device ahead of use
 process           the process of a rank
 publish_check     refusal of weights that workers could not use
+recording         steps recorded, and taken again
 resume            the point from which a trainer starts
+saving            checkpoints written beside training
 session           a rank's leases and messages with the buffer
 setup             makes the embedded model: `prepare` and its process
+sharding          models sharded over the ranks
 state             the training state beside the weights; the learner's interface
 step_log          a line of `metrics.jsonl` for each step
 step_stats        the statistics of one step

@@ -29,6 +29,8 @@ class TrainingBatch:
         base_log_probs: ``(B, A)`` float32, of the reference.
         values: ``(B, A)`` float32, of the critic at the rollout.
         returns: ``(B, A)`` float32, the targets of the critic.
+        behaviour_log_probs: ``(B, A)`` float32, of the engine that sampled; None if it is the trainer's own function.
+        importance_weights: ``(B, A)`` float32, factors of the policy loss; None for 1.
         vision: Images and videos of the rows; copied to the device only when a micro-batch needs them.
     """
 
@@ -40,6 +42,8 @@ class TrainingBatch:
     base_log_probs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    behaviour_log_probs: Tensor | None = None
+    importance_weights: Tensor | None = None
     vision: VisionRows | None = None
 
     @classmethod
@@ -50,8 +54,11 @@ class TrainingBatch:
         device: torch.device,
         *,
         needs_reference: bool,
+        skip_cut: bool = False,
     ) -> Self:
         """Return the inputs of a loss from an experience; with GRPO, only of groups whose scores differ.
+
+        With `skip_cut` rows whose response was cut at its maximum length are left out too.
 
         Raises:
             FieldError: If a field is missing, is a list (a packed batch), marks actions in the padding, or if pixels
@@ -84,25 +91,74 @@ class TrainingBatch:
             base_log_probs=base_log_probs,
             values=values,
             returns=returns,
+            behaviour_log_probs=None
+            if experience.behaviour_log_probs is None
+            else _tensor(experience, "behaviour_log_probs", device, like=action_mask),
             vision=VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None,
         )
-        mixed = (experience.info or {}).get("group_mixed") if algorithm == "grpo" else None
-        return batch if mixed is None else batch._rows(mixed.to(device).bool().nonzero().squeeze(1))
+        info = experience.info or {}
+        mixed = info.get("group_mixed") if algorithm == "grpo" else None
+        kept = None if mixed is None else mixed.to(device).bool()
+        if skip_cut:
+            whole = ~_cut(info, device)
+            kept = whole if kept is None else kept & whole
+        return batch if kept is None else batch.rows(kept.nonzero().squeeze(1))
+
+    def rows(self, index: Tensor) -> Self:
+        """Return the rows of an index, ``(rows,)`` int64."""
+        rows = self._mapped(lambda column: column[index], lambda column: column[index])
+        return rows if self.vision is None else replace(rows, vision=self.vision.rows(index))
+
+    @classmethod
+    def to_score(cls, experience: Experience, device: torch.device) -> Self:
+        """Return all rows of an experience for passes without a loss; `log_probs` are the places of the actions.
+
+        The places are ``(B, A)`` int64, row by row: an element of a micro-batch knows its own.
+
+        Raises:
+            FieldError: As `of`.
+            ShapeError: As `of`.
+        """
+        sequences = _tensor(experience, "sequences", device)
+        attention_mask = _tensor(experience, "attention_mask", device, like=sequences)
+        action_mask = _tensor(experience, "action_mask", device).bool()
+        _check_mask(attention_mask, action_mask)
+        places = torch.arange(action_mask.numel(), device=device).reshape(action_mask.shape)
+        vision = VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None
+        return cls(sequences, attention_mask, action_mask, places, places, None, None, None, vision=vision)
 
     def micro_batches(self, size: PassSize, width_multiple: int = 1) -> Iterator[Self]:
         """Yield the rows in parts of a size, rows of similar length together, without common padding.
 
         A part has neither the columns that are padding in all its rows nor the columns after its last action. A part
-        without any action is left out. Its width is rounded up to a multiple, by padding on the left.
+        without any action is left out. Its width is rounded up to a multiple, by padding on the left. With a bound of
+        padding, and if they are packed, the rows of a part end together, at their last actions: their widths are then
+        their lengths.
         """
-        if not len(self.sequences):
+        batch = self._ending_together() if size.packed or size.most_padding is not None else self
+        if not len(batch.sequences):
             return
-        order = self.attention_mask.sum(dim=1).argsort(stable=True)
-        lefts, rights = self._spans(order)
+        order = batch.attention_mask.sum(dim=1).argsort(stable=True)
+        lefts, rights = batch._spans(order)
         for columns in size.parts(lefts, rights):
-            part = self._rows(order[columns])
+            part = batch.rows(order[columns])
             if part.action_mask.any():
                 yield part._trimmed(width_multiple)
+
+    def _ending_together(self) -> Self:
+        """Return the rows that have actions, moved to the right until the last action of each is in the last column.
+
+        The tokens after a row's last action are left out: no action depends on them.
+        """
+        rows = self.rows(self.action_mask.any(dim=1).nonzero().squeeze(1))
+        # The columns after the last action: their number is the index of the first action from the right.
+        shift = rows.action_mask.flip(1).long().argmax(dim=1, keepdim=True)
+
+        def moved(column: Tensor) -> Tensor:
+            source = torch.arange(column.shape[1], device=column.device) - shift
+            return column.gather(1, source.clamp(min=0)).masked_fill(source < 0, 0)
+
+        return rows._mapped(moved, moved)
 
     def _spans(self, order: Tensor) -> tuple[list[int], list[int]]:
         """Return each row's columns before the first action column, padding left out, and those up to its last action.
@@ -114,10 +170,6 @@ class TrainingBatch:
         columns = torch.arange(1, actions.shape[1] + 1, device=actions.device)
         firsts = mask.long().argmax(dim=1)
         return (before - firsts).tolist(), (actions * columns).amax(dim=1).tolist()
-
-    def _rows(self, index: Tensor) -> Self:
-        rows = self._mapped(lambda column: column[index], lambda column: column[index])
-        return rows if self.vision is None else replace(rows, vision=self.vision.rows(index))
 
     def _trimmed(self, width_multiple: int) -> Self:
         actions = self.action_mask.any(dim=0).nonzero()
@@ -150,6 +202,13 @@ def _tensor(experience: Experience, name: str, device: torch.device, *, like: Te
     if like is not None and value.shape != like.shape:
         raise ShapeError(f"{name} of shape {tuple(value.shape)} where {tuple(like.shape)} is needed")
     return value.to(device)
+
+
+def _cut(info: dict[str, Any], device: torch.device) -> Tensor:
+    cut = info.get("cut")
+    if not isinstance(cut, Tensor):
+        raise FieldError("info['cut'] is missing: rows do not say whether their responses were cut")
+    return cut.to(device).bool()
 
 
 def _check_mask(attention_mask: Tensor, action_mask: Tensor) -> None:

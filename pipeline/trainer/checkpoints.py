@@ -9,8 +9,8 @@ step-000070/   the actor, its tokenizer and image processor in Hugging Face's fo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
-import mmap
 import os
 import secrets
 import shutil
@@ -27,14 +27,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.runtime.latest_checkpoint import REPLACED, Latest, put_back_replaced, read_latest, write_latest
+from pipeline.runtime.latest_checkpoint import (
+    REPLACED,
+    Latest,
+    best_checkpoint,
+    put_back_replaced,
+    read_latest,
+    write_latest,
+)
 from pipeline.storage.files import UNREADABLE, flush_folder
+from pipeline.trainer.state import OPTIONAL
 
-_STATE = "trainer_state.safetensors"
+STATE_FILE = "trainer_state.safetensors"
 _NOTE = "trainer_state.json"
 _READ_BYTES = 1 << 24
 _FLUSH_BYTES = 1 << 28
 _LOOK_S = 1.0
+# SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER.
+_WRITE_AND_WAIT = 7
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +95,7 @@ def save_checkpoint(
     *,
     actor: Any,
     tokenizer: Any,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor] | Callable[[Path], None],
     critic: Any = None,
     keep: int = 0,
     on_progress: Callable[[], None] = lambda: None,
@@ -95,9 +107,9 @@ def save_checkpoint(
         note: Description of the checkpoint; `run`, `written_by` and `files` are filled in here.
         actor: A `PreTrainedModel`.
         tokenizer: The actor's tokenizer, saved in the same folder.
-        state: The training state beside the weights.
+        state: The training state beside the weights, or a function that writes it into a safetensors file.
         critic: With PPO, saved in ``critic/`` inside.
-        keep: Number of checkpoints of a run to keep, this one included; 0 for all.
+        keep: Number of checkpoints of a run to keep, this one included; 0 for all. The best one is kept beside them.
         on_progress: Called repeatedly while bytes are written, read or flushed, from a thread too; not called while
             no byte moves.
 
@@ -114,14 +126,16 @@ def save_checkpoint(
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(root)
         run = _run_of(root) or secrets.token_hex(4)
-        written_by = {"torch": str(torch.__version__), "transformers": transformers.__version__}
         with _reporting_growth(temporary, on_progress):
             actor.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             if critic is not None:
                 critic.save_pretrained(temporary / "critic")
-            save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / _STATE)
-        note = msgspec.structs.replace(note, run=run, written_by=written_by, files=_files(temporary, on_progress))
+            if callable(state):
+                state(temporary / STATE_FILE)
+            else:
+                save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / STATE_FILE)
+        note = msgspec.structs.replace(note, run=run, written_by=libraries(), files=_files(temporary, on_progress))
         (temporary / _NOTE).write_bytes(msgspec.json.format(msgspec.json.encode(note)) + b"\n")
         _flush(temporary, on_progress)
         _put_in_place(temporary, target)
@@ -133,6 +147,11 @@ def save_checkpoint(
     if keep:
         _remove_old(root, note, keep)
     return target
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions of the libraries whose functions a step calls."""
+    return {"torch": str(torch.__version__), "transformers": transformers.__version__}
 
 
 def read_note(folder: Path) -> CheckpointNote:
@@ -169,13 +188,15 @@ def load_state(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
     """Copy a checkpoint's training state into tensors: all of them or, if any does not fit, none.
 
     Raises:
-        CheckpointError: If a tensor is missing or unexpected, or has another shape or dtype.
+        CheckpointError: If a tensor is missing or unexpected, and not `OPTIONAL`, or has another shape or dtype.
     """
     try:
-        saved = load_file(folder / _STATE)
+        saved = load_file(folder / STATE_FILE)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / _STATE}: {error}") from error
-    copy_tensors(saved, into, str(folder / _STATE))
+        raise CheckpointError(f"{folder / STATE_FILE}: {error}") from error
+    odd = OPTIONAL & (saved.keys() ^ into.keys())
+    saved, into = ({name: one for name, one in each.items() if name not in odd} for each in (saved, into))
+    copy_tensors(saved, into, str(folder / STATE_FILE))
 
 
 def copy_tensors(saved: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor], source: str) -> None:
@@ -269,13 +290,17 @@ def _flush(folder: Path, on_progress: Callable[[], None]) -> None:
 
 
 def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
-    """Flush a large file in pieces: a single call may take minutes without reporting progress."""
+    """Write a large file's pages to disk in pieces: a single call may take minutes without reporting progress.
+
+    By sync_file_range, since `mmap.flush` holds the interpreter's lock and would stop training. A file system without
+    it writes all at the flush that follows.
+    """
     nbytes = path.stat().st_size
     if nbytes <= _FLUSH_BYTES:
         return
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+    with path.open("rb") as file:
         for start in range(0, nbytes, _FLUSH_BYTES):
-            mapped.flush(start, min(_FLUSH_BYTES, nbytes - start))
+            _sync_file_range(file.fileno(), start, min(_FLUSH_BYTES, nbytes - start), _WRITE_AND_WAIT)
             on_progress()
 
 
@@ -302,7 +327,10 @@ def _remove_unfinished(root: Path) -> None:
 
 
 def _remove_old(root: Path, note: CheckpointNote, keep: int) -> None:
+    best = best_checkpoint(root)
     for _, folder in [found for found in _of_run(root, note.run) if found[0] <= note.step][:-keep]:
+        if folder == best:
+            continue
         log.info("old checkpoint removed: path=%s", folder)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -50,8 +50,9 @@ def connect(
     if config.trainer.kind != "external":
         raise ConfigError("trainer.kind of the daemon is builtin: start it with --set trainer.kind=external")
     connection = open_connection(
-        folder, rank=rank, world_size=world_size, prefetch=prefetch, check=PublishCheck(folder), external=config
-    )
+        folder, rank=rank, world_size=world_size, prefetch=prefetch, gathering=Gathering.of(config),
+        check=PublishCheck(folder), external=config,
+    )  # fmt: skip
     if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
         connection.close()
         raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")

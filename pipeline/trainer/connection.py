@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -23,7 +23,9 @@ import torch
 from pipeline.errors import DeadlineError
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
+from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.versions import PolicyVersions
+from pipeline.runtime.messages import ExtentRows
 from pipeline.runtime.transport import Sender
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import Probe, WeightsVersion
@@ -44,6 +46,7 @@ class Batch(NamedTuple):
         for_version: The policy version that is trained on the batch.
         position: Every prompt before this position is trained, dropped, or in a lease up to this one.
         on_host: The rows as they were gathered, on the CPU; None if `experience` is.
+        parts: The extents and rows that the batch was gathered from, in order.
     """
 
     experience: Experience
@@ -51,6 +54,7 @@ class Batch(NamedTuple):
     for_version: int
     position: int = 0
     on_host: Experience | None = None
+    parts: Sequence[ExtentRows] = ()
 
     @property
     def host_experience(self) -> Experience:
@@ -94,6 +98,7 @@ class Connection:
         self.rank = rank
         self.world_size = world_size
         self._arena = arena
+        self.weights_path = weights_path
         self._versions = PolicyVersions(weights_path)
         self._prefetcher = Prefetcher(arena, gathering)
         self._on_close = on_close
@@ -200,7 +205,7 @@ class Connection:
             self.receive(0.0)
             if (following := self._session.next_lease) is not None:
                 self._prefetcher.begin(following, device)
-        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position, fetched.on_host)
+        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position, fetched.on_host, lease.parts)
 
     def acknowledge(self) -> None:
         """Count the batches in hand as trained; without a batch in hand, do nothing."""
@@ -238,6 +243,10 @@ class Connection:
     def newest(self) -> WeightsVersion | None:
         """Return the newest published version, of this trainer or its predecessor; None before the first publish."""
         return self._versions.newest()
+
+    def held(self) -> HeldVersion | None:
+        """Return the version that this connection published last, in place; None without its training state."""
+        return self._versions.held()
 
     def restore(self, **models: Mapping[str, torch.Tensor]) -> WeightsVersion:
         """Copy the newest published weights into state dicts, as the successor of a dead trainer does.
@@ -326,6 +335,31 @@ class Connection:
         if rollback:
             self.start_over(published)
         else:
+            self._session.announce(published)
+        return published
+
+    def publish_with(
+        self, publish: Callable[[int, int], WeightsVersion], *, version: int | None, rollback: bool
+    ) -> WeightsVersion:
+        """Publish weights that several ranks hold; every rank calls this. What it includes: see `publish`.
+
+        Args:
+            publish: A collective that publishes the weights; called with the version's number and the first lease that
+                it does not include, which count on rank 0.
+            version: The version's number; None for the newest version's number plus 1.
+            rollback: As in `publish`.
+
+        Returns:
+            The published version.
+        """
+        if version is None:
+            newest = self.newest()
+            version = 1 if newest is None else newest.version + 1
+        published = publish(version, self._session.trained_through())
+        self._session.settle()
+        if self.rank == 0 and rollback:
+            self.start_over(published)
+        elif self.rank == 0:
             self._session.announce(published)
         return published
 

@@ -1,17 +1,22 @@
-"""The learner: one optimizer step of PPO or GRPO from batches of experience, on one rank or on several.
+"""The learner: one step of PPO or GRPO from batches of experience, on one rank or on several.
 
-Every mean in a loss is taken over all actions of the step: those of all its batches, micro-batches and ranks are
+A step is one optimizer update, or one for each mini-batch of each epoch (`trainer.epochs`, `trainer.mini_batches`).
+Every mean in a loss is taken over all actions of the update: those of all its batches, micro-batches and ranks are
 counted first. So the step does not depend, except for rounding, on micro-batches or on the number of ranks.
 
-    PPO   clipped policy and value losses, advantages whitened over the step; critic alone in the first steps
-    GRPO  clipped policy loss, one advantage a response, plus kl_coef x k3 KL to the reference; groups with equal scores
-          have no gradient and are left out, of the forward pass too
+    PPO   policy and clipped value losses, advantages whitened over the step; critic alone in the first steps
+    GRPO  policy loss, one advantage a response, plus kl_coef x KL to the reference; groups with equal scores have no
+          gradient and are left out, of the forward pass too
 
-The means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (GRPO's paper).
+Policy loss, KL, entropy bonus and aggregation are those of an `Objective` (`pipeline.trainer.loss`). By default the
+means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (GRPO's paper).
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -22,20 +27,24 @@ from torch import Tensor, nn
 
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.types import Experience
-from pipeline.models.log_probs import action_log_probs, action_values
-from pipeline.models.pass_size import PassSize, default_tokens
+from pipeline.models.packing import prepare_packing
+from pipeline.models.pass_size import training_size, width_multiple
+from pipeline.models.recomputation import checkpoint_activations
 from pipeline.trainer.batch import TrainingBatch
-from pipeline.trainer.losses import masked_mean, policy_loss, value_loss, whiten
-from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio
-from pipeline.trainer.step_stats import Counts, Observed, StepStats, Stopwatch, Sums, count, stddev, where_nonfinite
+from pipeline.trainer.loss.aggregation import StepTotals
+from pipeline.trainer.loss.kl_control import KlControl
+from pipeline.trainer.loss.losses import value_loss, whiten
+from pipeline.trainer.loss.mini_batches import MiniBatches
+from pipeline.trainer.loss.objective import Corrected, LossSettings, Objective
+from pipeline.trainer.optimizer import learning_rate_ratio
+from pipeline.trainer.passes import critic_values, policy_log_probs
+from pipeline.trainer.sharding.models import call_inside, inside
+from pipeline.trainer.sharding.optimizer import new_optimizer, refuse_retry
+from pipeline.trainer.sharding.ranks import in_step
+from pipeline.trainer.step_stats import Counts, Observed, StepStats, Stopwatch, Sums, Updates, count, stddev
 
-_CPU_MICRO_BATCH_ROWS = 48
-"""On a CPU parts of 48 rows are a third faster than the whole batch: less padding, and they stay in the cache."""
 
-_GPU_WIDTH_MULTIPLE = 64
-
-
-class TrainerSettings(Protocol):
+class TrainerSettings(LossSettings, Protocol):
     """The fields of `pipeline.config.schema.TrainerConfig` that the learner reads."""
 
     learning_rate: float
@@ -46,12 +55,13 @@ class TrainerSettings(Protocol):
     decay_steps: int
     final_learning_rate_ratio: float
     gradient_clip_norm: float
-    clip_range: float
     value_clip_range: float
     critic_warmup_steps: int
-    whiten_advantages: bool
     micro_batch_size: int | None
+    micro_batch_tokens: int | None
     width_multiple: int | None
+    activation_checkpointing: bool | None
+    packing: bool
 
 
 class Learner:
@@ -60,7 +70,7 @@ class Learner:
     Both are put into eval mode: with dropout the importance ratio of an unchanged policy would not be 1.
 
     Attributes:
-        step: Updates so far.
+        step: Steps so far.
     """
 
     def __init__(
@@ -74,6 +84,8 @@ class Learner:
         kl_coef: float = 0.0,
         step: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        objective: Objective | None = None,
+        computes_log_probs: bool = False,
         on_phase: Callable[[str], None] = lambda phase: None,
         on_out_of_memory: Callable[[], None] = lambda: None,
     ) -> None:
@@ -85,16 +97,21 @@ class Learner:
             actor: The policy; called by `pipeline.models.log_probs.action_log_probs`.
             critic: The value model of PPO; called by `pipeline.models.log_probs.action_values`.
             temperature: The sampling temperature; log-probs are computed at this temperature.
-            kl_coef: Weight of the k3 KL to the reference in the loss.
-            step: Updates done before, if training resumes.
+            kl_coef: Weight of the KL to the reference in the loss; of the first step, if `trainer` has a target of it.
+            step: Steps taken before, if training resumes.
             process_group: The ranks that take each step together; None for this process alone.
+            objective: The loss; None for that of `trainer`, with PPO whitened if it says so.
+            computes_log_probs: Whether the log-probs of the policy that sampled are those of the weights before the
+                step, computed here; else those of the rows.
             on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase, for each
                 micro-batch.
-            on_out_of_memory: Called when a micro-batch runs out of the device's memory; the step is then taken from its
-                start with micro-batches of half the tokens.
+            on_out_of_memory: Called when a micro-batch runs out of the device's memory; the update is then taken from
+                its start with micro-batches of half the tokens.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
+            ConfigError: If activations cannot be checkpointed, or rows not packed, as configured, or the policy loss of
+                `trainer` is a function that does not exist.
         """
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
@@ -104,22 +121,31 @@ class Learner:
         self._actor = actor
         self._critic = critic
         self._temperature = temperature
-        self._kl_coef = kl_coef
+        self._kl_control = KlControl(kl_coef, trainer.kl_coef_target, trainer.kl_coef_horizon)
+        self._objective = objective or Objective.of(trainer, whitens=algorithm == "ppo" and trainer.whiten_advantages)
+        self._computes_log_probs = computes_log_probs
         self._group = process_group
+        self._mini_batches = MiniBatches(trainer.epochs, trainer.mini_batches, process_group, self._sum_over_ranks)
         self._on_phase = on_phase
         self._device = next(actor.parameters()).device
-        self._micro_batch = PassSize(
-            "trainer.micro_batch_size",
-            most_rows=trainer.micro_batch_size or (_CPU_MICRO_BATCH_ROWS if self._device.type == "cpu" else None),
-            most_tokens=None if trainer.micro_batch_size else default_tokens(actor, self._device, backward=True),
+        self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
+        checkpointed = checkpoint_activations(self._models, self._device, trainer.activation_checkpointing)
+        if trainer.packing:
+            for model in self._models:
+                call_inside(model, functools.partial(prepare_packing, [model], self._device))
+        self._micro_batch = training_size(
+            actor,
+            self._device,
+            packed=trainer.packing,
+            checkpointed=checkpointed,
+            rows=trainer.micro_batch_size,
+            tokens=trainer.micro_batch_tokens,
             on_out_of_memory=on_out_of_memory,
         )
-        # Kernels and the allocator's blocks are chosen by shape: fewer shapes are prepared on a GPU.
-        self._width_multiple = trainer.width_multiple or (1 if self._device.type == "cpu" else _GPU_WIDTH_MULTIPLE)
+        self._width_multiple = width_multiple(self._device, trainer.width_multiple)
         self._part_shape = torch.Size((0, 0))
-        self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         self._optimizers = [
-            ModelOptimizer(
+            new_optimizer(
                 model,
                 learning_rate=learning_rate,
                 betas=trainer.betas,
@@ -133,7 +159,7 @@ class Learner:
         ]
 
     def update(self, experiences: Sequence[Experience]) -> StepStats:
-        """Take one optimizer step over all rows of all batches; a step with NaN or infinity changes no weight.
+        """Take one step over all rows of all batches; an update with NaN or infinity changes no weight and is the last.
 
         `step` advances in any case, so that the next version is published and nothing waits for it without end.
 
@@ -149,52 +175,64 @@ class Learner:
             DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
         watch = Stopwatch(self._on_phase, self._synchronize)
-        batches = [
-            TrainingBatch.of(experience, self._algorithm, self._device, needs_reference=self._kl_coef > 0)
+        if self._computes_log_probs:
+            experiences = [self._with_log_probs(experience, watch) for experience in experiences]
+        corrected = [
+            self._objective.correct(
+                TrainingBatch.of(
+                    experience,
+                    self._algorithm,
+                    self._device,
+                    needs_reference=self._kl_coef > 0,
+                    skip_cut=self._objective.skip_cut,
+                )
+            )
             for experience in experiences
         ]
+        batches = [each.batch for each in corrected]
         observed = [Observed.of(experience) for experience in experiences]
         with watch.during("reduce"):
-            counts = Counts(*self._sum_over_ranks(count(batches, observed)))
-        while (accumulated := self._accumulate_if_it_fits(batches, counts, watch)) is None:
-            for optimizer in self._optimizers:
-                optimizer.clear()
-            self._micro_batch.halve(*self._part_shape)
-        own_sums, row_ratios = accumulated
-        with watch.during("reduce"):
-            sums = Sums(*self._sum_over_ranks(own_sums))
-            norms = [optimizer.reduce() for optimizer in self._optimizers]
-        nonfinite = where_nonfinite(sums, norms)
-        ratios = self._learning_rate_ratios()
-        with watch.during("optimizer"):
-            for optimizer, ratio in zip(self._optimizers, ratios, strict=True):
-                if counts.actions_trained and not nonfinite and ratio:
-                    optimizer.step(ratio)
-                optimizer.clear()
+            counts = Counts(*self._sum_over_ranks(count(batches, observed, corrected)))
+            least, largest = self._extremes_over_ranks(corrected) if counts.corrected else (None, None)
+        updates = self._take_updates(self._whitened(batches, counts), counts, watch)
+        ratios, kl_coef = self._learning_rate_ratios(), self._kl_coef
+        self._kl_control.observe(counts.kls / max(counts.actions, 1), counts.rows)
         self.step += 1
+        policy, kl, value, entropy = (updates.mean(name) for name in ("policy", "kl", "value", "entropy"))
         return StepStats(
             step=self.step,
-            loss=sums.policy + sums.kl + sums.value,
-            policy_loss=sums.policy,
-            value_loss=None if self._critic is None else sums.value,
-            kl_loss=sums.kl if self._kl_coef > 0 else None,
-            gradient_norm=norms[0],
-            critic_gradient_norm=None if self._critic is None else norms[1],
+            loss=policy + kl + value + entropy,
+            policy_loss=policy,
+            value_loss=None if self._critic is None else value,
+            entropy_loss=entropy if self._objective.entropy_coef else None,
+            kl_loss=kl if kl_coef > 0 else None,
+            gradient_norm=updates.norm(0),
+            critic_gradient_norm=None if self._critic is None else updates.norm(1),
             learning_rate=self._trainer.learning_rate * ratios[0],
             critic_learning_rate=None if self._critic is None else self._trainer.critic_learning_rate * ratios[1],
-            clipped_ratio=sums.clipped / max(counts.actions_trained, 1),
-            importance_ratio=sums.ratios / max(counts.actions_trained, 1),
+            kl_coef=kl_coef,
+            updates=updates.taken,
+            policy_kl_nats=updates.policy_kl_nats,
+            clipped_ratio=updates.per_action("clipped"),
+            importance_ratio=updates.per_action("ratios"),
+            behaviour_ratio_mean=counts.corrected_ratios / counts.corrected if counts.corrected else None,
+            behaviour_ratio_min=least,
+            behaviour_ratio_max=largest,
+            behaviour_cut_ratio=counts.corrected_cut / counts.corrected if counts.corrected else None,
+            behaviour_gap_nats=counts.corrected_gaps / counts.corrected if counts.corrected else None,
             kl_nats=counts.kls / max(counts.actions, 1) if counts.has_reference else None,
             entropy_nats=counts.entropies / max(counts.actions, 1),
             response_length_mean_tokens=counts.actions / max(counts.rows, 1),
             reward_mean=counts.scores / max(counts.rows, 1),
             reward_stddev=stddev(counts.rows, counts.scores, counts.squared_scores),
+            padding_ratio=updates.padding_ratio,
             rows=int(counts.rows),
             rows_trained=int(counts.rows_trained),
             tokens_trained=int(counts.actions_trained),
-            nonfinite=nonfinite,
-            row_importance_ratios=tuple(torch.cat(row_ratios).tolist()) if row_ratios else (),
+            nonfinite=updates.nonfinite,
+            row_importance_ratios=tuple(torch.cat(updates.row_ratios).tolist()) if updates.row_ratios else (),
             row_kl_nats=tuple(kl for one in observed for kl in one.row_kls),
+            row_gap_nats=tuple(gap for each in corrected for gap in each.row_gaps.tolist()),
             row_rewards=tuple(score for one in observed for score in one.row_scores),
             forward_s=watch.seconds["forward"],
             backward_s=watch.seconds["backward"],
@@ -203,15 +241,20 @@ class Learner:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the optimizers' tensors by name, live: all that a step changes beside the weights.
+        """Return the tensors of optimizers and KL controller by name, live: all that a step changes beside the weights.
 
         With them, the weights and `step`, another learner of the same models continues from here bit for bit.
         """
-        return {
+        of_optimizers = {
             f"{model}.{name}": tensor
             for model, optimizer in zip(("actor", "critic"), self._optimizers, strict=False)
             for name, tensor in optimizer.tensors().items()
         }
+        return of_optimizers | self._kl_control.tensors()
+
+    @property
+    def _kl_coef(self) -> float:
+        return self._kl_control.kl_coef
 
     def _synchronize(self) -> None:
         """Wait until this process's GPU has computed all that was issued to it; nothing on a CPU."""
@@ -234,67 +277,147 @@ class Learner:
             for first in first_steps
         ]
 
+    def _whitened(self, batches: list[TrainingBatch], counts: Counts) -> list[TrainingBatch]:
+        if not self._objective.whitens:
+            return batches
+        moments = torch.tensor(
+            [counts.actions_trained, counts.advantages, counts.squared_advantages], dtype=torch.float64
+        )
+        return [replace(batch, advantages=whiten(batch.advantages, batch.action_mask, moments)) for batch in batches]
+
+    def _take_updates(self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch) -> Updates:
+        """Take the updates of a step until one has NaN or infinity, or moves the policy beyond `trainer.target_kl`."""
+        updates, learning_rates = Updates(), self._learning_rate_ratios()
+        tokens = self._objective.constant_tokens
+        most_kl = math.inf if self._trainer.target_kl is None else self._trainer.target_kl
+        whole = StepTotals(counts.actions_trained, counts.sequences_trained, counts.rows, tokens)
+        for mini_batch, totals in self._mini_batches.of_step(batches, whole, counts.rows_trained, self.step):
+            while (accumulated := self._accumulate_if_it_fits(mini_batch, totals, watch)) is None:
+                self._clear()
+                self._micro_batch.halve(*self._part_shape)
+            own_sums, row_ratios = accumulated
+            with watch.during("reduce"):
+                sums = Sums(*self._sum_over_ranks(own_sums))
+                norms = [optimizer.reduce() for optimizer in self._optimizers]
+            updates.policy_kl_nats = sums.policy_kl / max(totals.actions, 1)
+            # The first update in any case: else a batch of stale rows might never be trained.
+            if updates.taken and learning_rates[0] and updates.policy_kl_nats > most_kl:
+                self._clear()
+                break
+            changes_weights = updates.add(sums, norms, totals.actions, row_ratios)
+            with watch.during("optimizer"):
+                for optimizer, ratio in zip(self._optimizers, learning_rates, strict=True):
+                    if changes_weights and ratio:
+                        optimizer.step(ratio)
+                    optimizer.clear()
+            if updates.nonfinite:
+                break
+        return updates
+
+    def _clear(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.clear()
+
+    def _with_log_probs(self, experience: Experience, watch: Stopwatch) -> Experience:
+        """Return an experience with the log-probs of the present weights, ``(B, A)`` float32, 0 outside the mask."""
+        scored = copy.copy(experience)
+        while (found := self._log_probs_if_they_fit(experience, watch)) is None:
+            self._micro_batch.halve(*self._part_shape)
+        scored.action_log_probs = found
+        return scored
+
+    def _log_probs_if_they_fit(self, experience: Experience, watch: Stopwatch) -> Tensor | None:
+        """Return the log-probs of all actions; None if a pass ran out of the device's memory."""
+        batch = TrainingBatch.to_score(experience, self._device)
+        found = torch.zeros(batch.action_mask.shape, device=self._device)
+        parts = batch.micro_batches(self._micro_batch, self._width_multiple)
+        try:
+            for part, _ in in_step(parts, batch, [], self._actor):
+                self._note_size(part)
+                with watch.during("forward"), torch.no_grad():
+                    log_probs, _ = inside(self._actor, functools.partial(self._log_probs, part))
+                mask = part.action_mask
+                found.view(-1)[part.log_probs[mask].long()] = log_probs[mask].float()
+        except torch.OutOfMemoryError:
+            refuse_retry(self._actor)
+            return None
+        return found
+
     def _accumulate_if_it_fits(
-        self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch
+        self, batches: list[TrainingBatch], totals: StepTotals, watch: Stopwatch
     ) -> tuple[Tensor, list[Tensor]] | None:
         """Return the result of `_accumulate`; None if it ran out of the device's memory."""
         try:
-            return self._accumulate(batches, counts, watch)
+            return self._accumulate(batches, totals, watch)
         except torch.OutOfMemoryError:
             # Returned, not retried here: the traceback of the error holds the tensors of the pass.
+            refuse_retry(self._actor)
             return None
 
     def _accumulate(
-        self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch
+        self, batches: list[TrainingBatch], totals: StepTotals, watch: Stopwatch
     ) -> tuple[Tensor, list[Tensor]]:
         """Run every micro-batch forward and backward; return this rank's sums and the importance ratios of its rows."""
         sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self._device)
         row_ratios: list[Tensor] = []
         for batch in batches:
-            if self._algorithm == "ppo" and self._trainer.whiten_advantages:
-                sums_of_advantages = [counts.actions_trained, counts.advantages, counts.squared_advantages]
-                moments = torch.tensor(sums_of_advantages, dtype=torch.float64)
-                batch = replace(batch, advantages=whiten(batch.advantages, batch.action_mask, moments))
-            for part in batch.micro_batches(self._micro_batch, self._width_multiple):
-                self._part_shape = part.sequences.shape
-                sums[:4] += self._actor_pass(part, counts.actions_trained, row_ratios, watch)
+            parts = batch.micro_batches(self._micro_batch, self._width_multiple)
+            for part, ratios in in_step(parts, batch, row_ratios, self._actor):
+                tokens, passed = self._note_size(part)
+                sums[:6] += self._actor_pass(part, totals, ratios, watch)
                 if self._critic is not None:
-                    sums[4] += self._critic_pass(part, counts.actions_trained, watch)
+                    sums[6] += self._critic_pass(part, totals.actions, watch)
+                sums[7] += tokens
+                sums[8] += passed
         return sums, row_ratios
 
-    def _actor_pass(self, part: TrainingBatch, actions: float, row_ratios: list[Tensor], watch: Stopwatch) -> Tensor:
-        """Add the gradients of the policy and KL losses of a micro-batch; return the first sums of `Sums`."""
-        mask = part.action_mask
+    def _note_size(self, part: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a micro-batch and those of its pass; note the shape of the pass, for a halved bound."""
+        tokens = part.attention_mask.sum()
+        self._part_shape = part.sequences.shape
+        if not self._trainer.packing:
+            return tokens, torch.tensor(part.sequences.numel())
+        self._part_shape = torch.Size((len(part.sequences), -(-int(tokens) // len(part.sequences))))
+        return tokens, tokens
+
+    def _log_probs(self, part: TrainingBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the actor's log-probs of a micro-batch and, if the loss needs them, the entropies, each ``(B, A)``."""
+        with_entropy = self._objective.entropy_coef > 0
+        packing, temperature = self._trainer.packing, self._temperature
+        return policy_log_probs(self._actor, part, packing=packing, temperature=temperature, with_entropy=with_entropy)
+
+    def _actor_pass(
+        self, part: TrainingBatch, totals: StepTotals, row_ratios: list[Tensor], watch: Stopwatch
+    ) -> Tensor:
+        """Add the gradients of the policy, KL and entropy losses of a micro-batch; return the first sums of `Sums`."""
+        mask, objective = part.action_mask, self._objective
         trains = self._learning_rate_ratios()[0] > 0
         with watch.during("forward"), torch.set_grad_enabled(trains):
-            log_probs = action_log_probs(
-                self._actor,
-                part.sequences,
-                part.attention_mask,
-                mask.shape[1],
-                temperature=self._temperature,
-                vision=part.vision,
-            )
-            policy = policy_loss(
-                log_probs, part.log_probs, part.advantages, mask, self._trainer.clip_range, denominator=actions
-            )
-            kl = torch.zeros_like(policy.loss)
+            log_probs, entropies = inside(self._actor, lambda: self._log_probs(part))
+            policy = objective.policy(log_probs, part.log_probs, part.advantages, mask, part.importance_weights)
+            policy_loss = objective.aggregate(policy.losses, mask, totals)
+            kl = entropy = torch.zeros_like(policy_loss)
             if part.base_log_probs is not None:
-                log_ratios = (log_probs - part.base_log_probs).masked_fill(~mask, 0.0)
-                kl = self._kl_coef * masked_mean(k3_kl(log_ratios, mask), mask, actions)
+                kl = self._kl_coef * objective.kl(log_probs, part.base_log_probs, mask, totals)
+            if entropies is not None:
+                entropy = objective.entropy_loss(entropies, mask, totals)
         if trains:
             with watch.during("backward"):
-                (policy.loss + kl).backward()
+                (policy_loss + kl + entropy).backward()
                 self._optimizers[0].collect()
         ratios = policy.ratios.masked_fill(~mask, 0.0).sum(dim=1)
         row_ratios.append(ratios / mask.sum(dim=1).clamp(min=1))
-        return torch.stack([policy.loss.detach(), kl.detach(), ratios.sum(), policy.clipped.sum()]).double()
+        with torch.no_grad():
+            # k3 of the sampling policy to the trained one: (r - 1) - log r, r the trained probability to the sampling.
+            policy_kl = k3_kl((part.log_probs - log_probs).masked_fill(~mask, 0.0), mask).sum()
+        losses = policy_loss.detach(), kl.detach(), ratios.sum(), policy.clipped.sum(), entropy.detach(), policy_kl
+        return torch.stack(losses).double()
 
     def _critic_pass(self, part: TrainingBatch, actions: float, watch: Stopwatch) -> Tensor:
         assert self._critic is not None and part.values is not None and part.returns is not None
         mask = part.action_mask
         with watch.during("forward"), torch.enable_grad():
-            values = action_values(self._critic, part.sequences, part.attention_mask, mask.shape[1], vision=part.vision)
+            values = critic_values(self._critic, part, packing=self._trainer.packing)
             loss = value_loss(
                 values, part.values, part.returns, mask, self._trainer.value_clip_range, denominator=actions
             )
@@ -308,3 +431,11 @@ class Learner:
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         return sums.tolist()
+
+    def _extremes_over_ranks(self, corrected: Sequence[Corrected]) -> tuple[float, float]:
+        """Return the least and the largest ratio of the correction over all ranks."""
+        extremes = torch.stack([each.extremes.to(self._device) for each in corrected]).amax(dim=0)
+        if self._group is not None:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        negated, largest = extremes.tolist()
+        return -negated, largest

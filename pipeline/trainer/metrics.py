@@ -6,12 +6,17 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 from pipeline.experience.types import Experience
 from pipeline.models.device import allocator_bytes
+from pipeline.storage.recording import Recorded
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.step_stats import StepStats
+
+_LOSSES = ("policy", "value", "kl", "entropy", "total")
+_BEHAVIOUR = ("mean", "min", "max")
 
 
 class TrainerMetrics:
@@ -29,6 +34,7 @@ class TrainerMetrics:
         self._staleness = writer.histogram("rlhfd_policy_staleness_versions", point="train")
         self._version = writer.gauge("rlhfd_policy_version")
         self._ratio = writer.histogram("rlhfd_importance_ratio")
+        self._gaps = writer.histogram("rlhfd_engine_gap_nats", point="train")
         self._kl = writer.histogram("rlhfd_kl_nats")
         self._out_of_memory = writer.counter("rlhfd_out_of_memory_total", during="train")
         self._phases = {
@@ -39,10 +45,16 @@ class TrainerMetrics:
             return
         self._reward_mean = writer.gauge("rlhfd_reward_mean", source=reward_source)
         self._reward_stddev = writer.gauge("rlhfd_reward_stddev", source=reward_source)
-        self._losses = {kind: writer.gauge("rlhfd_loss", kind=kind) for kind in ("policy", "value", "kl", "total")}
+        self._losses = {kind: writer.gauge("rlhfd_loss", kind=kind) for kind in _LOSSES}
         self._gradient_norm = writer.gauge("rlhfd_gradient_norm")
         self._learning_rate = writer.gauge("rlhfd_learning_rate")
         self._clipped = writer.gauge("rlhfd_clipped_ratio")
+        self._updates = writer.gauge("rlhfd_step_updates")
+        self._policy_kl = writer.gauge("rlhfd_policy_kl_nats")
+        self._kl_coef = writer.gauge("rlhfd_kl_coef")
+        self._padding = writer.gauge("rlhfd_padding_ratio")
+        self._behaviour = {stat: writer.gauge("rlhfd_behaviour_ratio", stat=stat) for stat in _BEHAVIOUR}
+        self._behaviour_cut = writer.gauge("rlhfd_behaviour_cut_ratio")
         self._kl_mean = writer.gauge("rlhfd_kl_mean_nats")
         self._response_length = writer.gauge("rlhfd_response_length_mean_tokens")
         self._entropy = writer.gauge("rlhfd_entropy_nats")
@@ -57,6 +69,7 @@ class TrainerMetrics:
         self._saved = writer.counter("rlhfd_checkpoints_total", result="ok")
         self._not_saved = writer.counter("rlhfd_checkpoints_total", result="error")
         self._save_s = writer.histogram("rlhfd_checkpoint_duration_seconds")
+        self._save_wait_s = writer.counter("rlhfd_checkpoint_wait_seconds_total")
         self._save_time = writer.gauge("rlhfd_checkpoint_last_success_timestamp_seconds")
 
     @contextlib.contextmanager
@@ -76,6 +89,10 @@ class TrainerMetrics:
         with self.clock.during("wait_data"):
             yield
         self._waited_s += time.monotonic() - started_s
+
+    def beat(self) -> None:
+        """Set the rank's heartbeat."""
+        self._writer.beat()
 
     def work_on(self, lease: int) -> None:
         """Set the lease in hand in the rank's slot."""
@@ -134,6 +151,7 @@ class TrainerMetrics:
         self._tokens.inc(stats.tokens_trained)
         self._ratio.observe_many(stats.row_importance_ratios)
         self._kl.observe_many(stats.row_kl_nats)
+        self._gaps.observe_many([gap for gap in stats.row_gap_nats if math.isfinite(gap)])
         for phase, histogram in self._phases.items():
             histogram.observe(getattr(stats, f"{phase}_s"))
         self._writer.beat()
@@ -153,14 +171,26 @@ class TrainerMetrics:
         for where in stats.nonfinite:
             self._nonfinite[where].inc()
         for kind, value in (
-            ("policy", stats.policy_loss), ("value", stats.value_loss), ("kl", stats.kl_loss), ("total", stats.loss),
+            ("policy", stats.policy_loss), ("value", stats.value_loss), ("kl", stats.kl_loss),
+            ("entropy", stats.entropy_loss), ("total", stats.loss),
         ):  # fmt: skip
             if value is not None and math.isfinite(value):
                 self._losses[kind].set(value)
+        for stat, gauge in self._behaviour.items():
+            ratio = getattr(stats, f"behaviour_ratio_{stat}")
+            if ratio is not None and math.isfinite(ratio):
+                gauge.set(ratio)
+        if stats.behaviour_cut_ratio is not None:
+            self._behaviour_cut.set(stats.behaviour_cut_ratio)
         if math.isfinite(stats.gradient_norm):
             self._gradient_norm.set(stats.gradient_norm)
         self._learning_rate.set(stats.learning_rate)
         self._clipped.set(stats.clipped_ratio)
+        self._updates.set(stats.updates)
+        if math.isfinite(stats.policy_kl_nats):
+            self._policy_kl.set(stats.policy_kl_nats)
+        self._kl_coef.set(stats.kl_coef)
+        self._padding.set(stats.padding_ratio)
 
     def published(self, version: int, nbytes: int, duration_s: float) -> None:
         """Count a publish."""
@@ -176,6 +206,21 @@ class TrainerMetrics:
         self._saved.inc()
         self._save_s.observe(duration_s)
         self._save_time.set(time.time())
+
+    def waited_for_checkpoint(self, duration_s: float) -> None:
+        """Count a wait of training for the write of a checkpoint."""
+        self._save_wait_s.inc(duration_s)
+
+    def begin_recording(self) -> None:
+        """Export the results for recorded rows, from 0 on; a run without a recording has none."""
+        results: tuple[Recorded, ...] = get_args(Recorded)
+        self._recordings = {result: self._writer.counter("rlhfd_recordings_total", result=result) for result in results}
+        self._recording_bytes = self._writer.gauge("rlhfd_recording_bytes")
+
+    def recorded(self, result: Recorded, nbytes: int) -> None:
+        """Count a result for the rows of a step, and set the bytes of all recorded rows."""
+        self._recordings[result].inc()
+        self._recording_bytes.set(nbytes)
 
     def not_saved(self) -> None:
         """Count a checkpoint that could not be written."""

@@ -70,11 +70,8 @@ class ModelOptimizer:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trained:
             raise FieldError(f"{type(model).__name__} has no parameter that requires a gradient")
-        self._names, self._weights = list(trained), list(trained.values())
         self._group = process_group
-        if process_group is not None:
-            for weight in self._weights:
-                dist.broadcast(weight.detach(), dist.get_global_rank(process_group, 0), process_group)
+        self._names, self._weights = list(trained), self._taken_over(trained)
         self._masters = [
             weight if weight.dtype == torch.float32 else weight.detach().float() for weight in self._weights
         ]
@@ -91,6 +88,13 @@ class ModelOptimizer:
                 "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
             }
+
+    def _taken_over(self, trained: dict[str, nn.Parameter]) -> list[Tensor]:
+        """Return the tensors that a step changes, with the same values on every rank."""
+        if self._group is not None:
+            for weight in trained.values():
+                dist.broadcast(weight.detach(), dist.get_global_rank(self._group, 0), self._group)
+        return list(trained.values())
 
     def collect(self) -> None:
         """Add the gradients of one backward pass to the float32 copies: micro-batches are summed in float32."""

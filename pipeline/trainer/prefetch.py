@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
+from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
@@ -20,6 +21,9 @@ from pipeline.runtime.messages import Lease
 from pipeline.storage.arena import Arena
 
 _REFERENCE = "base_action_log_probs"
+_LOG_PROBS = "action_log_probs"
+_BEHAVIOUR = "behaviour_log_probs"
+_CUT = "info.cut"
 
 
 class Fetched(NamedTuple):
@@ -41,17 +45,36 @@ class Fetched(NamedTuple):
 class Gathering(NamedTuple):
     """The way in which the rows of leases are gathered.
 
+    All rows of a batch have the same fields, but rows of a time with another configuration, from a spool or from before
+    a restart, may have other fields than the present ones. An extent without a field that the trainer needs is reported
+    as damaged; a field that it does not need is left out of a batch in which an extent lacks it.
+
     Attributes:
         verify_checksum: Whether each extent's checksum is verified before its rows are used.
         ahead: Whether the next batch is gathered in the background; None for yes on a GPU, where the copy runs beside
             the computation, and no on a CPU, where the copy would take cores from the computation.
-        needs_reference: Whether an extent without the reference's log-probs is reported as damaged. It is in any case
-            if other extents of its batch have them: a batch has the same fields in all its rows.
+        needs_reference: Whether the log-probs of the reference are needed.
+        needs_log_probs: Whether those of the policy that sampled are needed; not if the trainer computes them.
+        needs_cut: Whether it is needed that rows tell whether their response was cut.
     """
 
     verify_checksum: bool = True
     ahead: bool | None = None
     needs_reference: bool = False
+    needs_log_probs: bool = False
+    needs_cut: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the way of a configuration's trainer."""
+        is_external = config.trainer.kind == "external"
+        return cls(
+            config.buffer.checksum,
+            # An external trainer may use all fields that the workers write.
+            needs_reference=config.trainer_kl_coef > 0 or (is_external and config.rollout_kl_coef > 0),
+            needs_log_probs=config.rollout.log_probs != "trainer",
+            needs_cut=config.trainer.mask_cut_responses,
+        )
 
 
 class Prefetcher:
@@ -59,14 +82,15 @@ class Prefetcher:
 
     def __init__(self, arena: Arena, gathering: Gathering = Gathering()) -> None:  # noqa: B008 - immutable
         self._arena = arena
-        self._verify_checksum, self._ahead, self._needs_reference = gathering
+        self._gathering = gathering
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._next: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def wants_next(self, device: torch.device) -> bool:
         """Return whether to begin the next batch for this device now."""
-        return self._next is None and (device.type == "cuda" if self._ahead is None else self._ahead)
+        ahead = self._gathering.ahead
+        return self._next is None and (device.type == "cuda" if ahead is None else ahead)
 
     def begin(self, lease: Lease, device: torch.device) -> None:
         """Begin to gather the next batch in the background; one at a time."""
@@ -109,18 +133,11 @@ class Prefetcher:
         for part in lease.parts:
             memory = self._arena.extent(part.offset, part.nbytes)
             try:
-                readers.append(codec.ExtentReader(memory, checksum=part.checksum if self._verify_checksum else 0))
+                checksum = part.checksum if self._gathering.verify_checksum else 0
+                readers.append(codec.ExtentReader(memory, checksum=checksum))
             except DecodeError as error:
                 damaged[part.ticket] = str(error)
-        has_reference = [any(field.name == _REFERENCE for field in reader.header.fields) for reader in readers]
-        if not damaged and (self._needs_reference or any(has_reference)):
-            # Rows of a time when every KL weight was 0, from a spool or from before a restart.
-            damaged = {
-                part.ticket: "its rows have no log-probs of the reference model: no KL weight was above 0"
-                for part, found in zip(lease.parts, has_reference, strict=True)
-                if not found
-            }
-        if damaged:
+        if damaged or (damaged := self._without_needed_field(lease, readers)):
             return Fetched(None, damaged)
         parts = [(reader, part.rows) for reader, part in zip(readers, lease.parts, strict=True)]
         versions = np.repeat([part.policy_version for part in lease.parts], [len(part.rows) for part in lease.parts])
@@ -139,6 +156,39 @@ class Prefetcher:
             # The page-locked tensors return to torch's allocator, which keeps them until the copies are complete.
             experience.to_device(device, non_blocking=True)
             return Fetched(experience, {}, self._streams[device].record_event(), on_host)
+
+    def _without_needed_field(self, lease: Lease, readers: list[codec.ExtentReader]) -> dict[int, str]:
+        """Return the extents that lack a needed field, the reason by ticket; leave other fields out if one lacks them.
+
+        Without the log-probs of the engine a row would be trained without its correction: they are never left out.
+        """
+        gathering = self._gathering
+        for name, is_needed, problem in (
+            (
+                _REFERENCE,
+                gathering.needs_reference,
+                "its rows have no log-probs of the reference model: no KL weight was above 0",
+            ),
+            (
+                _LOG_PROBS,
+                gathering.needs_log_probs,
+                'its rows have no log-probs of the policy: rollout.log_probs was "trainer"',
+            ),
+            (_BEHAVIOUR, None, "its rows have no log-probs of the engine, other rows of the batch have them"),
+            (
+                _CUT,
+                gathering.needs_cut,
+                "its rows do not say whether responses were cut: trainer.mask_cut_responses was false",
+            ),
+        ):
+            has_field = [any(field.name == name for field in reader.header.fields) for reader in readers]
+            if not all(has_field) and (any(has_field) if is_needed is None else is_needed):
+                parts_found = zip(lease.parts, has_field, strict=True)
+                return {part.ticket: problem for part, found in parts_found if not found}
+            if not all(has_field):
+                for reader in readers:
+                    reader.leave_out(name)
+        return {}
 
 
 def _wait_for(begun: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -16,24 +17,34 @@ from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, process_device
+from pipeline.models.float32_logits import use_float32_logits
 from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
-from pipeline.models.lora import Saved, adapt
-from pipeline.models.weights.probe import answer
-from pipeline.prompts import first_tokens
+from pipeline.models.lora import Saved, adapt, published
+from pipeline.models.weights.held import HeldVersion, state_dicts
+from pipeline.prompts.rendering import first_tokens
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
 from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
-from pipeline.storage.weights_header import Probe, WeightsVersion
-from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.storage.recording import FOLDER as RECORDING
+from pipeline.storage.recording import TrainerStart
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
+from pipeline.trainer.checkpoints import CheckpointNote, libraries, save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
+from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.prefetch import Gathering
+from pipeline.trainer.recording.recorder import StepRecorder
 from pipeline.trainer.resume import Resumption, Start
+from pipeline.trainer.saving.background import CheckpointWriter
+from pipeline.trainer.saving.best import EvaluationFollower
+from pipeline.trainer.sharding.models import inside, whole_answer
+from pipeline.trainer.sharding.sharding import Sharding, sharded_models
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
-from pipeline.trainer.trainer import CheckpointWriter, Ranks, Trainer
+from pipeline.trainer.trainer import Ranks, Trainer
 
 _IDLE_S = 0.25
 
@@ -56,7 +67,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         rank=context.index,
         world_size=config.trainer.world_size,
         prefetch=batches_ahead(config),
-        gathering=Gathering(config.buffer.checksum, needs_reference=config.trainer_kl_coef > 0),
+        gathering=Gathering.of(config),
         traffic=Traffic(context.metrics),
     )
     join_ranks(config, context)
@@ -74,6 +85,9 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         saved = trainer.close()
         if trainer.complete:
             context.report(Report(state="finished"))
+    except BaseException:
+        trainer.abandon()
+        raise
     finally:
         # In the process group only after an error. Then nothing is released: freed page-locked memory waits for the GPU
         # as the group does, and the process exits at once. The supervisor ends the other ranks.
@@ -133,16 +147,9 @@ def progress_of_all_ranks(own: RankProgress) -> list[RankProgress]:
 def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
     """Return a trainer with its models loaded and set to the start of training (`pipeline.trainer.resume`)."""
     device = process_device()
-    actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
-    models: dict[str, torch.nn.Module] = {"actor": actor}
-    if config.rollout.algorithm == "ppo":
-        models["critic"] = (
-            Critic.from_actor(actor)
-            if config.model.critic is None
-            else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
-        )
-    # After the critic, which is made from the backbone without adapters.
-    adapt(actor, config.model, seed=config.daemon.seed)
+    models = sharded_models(config, device) if config.shards_trainer else whole_models(config, device)
+    actor = models["actor"]
+    tokens = first_tokens(config.prompts, config.daemon.seed, load_tokenizer(config.model.actor))
     metrics = TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config))
 
     def agree(ready: bool) -> bool:
@@ -162,18 +169,13 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         with metrics.in_collective():
             return progress_of_all_ranks(own)
 
-    learner = Learner(
-        config.trainer,
-        config.rollout.algorithm,
-        actor,
-        models.get("critic"),
-        temperature=config.rollout.temperature,
-        kl_coef=config.trainer_kl_coef,
-        process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
-        on_phase=metrics.phase,
-        on_out_of_memory=metrics.out_of_memory,
+    learner = new_learner(
+        config, models, tokens, device, on_phase=metrics.phase, on_out_of_memory=metrics.out_of_memory
     )
-    resumption = Resumption(config, connection, learner, models, device, agree=agree)
+    sharding = None
+    if config.shards_trainer:
+        sharding = Sharding(config, models, connection, device, metrics.in_collective)
+    resumption = Resumption(config, connection, learner, models, device, agree=agree, sharding=sharding)
     start = resumption.find()
     # A barrier: the first rank replaces nothing that another rank still reads.
     agree(True)
@@ -187,17 +189,95 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         metrics,
         device=device,
         ranks=Ranks(agree, leave, gather),
-        save=checkpoint_writer(config, models, learner, device, context.metrics.beat) if context.index == 0 else None,
+        save=checkpoint_writer(config, models, learner, device, sharding)
+        if context.index == 0 or sharding is not None
+        else None,
         start=start,
-        probe=actor_probe(config, actor, device),
+        probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
         step_log=open_step_log(config, start) if context.index == 0 else None,
+        sharding=sharding,
     )
+    if recorder := open_recorder(config, start, device, metrics):
+        trainer.record_to(recorder)
+    if context.index == 0 or sharding is not None:
+        trainer.evaluations = evaluation_follower(config, agree if sharding is not None else lambda ready: ready)
     if start.rollback:
         agree(True)
         published = connection.newest()
         if context.index and published is not None:
             connection.start_over(published)
     return trainer
+
+
+def new_learner(
+    config: Config,
+    models: Mapping[str, torch.nn.Module],
+    tokens: Sequence[int],
+    device: torch.device,
+    *,
+    on_phase: Callable[[str], None] = lambda phase: None,
+    on_out_of_memory: Callable[[], None] = lambda: None,
+) -> Learner:
+    """Return the learner of these models as they start, ``actor`` and with PPO ``critic``.
+
+    Args:
+        config: The run's configuration.
+        models: The models, whole or sharded; with `trainer.world_size` above 1 the process group has been joined.
+        tokens: Tokens of the run's first prompt.
+        device: Device of the models.
+        on_phase: See `Learner`.
+        on_out_of_memory: See `Learner`.
+    """
+    actor = models["actor"]
+    use_float32_logits(
+        actor,
+        tokens,
+        device,
+        dtype=config.model.dtype,
+        given=config.model.float32_logits,
+        temperature=config.rollout.temperature,
+        most_columns=config.lengths.row,
+        inside=functools.partial(inside, actor),
+    )
+    return Learner(
+        config.trainer,
+        config.rollout.algorithm,
+        actor,
+        models.get("critic"),
+        temperature=config.rollout.temperature,
+        kl_coef=config.trainer_kl_coef,
+        objective=objective_of(config),
+        computes_log_probs=config.rollout.log_probs == "trainer",
+        process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
+        on_phase=on_phase,
+        on_out_of_memory=on_out_of_memory,
+    )
+
+
+def whole_models(config: Config, device: torch.device) -> dict[str, torch.nn.Module]:
+    """Return the models, each whole on this rank: ``actor`` and, with PPO, ``critic``."""
+    actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
+    models: dict[str, torch.nn.Module] = {"actor": actor}
+    if config.rollout.algorithm == "ppo":
+        models["critic"] = (
+            Critic.from_actor(actor)
+            if config.model.critic is None
+            else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
+        )
+    # After the critic, which is made from the backbone without adapters.
+    adapt(actor, config.model, seed=config.daemon.seed)
+    return models
+
+
+def objective_of(config: Config) -> Objective:
+    """Return the loss of a configuration."""
+    return Objective.of(
+        config.trainer,
+        # REINFORCE++ normalizes over the batch of a step, which the trainer alone has.
+        whitens=(config.rollout.algorithm == "ppo" and config.trainer.whiten_advantages)
+        or config.advantages == "reinforce_baseline",
+        response_tokens=config.lengths.response or config.lengths.row,
+    )
 
 
 def open_step_log(config: Config, start: Start) -> StepLog | None:
@@ -212,12 +292,47 @@ def open_step_log(config: Config, start: Start) -> StepLog | None:
         return None
 
 
-def actor_probe(config: Config, actor: torch.nn.Module, device: torch.device) -> Callable[[], Probe] | None:
-    """Return a function that runs the workers' probe on the actor; None if there are no probe tokens."""
-    tokens = first_tokens(
-        config.prompts.path, config.daemon.seed, config.prompts.template, load_tokenizer(config.model.actor)
+def open_recorder(config: Config, start: Start, device: torch.device, metrics: TrainerMetrics) -> StepRecorder | None:
+    """Return the recorder of the run's steps; None if none is wanted, or if it cannot be opened."""
+    record, folder = config.trainer.record, run_dir(config) / RECORDING
+    if record == "off":
+        return None
+    described = TrainerStart(identity_of(config), config.model_dump(mode="json"), libraries(), device_name(device))
+    most_bytes = config.trainer.record_bytes if record == "rows" else 0
+    metrics.begin_recording()
+    try:
+        return StepRecorder(
+            folder, described, after_step=start.progress.step, most_bytes=most_bytes, count=metrics.recorded
+        )
+    except OSError as error:
+        metrics.recorded("failed", 0)
+        log.error("no step is recorded: path=%s error=%s", folder, error.strerror)
+        return None
+
+
+def evaluation_follower(config: Config, agree: Callable[[bool], bool]) -> EvaluationFollower | None:
+    """Return the follower of a configuration's evaluations; None without held-out prompts."""
+    evaluation = config.evaluation
+    if not evaluation.files:
+        return None
+    return EvaluationFollower(
+        run_dir(config) / EVALUATIONS,
+        checkpoints_dir(config),
+        every=evaluation.every,
+        keep_best=evaluation.keep_best,
+        agree=agree,
     )
-    return functools.partial(answer, actor, tokens, device) if tokens else None
+
+
+class _WithState:
+    """A model that is saved with the tensors of a state dict in place of its own."""
+
+    def __init__(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
+        self._model = model
+        self._state = state
+
+    def save_pretrained(self, path: Path) -> None:
+        self._model.save_pretrained(path, state_dict=self._state)
 
 
 def checkpoint_writer(
@@ -225,13 +340,20 @@ def checkpoint_writer(
     models: Mapping[str, torch.nn.Module],
     learner: Learner,
     device: torch.device,
-    on_progress: Callable[[], None],
+    sharding: Sharding | None = None,
 ) -> CheckpointWriter:
-    """Return the writer of this run's checkpoints; it calls `on_progress` while it writes."""
+    """Return the writer of this run's checkpoints."""
     preprocessing = Preprocessing(config.model.actor, load_tokenizer(config.model.actor))
     described, identity = config.model_dump(mode="json"), identity_of(config)
 
-    def save(progress: Progress, version: WeightsVersion, *, complete: bool) -> Path:
+    def save(
+        progress: Progress,
+        version: WeightsVersion,
+        *,
+        complete: bool,
+        held: HeldVersion | None,
+        on_progress: Callable[[], None],
+    ) -> Path | None:
         note = CheckpointNote(
             identity,
             progress.step,
@@ -242,15 +364,24 @@ def checkpoint_writer(
             fingerprint=f"{version.fingerprint:016x}",
             config=described,
         )
-        return save_checkpoint(
+        write = functools.partial(
+            save_checkpoint,
             checkpoints_dir(config),
             note,
-            actor=Saved(models["actor"], config.model),
             tokenizer=preprocessing,
-            critic=models.get("critic"),
-            state=tensors_of(learner, progress, device),
             keep=config.trainer.keep_checkpoints,
             on_progress=on_progress,
+        )
+        if sharding is not None:
+            if held is not None:
+                return sharding.save_held(write)
+            return sharding.save(tensors_of(learner, progress, device), write)
+        live = {name: published(model) for name, model in models.items()}
+        states = live if held is None else state_dicts(held.weights.tensors, **live)
+        return write(
+            actor=Saved(models["actor"], config.model, states["actor"]),
+            critic=_WithState(models["critic"], states["critic"]) if "critic" in models else None,
+            state=tensors_of(learner, progress, device) if held is None else held.training.tensors,
         )
 
     return save

@@ -31,8 +31,17 @@ from pipeline.runtime.latest_checkpoint import (
     write_latest,
 )
 from pipeline.storage.weights_header import WeightsVersion
-from pipeline.trainer.checkpoints import CheckpointNote, copy_tensors, earlier_of_run, load_state, read_note, verify
+from pipeline.trainer.checkpoints import (
+    STATE_FILE,
+    CheckpointNote,
+    copy_tensors,
+    earlier_of_run,
+    load_state,
+    read_note,
+    verify,
+)
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.sharding.sharding import Sharding
 from pipeline.trainer.state import LearnerProtocol, Progress, restore_random_state, tensors_of
 
 _FRESH = "`rlhfd start --fresh` starts anew"
@@ -77,6 +86,7 @@ class Resumption:
         device: torch.device,
         *,
         agree: Callable[[bool], bool] = lambda ready: ready,
+        sharding: Sharding | None = None,
     ) -> None:
         """Store the arguments; nothing is read yet.
 
@@ -87,7 +97,9 @@ class Resumption:
             models: ``actor`` and, with PPO, ``critic``, as they are at the start of a run; `find` sets their weights.
             device: Device of the models.
             agree: A collective of all ranks; returns True if every rank passed True.
+            sharding: Sets models and learner if they are sharded over the ranks.
         """
+        self._sharding = sharding
         self._agree = agree
         self._config = config
         self._connection = connection
@@ -154,9 +166,13 @@ class Resumption:
     def _from_shared_memory(self, newest: WeightsVersion) -> Progress | None:
         """Restore the newest weights and their training state; return None without a training state."""
         state = tensors_of(self._learner, Progress(), self._device)
-        if not self._connection.restore_training(newest, state):
+        if self._sharding is not None:
+            if not self._sharding.restore(newest, state):
+                return None
+        elif not self._connection.restore_training(newest, state):
             return None
-        self._connection.restore(**{name: model.state_dict() for name, model in self._models.items()})
+        else:
+            self._connection.restore(**{name: model.state_dict() for name, model in self._models.items()})
         progress = restore_random_state(state, self._device)
         self._log(logging.INFO, "resumed from shared memory: version=%d step=%d", newest.version, progress.step)
         return progress
@@ -215,28 +231,40 @@ class Resumption:
 
     def _load(self, folder: Path) -> Progress:
         state = tensors_of(self._learner, Progress(), self._device)
-        targets = {name: published(model) for name, model in self._models.items()}
-        loaders = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
-        saved = {}
-        for name in self._models:
-            load, path = loaders[name]
-            try:
-                adapted = name == "actor" and adapter_of(self._models[name])
-                saved[name] = (
-                    load_adapter(folder)
-                    if adapted
-                    else load(path, dtype=self._config.model.dtype, device="cpu").state_dict()
-                )
-            except ConfigError as error:
-                raise CheckpointError(f"{path}: {error}") from error
-        for name, target in targets.items():
-            copy_tensors(saved[name], target, f"{folder} ({name})")
-        load_state(folder, state)
+        if self._sharding is not None:
+            self._sharding.load(folder, STATE_FILE, state)
+            return restore_random_state(state, self._device)
+        load_whole(folder, self._config, self._models, state)
         return restore_random_state(state, self._device)
 
     def _log(self, level: int, message: str, *values: object) -> None:
         if self._connection.rank == 0:
             log.log(level, message, *values)
+
+
+def load_whole(
+    folder: Path, config: Config, models: Mapping[str, torch.nn.Module], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Set whole models and a training state (`tensors_of`) to those of a checkpoint; its files are verified before.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or is of other models.
+    """
+    targets = {name: published(model) for name, model in models.items()}
+    loaders = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
+    saved = {}
+    for name in models:
+        load, path = loaders[name]
+        try:
+            adapted = name == "actor" and adapter_of(models[name])
+            saved[name] = (
+                load_adapter(folder) if adapted else load(path, dtype=config.model.dtype, device="cpu").state_dict()
+            )
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    for name, target in targets.items():
+        copy_tensors(saved[name], target, f"{folder} ({name})")
+    load_state(folder, state)
 
 
 def _changes(before: Mapping[str, Any], config: Config) -> list[str]:

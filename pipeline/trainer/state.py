@@ -17,6 +17,9 @@ _PROGRESS = "progress"
 _CPU_GENERATOR = "generator.cpu"
 _CUDA_GENERATOR = "generator.cuda"
 
+OPTIONAL = frozenset({"kl_coef"})
+"""Tensors that a checkpoint may lack or have more: those of settings that may change with a resume."""
+
 
 class LearnerProtocol(Protocol):
     """The interface of a learner (`pipeline.trainer.learner.Learner`).
@@ -82,9 +85,13 @@ def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
     for experience in experiences:
         link = xxhash.xxh3_64(digest.to_bytes(8, "little"))
         for tensor in (experience.sequences, experience.action_log_probs, experience.advantages, experience.reward):
-            if tensor is None:
-                raise FieldError("action_log_probs, advantages or reward is missing")
-            link.update(_bytes_of(tensor))
+            # Rows of which the trainer computes the log-probs have none.
+            if tensor is None and tensor is not experience.action_log_probs:
+                raise FieldError("advantages or reward is missing")
+            if tensor is not None:
+                link.update(_bytes_of(tensor))
+        if experience.behaviour_log_probs is not None:
+            link.update(_bytes_of(experience.behaviour_log_probs))
         if isinstance(experience, ExperienceVL):
             for name in MODEL_KEYWORDS:
                 pixels = getattr(experience, name)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
@@ -16,37 +16,53 @@ from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.types import Experience
 from pipeline.trainer.batch import TrainingBatch
-from pipeline.trainer.losses import masked_moments
+from pipeline.trainer.loss.losses import masked_moments
+from pipeline.trainer.loss.objective import Corrected
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """The statistics of one update over all ranks; fields that begin with ``row_`` or end with ``_s`` are of this rank.
+    """The statistics of one step over all ranks; fields that begin with ``row_`` or end with ``_s`` are of this rank.
+
+    Of several updates, losses, norms and ratios are means; of an update that was discarded, `policy_kl_nats` alone.
 
     Attributes:
-        step: Updates so far, this one included.
+        step: Steps so far, this one included.
         loss: Sum of the partial losses.
         policy_loss: Clipped policy loss; 0 in a step that trains the critic alone.
         value_loss: Clipped value loss; None without a critic.
+        entropy_loss: Minus the entropy of the trained policy times its coefficient; None if the coefficient is 0.
         kl_loss: KL to the reference times its coefficient; None if the coefficient is 0.
         gradient_norm: Gradient norm of the actor before clipping; 0 if the actor was not trained.
         critic_gradient_norm: Gradient norm of the critic before clipping; None without a critic.
         learning_rate: Learning rate of the actor in this step.
         critic_learning_rate: Learning rate of the critic in this step; None without a critic.
+        kl_coef: Weight of the KL to the reference in this step's loss.
+        updates: Optimizer updates taken; fewer than `trainer.epochs` times `trainer.mini_batches` after an early stop.
+        policy_kl_nats: Mean k3 KL of the sampling policy to the trained one over the actions of the last pass, before
+            its update.
         clipped_ratio: Share of the trained actions whose gradient the clip sets to 0.
         importance_ratio: Mean of new to sampling probability over the trained actions.
+        behaviour_ratio_mean: Mean over the trained actions of the sampling policy's probability to the engine's, for
+            the same weights; None if no row has log-probs of the engine, as in the four fields below.
+        behaviour_ratio_min: The least of these ratios.
+        behaviour_ratio_max: The largest of these ratios.
+        behaviour_cut_ratio: Share of these ratios that the importance correction has truncated or masked.
+        behaviour_gap_nats: Mean difference of the sampling policy's log-probs and the engine's, for the same weights.
         kl_nats: Mean k3 KL of the sampling policy to the reference over all actions; None without reference log-probs.
         entropy_nats: Entropy of the sampling policy: the mean of `action_entropy`, or of -log p of the sampled tokens,
             which estimates the entropy without a forward pass.
         response_length_mean_tokens: Mean number of actions of all rows.
         reward_mean: Mean of the raw scores of all rows.
         reward_stddev: Standard deviation of the raw scores of all rows.
+        padding_ratio: Share of padding in the tokens of the actor's passes; 0 without a pass.
         rows: Rows in the step.
         rows_trained: Rows that were not left out.
         tokens_trained: Actions of the trained rows.
-        nonfinite: Places with NaN or infinity ("loss", "gradient"); if there is any, no weight was changed.
+        nonfinite: Places with NaN or infinity ("loss", "gradient"); that update changed no weight and was the last.
         row_importance_ratios: Mean importance ratio of each trained row of this rank.
         row_kl_nats: Mean k3 KL to the reference of each row of this rank; empty without reference log-probs.
+        row_gap_nats: Mean difference of both log-probs of each trained row of this rank; empty without the engine's.
         row_rewards: Raw score of each row of this rank.
         forward_s: Seconds in forward passes; on a GPU, seconds to issue them.
         backward_s: Seconds in backward passes; on a GPU, until the forward and backward pass are computed.
@@ -58,24 +74,35 @@ class StepStats:
     loss: float
     policy_loss: float
     value_loss: float | None
+    entropy_loss: float | None
     kl_loss: float | None
     gradient_norm: float
     critic_gradient_norm: float | None
     learning_rate: float
     critic_learning_rate: float | None
+    kl_coef: float
+    updates: int
+    policy_kl_nats: float
     clipped_ratio: float
     importance_ratio: float
+    behaviour_ratio_mean: float | None
+    behaviour_ratio_min: float | None
+    behaviour_ratio_max: float | None
+    behaviour_cut_ratio: float | None
+    behaviour_gap_nats: float | None
     kl_nats: float | None
     entropy_nats: float
     response_length_mean_tokens: float
     reward_mean: float
     reward_stddev: float
+    padding_ratio: float
     rows: int
     rows_trained: int
     tokens_trained: int
     nonfinite: tuple[str, ...]
     row_importance_ratios: tuple[float, ...]
     row_kl_nats: tuple[float, ...]
+    row_gap_nats: tuple[float, ...]
     row_rewards: tuple[float, ...]
     forward_s: float
     backward_s: float
@@ -87,6 +114,11 @@ class Counts(NamedTuple):
     """Sums over all rows of a step that are known before its losses."""
 
     rows_trained: float
+    sequences_trained: float
+    corrected: float
+    corrected_ratios: float
+    corrected_cut: float
+    corrected_gaps: float
     actions_trained: float
     advantages: float
     squared_advantages: float
@@ -100,13 +132,77 @@ class Counts(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over all trained actions of a step; the losses are already divided by the number of these actions."""
+    """Sums over all trained actions of an update; the losses are already divided by the number of these actions.
+
+    `policy_kl` is the k3 KL of the sampling policy to the trained one. `tokens` are those of the rows in the actor's
+    passes, `passed` these and the padding.
+    """
 
     policy: float
     kl: float
     ratios: float
     clipped: float
+    entropy: float
+    policy_kl: float
     value: float
+    tokens: float
+    passed: float
+
+
+@dataclass(slots=True)
+class Updates:
+    """The updates of a step.
+
+    Attributes:
+        sums: The sums of each update, an update with NaN or infinity included.
+        norms: The gradient norms of each of these updates, a model each.
+        actions: The trained actions of each of these updates.
+        row_ratios: Importance ratios of the rows of this rank.
+        taken: Updates that changed weights.
+        policy_kl_nats: The KL of the last pass, also if its update was discarded.
+        nonfinite: Places with NaN or infinity in the last update.
+    """
+
+    sums: list[Sums] = field(default_factory=list)
+    norms: list[list[float]] = field(default_factory=list)
+    actions: list[float] = field(default_factory=list)
+    row_ratios: list[Tensor] = field(default_factory=list)
+    taken: int = 0
+    policy_kl_nats: float = 0.0
+    nonfinite: tuple[str, ...] = ()
+
+    def add(self, sums: Sums, norms: list[float], actions: float, row_ratios: list[Tensor]) -> bool:
+        """Add an update; return whether it changes weights: it has actions, and neither NaN nor infinity."""
+        self.sums.append(sums)
+        self.norms.append(norms)
+        self.actions.append(actions)
+        self.row_ratios += row_ratios
+        self.nonfinite = where_nonfinite(sums, norms)
+        changes_weights = actions > 0 and not self.nonfinite
+        self.taken += changes_weights
+        return changes_weights
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a sum over the updates."""
+        return self._sum(name) / max(len(self.sums), 1)
+
+    def per_action(self, name: str) -> float:
+        """Return a sum of all updates, divided by their actions."""
+        return self._sum(name) / max(sum(self.actions), 1)
+
+    def norm(self, model: int) -> float:
+        """Return the mean gradient norm of a model over the updates."""
+        return sum(norms[model] for norms in self.norms) / max(len(self.norms), 1)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Share of padding in the tokens of the passes."""
+        passed = self._sum("passed")
+        return 1 - self._sum("tokens") / passed if passed else 0.0
+
+    def _sum(self, name: str) -> float:
+        total: float = sum(getattr(each, name) for each in self.sums)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,18 +269,19 @@ class Stopwatch:
         self.seconds[phase] += time.perf_counter() - started_s
 
 
-def count(batches: Sequence[TrainingBatch], observed: Sequence[Observed]) -> Tensor:
+def count(batches: Sequence[TrainingBatch], observed: Sequence[Observed], corrected: Sequence[Corrected]) -> Tensor:
     """Add up this rank's `Counts`."""
     total = torch.zeros(len(Counts._fields), dtype=torch.float64)
-    for batch, one in zip(batches, observed, strict=True):
+    for batch, one, correction in zip(batches, observed, corrected, strict=True):
         moments = masked_moments(batch.advantages, batch.action_mask)
-        total += torch.cat([torch.tensor([len(batch.sequences)]), moments.cpu(), one.counts])
+        rows = torch.stack([torch.tensor(len(batch.sequences)), batch.action_mask.any(dim=1).sum().cpu()])
+        total += torch.cat([rows, correction.sums.cpu(), moments.cpu(), one.counts])
     return total
 
 
 def where_nonfinite(sums: Sums, norms: Sequence[float]) -> tuple[str, ...]:
     """Return the places with NaN or infinity: "loss", "gradient"."""
-    seen = {"loss": [sums.policy, sums.kl, sums.value], "gradient": norms}
+    seen = {"loss": [sums.policy, sums.kl, sums.entropy, sums.value], "gradient": norms}
     return tuple(where for where, values in seen.items() if not all(math.isfinite(value) for value in values))
 
 

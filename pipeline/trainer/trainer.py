@@ -7,36 +7,28 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.errors import CheckpointError
 from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.recording.recorder import StepRecorder
 from pipeline.trainer.resume import Start
-from pipeline.trainer.state import LearnerProtocol, Progress, RankProgress, after_step, digest_after, tensors_of
+from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
+from pipeline.trainer.saving.best import EvaluationFollower
+from pipeline.trainer.sharding.sharding import Sharding
+from pipeline.trainer.state import LearnerProtocol, RankProgress, after_step, digest_after, tensors_of
 from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
 
 _IDLE_STEPS = 20
 _ZERO_STEPS = 5
+_LONG_WAIT_S = 1.0
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointWriter(Protocol):
-    """Writes a checkpoint (`pipeline.trainer.checkpoints`)."""
-
-    def __call__(self, progress: Progress, version: WeightsVersion, *, complete: bool) -> Path:
-        """Write the checkpoint and return its folder.
-
-        Raises:
-            CheckpointError: If the checkpoint cannot be written.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +53,7 @@ class Trainer:
     Attributes:
         progress: Steps taken, and the digest of every batch of all ranks in training order; the digest is equal only
             for runs whose ranks trained on the same experience.
+        evaluations: Finds the evaluations of published versions; None without any, and on ranks that save nothing.
     """
 
     def __init__(
@@ -77,6 +70,7 @@ class Trainer:
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
         step_log: StepLog | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -88,10 +82,11 @@ class Trainer:
             metrics: The rank's metrics.
             device: Device of the batches.
             ranks: The collectives of all ranks.
-            save: Writes a checkpoint; None on every rank but the first.
+            save: Writes a checkpoint; None on every rank but the first, save with `sharding`.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
             step_log: Gets the statistics of each step; None on every rank but the first. Closed by `close`.
+            sharding: Publishes the models if they are sharded over the ranks; then `save` is a collective, too.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -103,9 +98,13 @@ class Trainer:
         self._device = device
         self._ranks = ranks
         self._agreed_to_stop = False
-        self._save = save
+        self._checkpoints = None if save is None else BackgroundCheckpoint(save)
         self._probe = probe
         self._step_log = step_log
+        self._recorder: StepRecorder | None = None
+        self._sharding = sharding
+        self.evaluations: EvaluationFollower | None = None
+        self._best_step = -1
         self._batches: list[Batch] = []
         self._published_step, self._saved_step = start.progress.step, start.saved_step
         self._tried_step = start.saved_step
@@ -134,22 +133,35 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step was taken, or the daemon or another rank drains."""
-        return self._connection.draining or self._agreed_to_stop or self.complete
+        """Whether the last step was taken and its version evaluated if due, or the daemon or another rank drains."""
+        return self._connection.draining or self._agreed_to_stop or (self.complete and not self._awaits_evaluation)
 
     @property
     def complete(self) -> bool:
         """Whether `trainer.max_steps` were taken."""
         return 0 < self._config.max_steps <= self.step
 
+    @property
+    def _awaits_evaluation(self) -> bool:
+        return self.evaluations is not None and self.evaluations.awaits(self._version)
+
     def stop(self) -> None:
         """Take no further step."""
         self._connection.draining = True
 
+    def record_to(self, recorder: StepRecorder) -> None:
+        """Record the present weights and all steps from here on; `close` closes the recorder."""
+        self._recorder = recorder
+        # Also those of a predecessor, which may have been killed between their publish and their record.
+        self._record_published()
+
     def poll(self) -> bool:
         """Work on one batch if one is leased; return whether there was one."""
+        if self.complete:
+            return False
         with self._metrics.fetching():
             batch = self._connection.poll(device=self._device)
+        self._collect_checkpoint()
         if batch is None:
             return False
         self._use(batch)
@@ -168,17 +180,27 @@ class Trainer:
         """
         if not (self.complete or self._agreed_to_stop):
             self._ranks.agree(False)
-        # From here on no rank waits for another one: the last checkpoint may take minutes.
-        self._ranks.leave()
+        if self._sharding is None:
+            # From here on no rank waits for another one: the last checkpoint may take minutes.
+            self._ranks.leave()
         self._connection.hand_back(len(self._batches))
+        if self.complete:
+            self._follow_evaluation()
         if self.step > self._published_step:
             # The batches in the last checkpoint count as trained.
             self._publish()
-        if self.step > self._saved_step:
+        self._wait_for_checkpoint()
+        if self._all_ranks_save(self.step > self._saved_step):
             self._checkpoint()
+            self._wait_for_checkpoint()
+        if self._sharding is not None:
+            # All ranks took part in the last checkpoint.
+            self._ranks.leave()
+            self._sharding.close()
         self._connection.close()
-        if self._step_log is not None:
-            self._step_log.close()
+        for lines in (self._step_log, self._recorder):
+            if lines is not None:
+                lines.close()
         log.info(
             "training ended: steps=%d weights=%s experiences=%016x",
             self.step,
@@ -186,7 +208,12 @@ class Trainer:
             "-" if self._connection.rank else f"{self._version.fingerprint:016x}",
             self.progress.digest,
         )
-        return self._save is None or self._saved_step == self.step
+        return self._checkpoints is None or self._connection.rank != 0 or self._saved_step == self.step
+
+    def abandon(self) -> None:
+        """Give up a checkpoint that is being written, after an error."""
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
 
     def _use(self, batch: Batch) -> None:
         self._metrics.work_on(batch.lease)
@@ -196,6 +223,7 @@ class Trainer:
         if not self._ranks.agree(True):
             self._agreed_to_stop = True
             return
+        self._follow_evaluation()
         experiences = [batch.experience for batch in self._batches]
         # On the CPU: digest and metrics copy nothing back from a card.
         gathered = [batch.host_experience for batch in self._batches]
@@ -204,9 +232,11 @@ class Trainer:
         # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
         own = RankProgress(digest_after(self.progress.digest, gathered), batch.position)
         self.progress = after_step(self.step + 1, self._ranks.gather(own))
+        # Before the publish: a published step is never taken again, not even by the successor of a killed trainer.
+        if self._recorder is not None:
+            self._recorder.record(self.step, self._batches, self.progress)
         self._batches = []
         if self._step_log is not None:
-            # Before the publish: a published step is never taken again, not even by the successor of a killed trainer.
             self._step_log.append(self.step, stats)
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish()
@@ -215,8 +245,38 @@ class Trainer:
         self._warn_if_idle(stats)
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
-        if every and self.step // every > self._tried_step // every and self.step == self._published_step:
+        is_due = bool(every) and self.step // every > self._tried_step // every
+        if self._all_ranks_save(is_due and self.step == self._published_step):
             self._checkpoint()
+
+    def _follow_evaluation(self) -> None:
+        """Add the evaluation of the present weights to the log of steps, and keep them if it is the best one so far.
+
+        The best one is known by its checkpoint: one that is being written is waited for.
+        """
+        if self.evaluations is None or self.step != self._published_step:
+            return
+        evaluation = self.evaluations.take(self._version)
+        if evaluation is None:
+            return
+        if self._step_log is not None:
+            self._step_log.append_evaluation(self.step, evaluation)
+        if not self.step:
+            # The weights of step 0 are the model as it was given.
+            return
+        if self._best_step > self._saved_step:
+            self._wait_for_checkpoint(is_slow=True)
+        if not self.evaluations.is_best(evaluation):
+            return
+        self._best_step = self.step
+        if self._saved_step == self.step:
+            self._keep_best()
+        elif self._tried_step != self.step:
+            self._checkpoint()
+
+    def _keep_best(self) -> None:
+        if self.evaluations is not None and self._connection.rank == 0:
+            self.evaluations.keep(Path(f"step-{self._best_step:06d}"))
 
     def _warn_if_zero(self, stats: StepStats) -> None:
         """Log once that no row of the first steps has a reward other than 0."""
@@ -239,45 +299,117 @@ class Trainer:
         If a trainer dies before the publish, every batch since the last version is delivered again.
         """
         self._published_step = self.step
-        if self._connection.rank != 0:
+        if self._connection.rank != 0 and self._sharding is None:
             self._connection.settle()
             return
+        if self._checkpoints is not None and (held := self._checkpoints.held) is not None and held.is_next:
+            self._wait_for_checkpoint(is_slow=True)
         started_s = time.monotonic()
         in_memory = self._config.keep_state == "memory"
         with self._metrics.publishing():
-            critic = self._models.get("critic")
-            self._version = self._connection.publish(
-                actor=published(self._models["actor"]),
-                critic=None if critic is None else critic.state_dict(),
-                probe=self._probe_answer(first=version is not None),
-                training=tensors_of(self._learner, self.progress, self._device) if in_memory else None,
-                version=version,
-                rollback=rollback,
-                position=position,
-            )
-        self._metrics.published(self._version.version, self._connection.weights_bytes, time.monotonic() - started_s)
+            probe = self._probe_answer(first=version is not None)
+            training = tensors_of(self._learner, self.progress, self._device) if in_memory else None
+            if self._sharding is not None:
+                self._version = self._sharding.publish(
+                    training, version=version, rollback=rollback, position=position, probe=probe
+                )
+            else:
+                critic = self._models.get("critic")
+                self._version = self._connection.publish(
+                    actor=published(self._models["actor"]),
+                    critic=None if critic is None else critic.state_dict(),
+                    probe=probe,
+                    training=training,
+                    version=version,
+                    rollback=rollback,
+                    position=position,
+                )
+        self._record_published()
+        if self._connection.rank == 0:
+            nbytes = self._connection.weights_bytes if self._sharding is None else self._sharding.nbytes
+            self._metrics.published(self._version.version, nbytes, time.monotonic() - started_s)
+
+    def _record_published(self) -> None:
+        if self._recorder is not None:
+            self._recorder.published(self.step, self._version)
 
     def _probe_answer(self, *, first: bool) -> Probe | None:
         """Return the probe answer of the next version; None if that version carries no probe."""
         every = self._config.probe_every
-        due = every and (first or (self._version.version + 1) % every == 0)
-        return self._probe() if self._probe is not None and due else None
+        if self._probe is None or not every or not (first or (self._version.version + 1) % every == 0):
+            return None
+        if self._sharding is not None:
+            # The first rank may wait for its checkpoint. Inside the model's own collectives the others would seem hung.
+            self._sharding.meet()
+        return self._probe()
+
+    def _all_ranks_save(self, is_due: bool) -> bool:
+        """Return whether a checkpoint is due; with shards rank 0 says so for all, which write it together."""
+        return is_due if self._sharding is None else self._sharding.due(is_due)
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint if this rank writes them; if the write fails, the run goes on."""
+        """Write a checkpoint if this rank writes them; if the write fails, the run goes on.
+
+        From the published version, beside training; if shared memory does not hold it, from the live tensors, at once,
+        which ranks of a sharded trainer do together.
+        """
         self._tried_step = self.step
-        if self._save is None:
+        if self._checkpoints is None:
             self._saved_step = self.step
             return
-        started_s = time.monotonic()
-        if self._step_log is not None:
-            self._step_log.flush()
-        try:
-            path = self._save(self.progress, self._version, complete=self.complete)
-        except CheckpointError as error:
-            self._metrics.not_saved()
-            log.error("%s", error)
+        self._wait_for_checkpoint(is_slow=True)
+        for lines in (self._step_log, self._recorder):
+            if lines is not None:
+                lines.flush()
+        if self._sharding is None:
+            held = self._connection.held()
+        else:
+            is_held, held = self._sharding.held(self._version, tensors_of(self._learner, self.progress, self._device))
+            if is_held and held is None:
+                # The first rank writes it alone.
+                self._saved_step = self.step
+                return
+        if held is not None:
+            self._checkpoints.begin(self.progress, self._version, complete=self.complete, held=held)
             return
-        self._saved_step = self.step
-        self._metrics.saved(time.monotonic() - started_s)
-        log.info("checkpoint written: step=%d path=%s", self.step, path)
+        self._ended(
+            self._checkpoints.write_at_once(
+                self.progress, self._version, complete=self.complete, on_progress=self._metrics.beat
+            )
+        )
+
+    def _wait_for_checkpoint(self, *, is_slow: bool = False) -> None:
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Args:
+            is_slow: Whether training could go on if the checkpoint were written faster.
+        """
+        if self._checkpoints is None or self._checkpoints.held is None:
+            return
+        started_s = time.monotonic()
+        self._checkpoints.wait(self._metrics.beat)
+        waited_s = time.monotonic() - started_s
+        if is_slow:
+            self._metrics.waited_for_checkpoint(waited_s)
+            if waited_s > _LONG_WAIT_S:
+                log.warning("training waited %.1f s for a checkpoint that takes longer than its next steps, "
+                            "raise trainer.save_every or write to a faster disk", waited_s)  # fmt: skip
+        self._collect_checkpoint()
+
+    def _collect_checkpoint(self) -> None:
+        if self._checkpoints is not None and (outcome := self._checkpoints.collect()) is not None:
+            self._ended(outcome)
+
+    def _ended(self, outcome: Outcome) -> None:
+        is_first = self._connection.rank == 0
+        if outcome.error:
+            if is_first:
+                self._metrics.not_saved()
+                log.error("%s", outcome.error)
+            return
+        self._saved_step = outcome.step
+        if is_first:
+            self._metrics.saved(outcome.duration_s)
+            log.info("checkpoint written: step=%d path=%s", outcome.step, outcome.path)
+        if outcome.step == self._best_step:
+            self._keep_best()

@@ -197,6 +197,21 @@ def test_only_the_ticket_that_a_worker_died_of_has_had_its_attempt():
     }
 
 
+def test_deaths_of_another_cause_use_up_no_attempt():
+    bench = Bench(limits(max_attempts=2))
+    bench.say(Published(0, 9, 0), *worker(0, incarnation=1, tickets=2))
+    first, second = bench.heard("worker-0", Ticket)
+
+    for incarnation in range(2, 9):
+        # Killed from outside, then as a worker whose supervisor was killed: no death is reported.
+        bench.say(PeerDied("worker-0"), *worker(0, incarnation=incarnation, tickets=2))
+        bench.say(*worker(0, incarnation=100 + incarnation, tickets=2))
+
+    again = bench.heard("worker-0", Ticket)[-2:]
+    assert [(ticket.ticket, ticket.attempt) for ticket in again] == [(first.ticket, 1), (second.ticket, 1)]
+    assert bench.counts.ended.keys() == {"reissued"}
+
+
 def test_a_death_that_is_reported_after_the_successors_hello_takes_nothing_from_it():
     bench = Bench()
     bench.say(Published(0, 9, 0), Hello("worker-0", 1, pid=100), WantTickets("worker-0", 1, 1))
@@ -672,6 +687,29 @@ def test_after_a_rollback_a_trainer_gets_batches_under_numbers_that_start_anew()
 
     (lease,) = bench.heard("trainer-0", Lease)
     assert (lease.for_version, [part.policy_version for part in lease.parts]) == (3, [3, 3])
+
+
+@pytest.mark.parametrize("version", [1, 0], ids=["made before the rollback", "made after it"])
+def test_prompts_that_were_out_at_a_rollback_come_after_those_whose_training_is_undone(version):
+    bench = Bench(limits(max_staleness=0))
+    bench.say(Published(0, 9, 0), *worker(tickets=8), *trainer())
+    first = bench.heard("worker-0", Ticket)
+    bench.say(*(sealed(ticket) for ticket in first))
+    bench.say(Published(1, 10, 1))
+    later = bench.heard("worker-0", Ticket)
+    fingerprint = {0: 11, 1: 10}[version]
+
+    bench.say(PeerDied("trainer-0"), Published(0, 11, 0, rollback=True, position=0), *trainer(2))
+    assert bench.heard("worker-0", Ticket) == [], "there is room for no more rows of a version"
+    bench.say(*(Sealed("worker-0", ticket.ticket, 4, 200, 1, version, fingerprint) for ticket in later))
+
+    again = bench.heard("worker-0", Ticket)
+    assert [ticket.position for ticket in again] == [ticket.position for ticket in first]
+    bench.say(*(Sealed("worker-0", ticket.ticket, 4, 200, 1, 0, 11) for ticket in again))
+    (*_, lease) = bench.heard("trainer-0", Lease)
+    assert [part.ticket for part in lease.parts] == [ticket.ticket for ticket in again]
+    bench.say(Published(1, 12, lease.lease + 1))
+    assert [ticket.position for ticket in bench.heard("worker-0", Ticket)] == [ticket.position for ticket in later]
 
 
 def test_a_rollback_that_is_told_again_ends_no_lease():

@@ -1,11 +1,13 @@
 """The buffer through faults of everyone around it, and its own."""
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.support.town import WORKERS, Town
+from tests.support.town import WORKERS, Town, plan, results_of
 
 SHAPES = [(1, 1, 8), (1, 2, 8), (2, 1, 8), (2, 2, 8), (2, 1, 3)]
 
@@ -26,15 +28,46 @@ def test_nothing_is_lost_and_the_run_goes_on_whoever_dies(seed, staleness, world
     assert town.batches > 20, "the town went on"
 
 
+@pytest.mark.parametrize(("world_size", "accumulation", "batch"), SHAPES)
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(2))
+def test_each_version_that_is_due_is_evaluated_whole_before_the_next_one_whoever_dies(
+    seed, staleness, world_size, accumulation, batch
+):
+    shape = {"world_size": world_size, "accumulation": accumulation, "batch": batch}
+    town = Town(staleness=staleness, seed=seed, evaluate_every=2, **shape)
+
+    for _ in range(600):
+        town.random_event()
+    town.goes_on()
+
+    assert town.batches > 20, "the town went on"
+    known = [(found.version, found.fingerprint) for found in town.book.found]
+    assert len(set(known)) == len(known) > 5, "no evaluation of the same weights twice"
+    whole = plan(2).evaluation(0, "", [results_of(Prompts(prompts)) for prompts in plan(2).prompts])
+    for found in town.book.found:
+        assert found.version % 2 == 0
+        assert (found.total, found.files) == (whole.total, whole.files), "every prompt once"
+
+
+class Prompts(NamedTuple):
+    """All prompts of a file, as a ticket."""
+
+    prompts: int
+    position: int = 0
+
+
 class TownMachine(RuleBasedStateMachine):
     """The same events, chosen by hypothesis, which finds the shortest way to a fault; at the end all must go on."""
 
     INDEX = st.integers(0, 1)
 
-    @initialize(shape=st.sampled_from(SHAPES), staleness=st.integers(0, 2))
-    def begin(self, shape, staleness):
+    @initialize(shape=st.sampled_from(SHAPES), staleness=st.integers(0, 2), every=st.integers(0, 2))
+    def begin(self, shape, staleness, every):
         world_size, accumulation, batch = shape
-        self.town = Town(staleness=staleness, world_size=world_size, accumulation=accumulation, batch=batch)
+        self.town = Town(
+            staleness=staleness, world_size=world_size, accumulation=accumulation, batch=batch, evaluate_every=every
+        )
 
     @rule(index=INDEX, lost=st.booleans(), shorter=st.booleans())
     def roll(self, index, lost, shorter):

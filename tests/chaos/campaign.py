@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pipeline.errors import LedgerError
 from pipeline.telemetry.slab import MetricsSlab
-from tests.support.daemon import Daemon, is_alive, wait_until
+from tests.support.daemon import END_TIMEOUT_S, Daemon, descendants, is_alive, wait_until
 
 RECOVERY_TIMEOUT_S = 120.0
 _STAGE_TIMEOUT_S = 4.0
@@ -37,6 +37,7 @@ class Target(NamedTuple):
     """A role to kill, and the stage of its work, "" for any; with `hangs` the process is stopped, not killed.
 
     At the stage ``"drain"`` the daemon has received SIGTERM; at ``"start"`` the process has just replaced a killed one.
+    The role ``"engine"`` is a process that a rollout worker has started; the stage is the worker's.
     """
 
     role: str
@@ -82,6 +83,27 @@ TARGETS = (
     Target("trainer", "publish", hangs=True),
     Target("trainer", "start", hangs=True),
     Target("trainer", "drain", hangs=True),
+)
+
+
+WORKER_AND_SUPERVISOR = (
+    Target("rollout", "generate"),
+    Target("rollout", "reward"),
+    Target("rollout", "seal"),
+    Target("rollout", "after seal"),
+    Target("rollout", "fetch_weights"),
+    Target("rollout"),
+    Target("rollout", "start"),
+    Target("rollout", "drain"),
+    Target("supervisor"),
+    Target("supervisor", "drain"),
+    Target("everything"),
+)
+ENGINE_WORKER_AND_SUPERVISOR = (
+    Target("engine", "generate"),
+    Target("engine", "fetch_weights"),
+    Target("engine"),
+    *WORKER_AND_SUPERVISOR,
 )
 
 
@@ -224,18 +246,23 @@ class Campaign:
         if target.role == "supervisor":
             family = self.daemon.family()
             os.kill(self.daemon.pid, signal.SIGKILL)
-            wait_until(lambda: not any(map(is_alive, family)), 5.0, "the children die with their supervisor")
+            wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "the children die with their supervisor")
             return ""
         if target.role == "forkserver":
             for pid in filter(_is_forkserver, self.daemon.family()):
                 os.kill(pid, signal.SIGKILL)
             return ""
         with self._slab() as slab:
-            worker = self._rng.choice([slot.worker for slot in slab.layout.slots if slot.role == target.role])
+            role = "rollout" if target.role == "engine" else target.role
+            worker = self._rng.choice([slot.worker for slot in slab.layout.slots if slot.role == role])
             if target.stage == "start":
                 return self._strike_start(slab, target, worker)
-            stage = self._wait_stage(slab, target, worker)
-            os.kill(slab.pid(target.role, worker), _blow(target))
+            stage = self._wait_stage(slab, target._replace(role=role), worker)
+            pid = slab.pid(role, worker)
+            below = descendants(pid)
+            os.kill(below[0] if target.role == "engine" and below else pid, _blow(target))
+            if not target.hangs:
+                wait_until(lambda: not any(map(is_alive, below)), END_TIMEOUT_S, f"children of {role} {worker} end")
         return stage
 
     def _strike_start(self, slab: MetricsSlab, target: Target, worker: int) -> str:

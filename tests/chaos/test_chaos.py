@@ -11,27 +11,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.campaign import TARGETS, Campaign, Target, trained_in
+from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
+from tests.chaos.campaign import (
+    ENGINE_WORKER_AND_SUPERVISOR,
+    TARGETS,
+    WORKER_AND_SUPERVISOR,
+    Campaign,
+    Target,
+    trained_in,
+)
 from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
 from tests.support.endings import Ending, endings
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-KILLS, FULL_KILLS = 5, 250
-"""Kills of each of the three campaigns; the full ones by ``bin/test --chaos``."""
+KILLS, FULL_KILLS = 2, 250
+"""Kills of each campaign with whole models; the full ones by ``bin/test --chaos``."""
 
-REPORT_EVERY = 50
+SHARDED_KILLS = 60
+"""Kills of the campaign with shards, whose processes take longer to start."""
 
-SETTINGS = (
+VLLM_KILLS = 100
+"""Each costs the start of an engine, some 15 s."""
+
+REPORT_EVERY = 10
+HELD_OUT, EVERY = 9, 4
+
+ENDLESS = (
     *SMALL,
     "trainer.max_steps=0",
-    "rollout.workers=2",
-    "rollout.max_attempts=255",
     "daemon.restart_limit=100000",
     "daemon.restart_delay_s=0.02",
     "daemon.restart_delay_max_s=0.02",
     "daemon.hang_timeout_s=15",
 )
+SETTINGS = (*ENDLESS, "rollout.workers=2", "rollout.max_attempts=255")
 
 
 @pytest.fixture
@@ -73,6 +87,31 @@ def ranks_ended(errors: str, ranks: int = 1) -> list[Ending]:
     return [found[name] for name in sorted(found)]
 
 
+def ended_after(campaign: Campaign, kills: int, say, ranks: int = 1) -> list[Ending]:
+    """Kill, stop in order and report; return the last line of each rank."""
+    strike(campaign, kills, say)
+    end_in_order(campaign)
+    say(campaign.report())
+    return ranks_ended(campaign.daemon.errors, ranks)
+
+
+def undisturbed(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    settings: tuple[str, ...],
+    disturbed: list[Ending],
+    *arguments: str,
+) -> Daemon:
+    """Run as many steps in a folder of their own that nobody disturbs; return the daemon, which has ended."""
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    telling_reward(folder)
+    steps = f"trainer.max_steps={disturbed[0].steps}"
+    with Daemon(folder, *settings, steps, task=task, arguments=arguments) as daemon:
+        assert daemon.wait(1800.0) == 0, daemon.errors[-4000:]
+    return daemon
+
+
 @pytest.mark.timeout(3600)
 def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_disturbed(
     tmp_path: Path,
@@ -82,21 +121,25 @@ def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_di
     say,
     request: pytest.FixtureRequest,
 ):
-    settings = (*SETTINGS, *telling_reward(tmp_path), "buffer.max_staleness=0")
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:HELD_OUT]))
+    evaluation = (f"evaluation.files=['{held_out}']", f"evaluation.every={EVERY}", "evaluation.num_generations=2")
+    settings = (*SETTINGS, *telling_reward(tmp_path), "buffer.max_staleness=0", *evaluation)
     seed = request.config.getoption("--chaos-seed")
     with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
-        strike(campaign, kills, say)
-        end_in_order(campaign)
-        disturbed = ranks_ended(campaign.daemon.errors)
-    say(campaign.report())
+        disturbed = ended_after(campaign, kills, say)
+    serial = undisturbed(tmp_path, task, settings, disturbed, "--serial")
 
-    folder = tmp_path / "undisturbed"
-    folder.mkdir()
-    telling_reward(folder)
-    steps = f"trainer.max_steps={disturbed[0].steps}"
-    with Daemon(folder, *settings, steps, task=task, arguments=("--serial",)) as serial:
-        assert serial.wait(1800.0) == 0, serial.errors[-4000:]
     assert disturbed == ranks_ended(serial.errors)
+    expected = {found.version: found for found in read_evaluations(serial.run_dir / FILE_NAME)}
+    evaluated = read_evaluations(campaign.daemon.run_dir / FILE_NAME)
+    # Each once, and whole; the stop may have cut the evaluation of the last version.
+    assert sorted(found.version for found in evaluated)[-1] >= disturbed[0].steps // EVERY * EVERY - EVERY
+    assert [found.version for found in evaluated] == list(range(0, EVERY * len(evaluated), EVERY))
+    for found in evaluated:
+        other = expected[found.version]
+        assert found.total.prompts == HELD_OUT
+        assert (found.fingerprint, found.total, found.files) == (other.fingerprint, other.total, other.files)
 
 
 @pytest.mark.full
@@ -110,18 +153,27 @@ def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_tha
 ):
     settings = (*SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", "buffer.max_staleness=0")
     with Campaign(tmp_path, *settings, task=task, seed=2 + request.config.getoption("--chaos-seed")) as campaign:
-        strike(campaign, kills, say)
-        end_in_order(campaign)
-        disturbed = ranks_ended(campaign.daemon.errors, 2)
-    say(campaign.report())
+        disturbed = ended_after(campaign, kills, say, ranks=2)
 
-    folder = tmp_path / "undisturbed"
-    folder.mkdir()
-    telling_reward(folder)
-    steps = f"trainer.max_steps={disturbed[0].steps}"
-    with Daemon(folder, *settings, steps, task=task) as daemon:
-        assert daemon.wait(1800.0) == 0, daemon.errors[-4000:]
-    assert disturbed == ranks_ended(daemon.errors, 2)
+    assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed).errors, 2)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_after_kills_ranks_that_hold_shards_have_the_digests_of_a_run_that_nobody_disturbed(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    say,
+    request: pytest.FixtureRequest,
+):
+    settings = (
+        *SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", 'trainer.sharding="full"', "trainer.save_every=8",
+        "buffer.max_staleness=0",
+    )  # fmt: skip
+    with Campaign(tmp_path, *settings, task=task, seed=3 + request.config.getoption("--chaos-seed")) as campaign:
+        disturbed = ended_after(campaign, SHARDED_KILLS, say, ranks=2)
+
+    assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed).errors, 2)
 
 
 @pytest.mark.full
@@ -142,3 +194,46 @@ def test_two_ranks_ahead_of_their_workers_train_every_row_exactly_once(
     steps = ranks_ended(campaign.daemon.errors, 2)[0].steps
     trained = campaign.trained_before_stops + trained_in(campaign.daemon.errors)
     assert trained == 64 * steps, "each step is 64 rows: none missing in it, none in two"
+
+
+MANY_TICKETS = (*ENDLESS, "rollout.workers=1", "rollout.batch_size=1", "rollout.tickets_ahead=16")
+"""A worker with many small tickets in hand, each of one prompt, and few attempts: no ticket is at fault for a kill."""
+
+
+@pytest.mark.variant
+@pytest.mark.timeout(7200)
+def test_kills_of_a_worker_with_many_tickets_and_of_its_supervisor_change_no_bit(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    kills: int,
+    say,
+    request: pytest.FixtureRequest,
+):
+    settings = (*MANY_TICKETS, *telling_reward(tmp_path), "buffer.max_staleness=0")
+    seed = 3 + request.config.getoption("--chaos-seed")
+    with Campaign(tmp_path, *settings, task=task, seed=seed, targets=WORKER_AND_SUPERVISOR) as campaign:
+        disturbed = ended_after(campaign, kills, say)
+
+    assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed, "--serial").errors)
+
+
+@pytest.mark.vllm
+@pytest.mark.full
+@pytest.mark.timeout(14400)
+def test_kills_of_vllm_its_worker_and_the_supervisor_lose_no_row_and_train_none_twice(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    say,
+    request: pytest.FixtureRequest,
+):
+    settings = (*MANY_TICKETS, *telling_reward(tmp_path), "rollout.engine=vllm", "daemon.hang_timeout_s=120")
+    seed = 4 + request.config.getoption("--chaos-seed")
+    targets = ENGINE_WORKER_AND_SUPERVISOR
+    with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
+        strike(campaign, VLLM_KILLS, say)
+        end_in_order(campaign)
+    say(campaign.report())
+
+    steps = ranks_ended(campaign.daemon.errors)[0].steps
+    trained = campaign.trained_before_stops + trained_in(campaign.daemon.errors)
+    assert trained == 32 * steps, "each step is 32 rows: none missing in it, none in two"

@@ -4,10 +4,12 @@
 |---|---|---|
 | ``start grpo.toml`` | unexpected extra argument | names ``--config`` |
 | ``start --max-steps 3`` | no such option | names ``--set trainer.max_steps=VALUE`` |
+| ``start --set trainer.max_steps 3`` | unexpected extra argument | names ``--set trainer.max_steps=3`` |
 | ``strat`` | no such command | names ``start`` |
 | prompts as one JSON array, or an object over several lines | up to 20 lines of "not JSON" | one line with jq |
 | prompts as Parquet or gzip | "not UTF-8" | the format's name |
 | ``reward_functions = ["my_rewards.py:exact"]`` | a worker fails | "did you mean my_rewards:exact?" |
+| ``def reward(completions, answer)`` of other trainers | a worker fails, TypeError | the parameters |
 | an adapter's folder as ``model.actor`` | "no config.json" | says that it is an adapter |
 | PPO's keys with GRPO, LoRA's without a rank, ... | silence | a note for each key without effect |
 | ``trainer.max_steps = 1000`` | silence: after 150 steps a tenth of the learning rate | a note |
@@ -19,12 +21,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli.main import main
+from pipeline.config import sections
 from pipeline.config.load import load
 from pipeline.errors import ExitCode
 from pipeline.supervisor.notes import notes
@@ -52,6 +56,7 @@ def check(text: str) -> Result:
     [
         (("start", "grpo.toml"), "A configuration file is given by --config grpo.toml"),
         (("start", "trainer.max_steps=3"), "A value is given by --set trainer.max_steps=3"),
+        (("start", "--set", "trainer.max_steps", "3"), "A value is given by --set trainer.max_steps=3"),
         (("start", "--max-steps", "3"), "Keys are set by --set trainer.max_steps=VALUE"),
         (("start", "--kl-coef=0.1"), "Keys are set by --set rollout.kl_coef=VALUE or --set trainer.kl_coef=VALUE"),
         (("strat",), "Did you mean start?"),
@@ -72,7 +77,6 @@ def test_a_refused_command_line_names_the_one_that_was_meant(arguments: tuple[st
         (b'[\n  {"prompt": "a"},\n  {"prompt": "b"}\n]\n', "the file is one JSON array, not JSON lines: jq -c '.[]' p"),
         (b'[{"prompt": "a"}, {"prompt": "b"}]', "the file is one JSON array, not JSON lines: jq -c '.[]' p"),
         (b'{\n  "prompt": "a"\n}\n', "an object over several lines, not JSON lines: jq -c . p"),
-        (b"PAR1\x15\x04\x15", 'the file is Parquet, not JSON lines: one object like {"prompt": "..."} a line'),
         (b"\x1f\x8b\x08\x00", "the file is compressed by gzip, not JSON lines"),
     ],
 )
@@ -86,7 +90,15 @@ def test_prompts_of_another_format_are_one_line(content: bytes, message: str) ->
     assert line.startswith(f"{Path('p').absolute()}:1:1: {message}")
 
 
-REWARDS = "def exact(ids, mask, **_): return 1.0\n"
+REWARDS = """
+def exact(ids, mask, **_): return 1.0
+def columns(ids, mask, *, level, gt_answer, response, response_start, response_end, tokenizer, words=()): return 1.0
+class Scorer:
+    def __call__(self, ids, mask, gt_answer, **rest): return 1.0
+scorer = Scorer()
+def theirs(completions, answer): return [1.0]
+def nothing(): return 1.0
+"""
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,11 @@ REWARDS = "def exact(ids, mask, **_): return 1.0\n"
         ("my_reward:exact", "cannot import my_reward: there is no module my_reward; looked in {folder}"),
         ("my_rewards:exakt", "my_rewards has no function exakt"),
         ("broken:exact", "cannot import broken: ValueError: no luck"),
+        ("my_rewards:theirs", "my_rewards:theirs cannot be called ({folder}/my_rewards.py:7), got an unexpected "
+                              "keyword argument 'gt_answer': its parameters are (input_ids, attention_mask, *, "
+                              "gt_answer, response_start, response_end, tokenizer), and **_ takes those that it does "
+                              "not use"),
+        ("my_rewards:nothing", "my_rewards:nothing cannot be called ({folder}/my_rewards.py:8), too many positional "),
     ],
 )  # fmt: skip
 def test_reward_modules_that_do_not_import_are_found_by_the_check(folder: Path, name: str, message: str) -> None:
@@ -108,6 +125,28 @@ def test_reward_modules_that_do_not_import_are_found_by_the_check(folder: Path, 
     assert result.exit_code == ExitCode.BAD_CONFIG
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"c.toml:2:20: rollout.reward_functions: {message.replace('{folder}', str(folder))}")
+
+
+@pytest.mark.parametrize("name", ["exact", "columns", "scorer"])
+def test_reward_functions_of_any_form_that_can_be_called_are_right(folder: Path, name: str) -> None:
+    (folder / "my_rewards.py").write_text(REWARDS)
+
+    result = check(f'[rollout]\nreward_functions = ["my_rewards:{name}"]\n')
+
+    assert result.exit_code == 0, result.stderr
+
+
+def test_losses_and_advantages_of_ones_own_are_found_by_the_check(folder: Path) -> None:
+    (folder / "my_losses.py").write_text("def mine(inputs): return -inputs.log_probs\n")
+
+    good = check('[trainer]\npolicy_loss = "my_losses:mine"\n[rollout]\nadvantages = "my_losses:mine"\n')
+    bad = check('[trainer]\npolicy_loss = "my_loss:mine"\n[rollout]\nadvantages = "my_advantages:mine"\n')
+
+    assert good.exit_code == 0, good.stderr
+    assert bad.exit_code == ExitCode.BAD_CONFIG
+    loss, advantages = bad.stderr.splitlines()
+    assert loss.startswith("c.toml:2:15: trainer.policy_loss: cannot import my_loss: there is no module my_loss")
+    assert advantages.startswith("c.toml:4:14: rollout.advantages: cannot import my_advantages")
 
 
 def test_reward_modules_are_looked_up_in_the_configurations_folder(folder: Path) -> None:
@@ -141,7 +180,33 @@ def model(folder: Path, **config: int) -> Path:
 @pytest.mark.parametrize(
     ("text", "note"),
     [
+        ("[rollout]\nmax_turns = 4\n", "c.toml:2:13: rollout.max_turns: has no effect with no rollout.environment"),
         ("[rollout]\nlam = 0.9\n", 'c.toml:2:7: rollout.lam: has no effect with rollout.algorithm = "grpo"'),
+        ("[trainer]\ndr_grpo_tokens = 9\n",
+         'c.toml:2:18: trainer.dr_grpo_tokens: has no effect with trainer.loss_aggregation = "token_mean"'),
+        ('[trainer]\npolicy_loss = "gspo"\n',
+         "c.toml:2:15: trainer.policy_loss: gspo clips the ratio of a whole sequence, which trainer.clip_range = 0.2 "
+         "hardly ever does: the paper has trainer.clip_low = 3e-4 and trainer.clip_high = 4e-4"),
+        ('[trainer]\nkl_estimator = "k1"\n',
+         "c.toml:2:16: trainer.kl_estimator: the gradient of k1 in the loss is 0 on average: k2 and k3 hold the policy "
+         "near the reference"),
+        (
+            "[trainer]\ntarget_kl = 0.1\n",
+            "c.toml:2:13: trainer.target_kl: has no effect with trainer.epochs = 1 and trainer.mini_batches = 1",
+        ),
+        (
+            "[trainer]\nkl_coef_horizon = 500\n",
+            "c.toml:2:19: trainer.kl_coef_horizon: has no effect with a constant trainer.kl_coef",
+        ),
+        (
+            '[trainer]\npolicy_loss = "reinforce"\nepochs = 2\n',
+            "c.toml:2:15: trainer.policy_loss: reinforce has no ratio: every update of a step but the first is biased, "
+            "with trainer.epochs = 2 and trainer.mini_batches = 1",
+        ),
+        ('[rollout]\nlog_probs = "engine"\n[trainer]\nimportance_cap = 3.0\n',
+         'c.toml:4:18: trainer.importance_cap: has no effect with rollout.log_probs = "engine"'),
+        ('[rollout]\nlog_probs = "trainer"\n[trainer]\nclip_low = 0.1\n',
+         'c.toml:4:12: trainer.clip_low: has no effect with rollout.log_probs = "trainer"'),
         ("[model]\nlora_alpha = 8.0\n", "c.toml:2:14: model.lora_alpha: has no effect with model.lora_rank = 0"),
         (
             '[trainer]\nkind = "external"\nlearning_rate = 1e-6\n',
@@ -173,6 +238,11 @@ def model(folder: Path, **config: int) -> Path:
             'unequal to the text of any response; for a text write "15"',
         ),
         (
+            '[prompts]\npath = "q"\n',
+            "{folder}/q:2:1: no answer here and in 1 more of the first 3 rows, which others have: gt_answer of reward "
+            "functions is then None; prompts.answer_column refuses such rows",
+        ),
+        (
             '[model]\nactor = "m"\n[prompts]\npath = "p"\n',
             "prompts.template: the prompts are texts, and the model's chat template is not applied to them: \"chat\" "
             'applies it, "none" states that none is wanted',
@@ -181,11 +251,76 @@ def model(folder: Path, **config: int) -> Path:
 )  # fmt: skip
 def test_what_can_run_and_is_hardly_meant_is_noted(folder: Path, text: str, note: str) -> None:
     model(folder, max_position_embeddings=512)
+    (folder / "q").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n{"prompt": "d", "answer": null}\n')
 
     result = check(text)
 
     assert result.exit_code == 0, result.stderr
     assert f"note: {note.replace('{folder}', str(folder))}" in result.stderr.splitlines()
+
+
+def test_the_kl_of_the_loss_has_an_effect_with_an_external_trainer_too(folder: Path) -> None:
+    """At 0 the worker loads no reference model."""
+    result = check('[trainer]\nkind = "external"\nkl_coef = 0.0\n')
+
+    assert "trainer.kl_coef" not in result.stderr
+
+
+def test_held_out_prompts_that_are_prompts_of_training_are_counted(folder: Path) -> None:
+    trained = ("7 + 8", " 9  + 1\n", [{"role": "user", "content": "3"}])
+    (folder / "p").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in trained))
+    held_out = ("9 + 1", "7 + 8", "7 + 8", [{"content": "3", "role": "user"}], "7 + 9")
+    (folder / "h").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in held_out))
+    (folder / "clean").write_text('{"prompt": "1 + 1"}\n')
+
+    result = check('[prompts]\npath = "p"\n[evaluation]\nfiles = ["clean", "h"]\n')
+
+    assert result.exit_code == 0, result.stderr
+    assert [line for line in result.stderr.splitlines() if "evaluation" in line] == [
+        f"note: c.toml:4:9: evaluation.files: 4 of the 5 prompts of {folder}/h are in the prompts of training too: an "
+        "evaluation on them shows what was learned by heart"
+    ]
+
+
+def test_a_key_of_the_evaluation_without_files_is_noted(folder: Path) -> None:
+    result = check("[evaluation]\nevery = 5\n")
+
+    assert "note: c.toml:2:9: evaluation.every: has no effect with evaluation.files = []" in result.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            '[evaluation]\nfiles = ["p", "none"]\n',
+            "c.toml:2:9: evaluation.files: cannot read {folder}/none: No such",
+        ),
+        ('[evaluation]\nfiles = ["bad"]\n', '{folder}/bad:2:1: no key "prompt" among answer'),
+        ("[evaluation]\nevery = 0\n", "c.toml:2:9: evaluation.every: must be at least 1, got 0"),
+        ("[evaluation]\nevry = 5\n", "c.toml:2:1: unknown key evaluation.evry, did you mean every?"),
+        (
+            '[evaluation]\nfiles = ["p"]\nnum_generations = 4\npass_k = 8\n',
+            "c.toml:4:10: evaluation.pass_k: must be at most the 4 of evaluation.num_generations, got 8",
+        ),
+        ('[metrics]\ntracker = ["no_such"]\n', "c.toml:2:12: metrics.tracker: must be"),
+        ('[metrics]\ntracker = ["trackio"]\n',
+         f"c.toml:2:11: metrics.tracker: trackio needs the package trackio: {sys.executable} -m pip install trackio"),
+        ('[metrics]\ntracker = ["wandb", "wandb"]\n', "c.toml:2:11: metrics.tracker: must name each tracker once"),
+        ('[metrics]\ntracker = ["wandb"]\n[trainer]\nkind = "external"\n',
+         'c.toml:2:11: metrics.tracker: must be left out with trainer.kind = "external"'),
+    ],
+)  # fmt: skip
+def test_mistakes_in_evaluation_and_trackers_are_named_with_their_place(
+    folder: Path, text: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "p").write_text('{"prompt": "7 + 8"}\n')
+    (folder / "bad").write_text('{"prompt": "7 + 8"}\n{"answer": "7 + 8"}\n')
+    monkeypatch.setattr(sections, "_TRACKERS", {name: ("no_such_module", name) for name in sections._TRACKERS})
+
+    result = check(text)
+
+    assert result.exit_code == ExitCode.BAD_CONFIG
+    assert result.stderr.startswith(error.replace("{folder}", str(folder)))
 
 
 @pytest.mark.parametrize("path", ["config.toml", "examples/own_reward/grpo.toml"])

@@ -99,6 +99,32 @@ def test_a_service_in_a_cluster_sees_the_sockets_of_ray(monkeypatch: pytest.Monk
         assert f"\nPrivateTmp={expected}\n" in plan(Unit(), path, "root", {}).files["rlhfd.service"]
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("held.jsonl", "[evaluation]\nfiles = ['{path}']"),
+        ("schema.json", "[reward]\nschema_file = '{path}'"),
+        ("judge.txt", "[reward]\njudge_template_file = '{path}'"),
+        ("tools.json", "[prompts]\ntools_file = '{path}'"),
+    ],
+)
+def test_each_file_that_a_configuration_names_stays_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, lines: str
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setitem(systemd_units._HIDING, "ProtectHome=yes", ("ProtectHome=read-only", (home,)))
+    contents = {"held.jsonl": '{"prompt": "21>"}\n', "tools.json": '[{"type": "function"}]'}
+    (home / name).write_text(contents.get(name, "{}"))
+    path = tmp_path / "grpo.toml"
+    path.write_text(lines.format(path=home / name))
+
+    planned = plan(Unit(), path, "root", {})
+
+    assert "\nProtectHome=read-only\n" in planned.files["rlhfd.service"]
+    assert any(note.endswith(f"could not see {home / name}") for note in planned.notes)
+
+
 @pytest.mark.needs("systemd-analyze")
 def test_a_key_that_systemd_does_not_know_is_refused(config: Path) -> None:
     planned = plan(Unit(), config, "root", {})

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pipeline.cli import top as top_view
 from pipeline.cli.collect_env import report
-from pipeline.cli.status import devices
+from pipeline.cli.status import devices, engine, render
 from pipeline.telemetry import log_file
 from tests.cli.test_main import STATUS
 
@@ -48,11 +48,12 @@ class TestTop:
         lines = top_view.text(STATUS, WHY).splitlines()
 
         assert [re.split(r"\s{2,}", line) for line in lines] == [
-            ["process", "pid", "state", "doing", "for", "on", "last minute", "restarts", "memory", "devices"],
-            ["buffer 0", "1235", "ready", "wait_data", "0 s", "–", "wait_data 99%", "0", "900 B", "cpu"],
-            ["rollout 0", "1236", "stopped", "generate", "41 s", "ticket 1,700", "generate 90% reward 10%", "12",
+            ["process", "pid", "state", "doing", "for", "on", "engine", "last minute", "restarts", "memory",
+             "devices"],
+            ["buffer 0", "1235", "ready", "wait_data", "0 s", "–", "–", "wait_data 99%", "0", "900 B", "cpu"],
+            ["rollout 0", "1236", "stopped", "generate", "41 s", "ticket 1,700", "–", "generate 90% reward 10%", "12",
              "3.0 GiB", "0, 1"],
-            ["rollout 1", "–", "failed", "–", "–", "–", "–", "–", "–", "–"],
+            ["rollout 1", "–", "failed", "–", "–", "–", "–", "–", "–", "–", "–"],
         ]  # fmt: skip
 
     def test_a_ticket_in_work_has_the_rows_and_tokens_done(self) -> None:
@@ -62,6 +63,24 @@ class TestTop:
         (row,) = [row for row in top_view.rows(STATUS | {"processes": processes}, WHY) if row[0] == "rollout 0"]
 
         assert row[5] == "ticket 1,700: 12 of 128 rows, 3,412 tokens"
+
+    def test_an_engine_is_shown_by_its_work_in_hand_and_by_status_with_its_speed(self) -> None:
+        values = {
+            "running": 1024, "waiting": 8, "room": 1024, "cache_ratio": 0.971, "preemptions": 2,
+            "tokens_in_per_s": 1234.5, "tokens_out_per_s": 56789.0, "prefix_hit_ratio": 0.25,
+        }  # fmt: skip
+        processes = [one | {"engine": values} if one["pid"] == 1236 else one for one in STATUS["processes"]]
+        status = STATUS | {"processes": processes}
+
+        (row,) = [row for row in top_view.rows(status, WHY) if row[0] == "rollout 0"]
+
+        assert row[6] == "1,024 run, 8 wait, cache 97 %, 2 preempted"
+        assert (
+            "engines    rollout 0: 1,024 run, 8 wait, cache 97 %, 2 preempted, prefix hits 25 %, 1,234 tokens/s in, "
+            "56,789 out"
+        ) in render(status).splitlines()
+        assert engine({"engine": {"running": 3, "waiting": 0, "cache_ratio": 0.0, "preemptions": 0}}) == "3 run, 0 wait"
+        assert engine({"engine": None}) == engine({}) == ""
 
     def test_the_screen_has_panel_warnings_sentences_and_processes(self) -> None:
         console = Console(file=io.StringIO(), width=160, color_system=None)
@@ -161,13 +180,13 @@ class TestCompletion:
         return [line.partition(",")[2] for line in told.stdout.splitlines()]
 
     def test_commands_options_and_keys_are_completed(self) -> None:
-        assert self.completed("rlhfd", "re") == ["reload", "resume"]
+        assert self.completed("rlhfd", "re") == ["record", "reload", "replay", "resume"]
         assert self.completed("rlhfd", "config", "s") == ["schema", "show"]
-        assert self.completed("rlhfd", "p") == ["pause", "ps"]
+        assert self.completed("rlhfd", "p") == ["pause", "plan", "ps"]
         assert self.completed("rlhfd", "start", "--d") == ["--detach"]
         assert self.completed("rlhfd", "try-reward", "--res") == ["--response"]
         assert self.completed("rlhfd", "top", "--j") == ["--json"]
-        assert self.completed("rlhfd", "start", "--set", "rollout.w") == ["rollout.workers="]
+        assert self.completed("rlhfd", "start", "--set", "rollout.wo") == ["rollout.workers="]
 
     @pytest.mark.parametrize(
         ("shell", "word"), [("bash", "complete -o"), ("zsh", "#compdef rlhfd"), ("fish", "complete ")]

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main as cli
+from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ExitCode
 from tests.support.daemon import task
 
@@ -36,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Path) -> Path:
     for variable in list(os.environ):
         if variable.startswith("RLHFD_") and variable != "RLHFD_TEST_SESSION":
             monkeypatch.delenv(variable)
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
     # A name of its own: modules stay loaded in this process.
     module = f"rewards_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{module}.py").write_text(REWARDS)
@@ -53,6 +55,20 @@ def run(*arguments: str) -> Result:
 
 def write_rows(folder: Path, *rows: object) -> None:
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def test_reward_functions_beside_the_configuration_are_found_from_another_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(folder, {"prompt": "21>", "response": "12", "answer": "12"})
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+
+    scored = CliRunner().invoke(cli.main, ["try-reward", "--config", "../run.toml", "../rows.jsonl", "--json"])
+
+    assert scored.exit_code == 0, scored.output
+    assert json.loads(scored.stdout)["reward"] == pytest.approx(1.3)
 
 
 def test_each_part_of_a_row_is_shown_and_their_sum(folder: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.identity import identity_of
-from pipeline.config.lengths import Lengths
+from pipeline.config.lengths import Lengths, row_bytes_bound
 from pipeline.config.schema import Config
-from pipeline.config.sizes import row_bytes_bound
 
 
 def with_lengths(**values: int) -> Config:

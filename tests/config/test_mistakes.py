@@ -35,7 +35,56 @@ def errors_of(
 
 TWO_NUMBERS = "a list of two numbers, each at least 0 and less than 1"
 MISTAKES = [
+    # Sources of prompts, at their place in the list.
+    (
+        '[[prompts.sources]]\npath = "a"\n[[prompts.sources]]\npath = "b"\nweight = -1.0',
+        "5:10: prompts.sources: weight must be greater than 0, got -1.0",
+    ),
+    (
+        '[prompts]\nsources = [{path = "a", weight = 0}]',
+        "2:34: prompts.sources: weight must be greater than 0, got 0",
+    ),
+    (
+        '[[prompts.sources]]\npath = "a"\nwieght = 2.0',
+        "3:10: prompts.sources: unknown key wieght, did you mean weight?",
+    ),
+    ("[[prompts.sources]]\nweight = 2.0", "1:11: prompts.sources: must have a path"),
+    ('[prompts]\nsources = ["a"]', '2:12: prompts.sources: must be a table, got "a"'),
+    (
+        '[prompts]\npath = "a"\n[[prompts.sources]]\npath = "b"',
+        "2:8: prompts.path: must be left out with prompts.sources, which take its place",
+    ),
+    (
+        '[prompts]\ntemplate = "none"\nsystem_prompt = "s"',
+        '3:17: prompts.system_prompt: must be left out with prompts.template = "none"',
+    ),
+    (
+        "[prompts]\nmin_characters = 3\nmax_characters = 2",
+        "3:18: prompts.max_characters: must be at least the 3 of prompts.min_characters, got 2",
+    ),
+    (
+        "[prompts.template_arguments]\ntokenize = true",
+        "1:10: prompts.template_arguments: must not name tokenize, which rlhfd sets itself, got {tokenize = true}",
+    ),
+    (
+        "[prompts.template_arguments]\na = [1]",
+        "1:10: prompts.template_arguments: must be a table of texts, numbers, true and false, got {a = [1]}",
+    ),
+    ("[prompts]\nprompt_key = 'q'", "2:1: unknown key prompts.prompt_key, did you mean prompt_column?"),
+    # Dynamic sampling.
+    *(
+        (
+            f"[rollout]\nmax_refill = 2\n{other}",
+            "2:14: rollout.max_refill: must be 0 unless rollout.advantages is one of grpo, dr_grpo, rloo: with others "
+            "equal rewards carry a signal, got 2",
+        )
+        for other in ('algorithm = "ppo"', 'advantages = "reinforce_baseline"', 'advantages = "mine:estimate"')
+    ),
+    ("[rollout]\nmax_refill = -1", "2:14: rollout.max_refill: must be at least 0, got -1"),
+    ("[rollout]\nfilter_groups = true", "2:1: unknown key rollout.filter_groups, did you mean max_refill?"),
     # Unknown keys and sections, at the key.
+    ("[trainer]\nppo_epochs = 2", "2:1: unknown key trainer.ppo_epochs, did you mean epochs?"),
+    ("[trainer]\nkl_target = 6", "2:1: unknown key trainer.kl_target, did you mean kl_coef_target?"),
     ("[rollout]\ntemprature = 0.7", "2:1: unknown key rollout.temprature, did you mean temperature?"),
     ("[rollout]\n  'temprature'=0.7", "2:3: unknown key rollout.temprature, did you mean temperature?"),
     ("rollout.temprature = 0.7", "1:9: unknown key rollout.temprature, did you mean temperature?"),
@@ -45,7 +94,7 @@ MISTAKES = [
     ("[trainer]\nLearning_Rate = 1", "2:1: unknown key trainer.Learning_Rate, did you mean learning_rate?"),
     ("[rollout]\nzzz = 1", "2:1: unknown key rollout.zzz, `rlhfd config show --effective` lists all"),
     ('[rollout]\n"a\\nb" = 1', '2:1: unknown key rollout."a\\nb", `rlhfd config show --effective` lists all'),
-    ("[rollout.sampling]\ntop_p = 1", "1:10: unknown key rollout.sampling, `rlhfd config show --effective` lists all"),
+    ("[rollout.nucleus]\ntop_p = 1", "1:10: unknown key rollout.nucleus, `rlhfd config show --effective` lists all"),
     ("[rolout]\nworkers = 1", "1:2: unknown section rolout, did you mean rollout?"),
     ("[ rolout . deeper ]\nworkers = 1", "1:3: unknown section rolout, did you mean rollout?"),
     ("[optimizer]", f"1:2: unknown section optimizer, the sections are {', '.join(SECTIONS)}"),
@@ -91,7 +140,13 @@ MISTAKES = [
     ("[rollout]\ndevices = [-1]", '2:11: rollout.devices: must be "auto" or a list of device numbers, got [-1]'),
     (
         '[rollout]\nreward_functions = [\n  "a.b:c",  # [\n  "nonsense",\n]',
-        '4:3: rollout.reward_functions: must be of the form "module:function", got "nonsense"',
+        "4:3: rollout.reward_functions: must be one of code, exact, format, json_schema, judge, length, math, regex, "
+        'remote, or of the form "module:function", got "nonsense"',
+    ),
+    (
+        "[rollout]\nreward_functions = ['mth']",
+        "2:21: rollout.reward_functions: must be one of code, exact, format, json_schema, judge, length, math, regex, "
+        'remote, or of the form "module:function", got "mth", did you mean "math"?',
     ),
     ("[rollout]\nreward_functions = ['a:b', 3]", "2:28: rollout.reward_functions: must be a string, got 3"),
     (
@@ -150,14 +205,60 @@ MISTAKES = [
             '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...'
         ),
     ),
+    (
+        '[trainer]\npolicy_loss = "gpso"',
+        '2:15: trainer.policy_loss: must be ppo, gspo, cispo, reinforce, or of the form "module:function", got "gpso", '
+        'did you mean "gspo"?',
+    ),
+    (
+        '[rollout]\nadvantages = "rlo"',
+        "2:14: rollout.advantages: must be grpo, dr_grpo, rloo, reinforce_baseline, gae, or of the form "
+        '"module:function", got "rlo", did you mean "rloo"?',
+    ),
+    (
+        '[trainer]\nloss_aggregation = "tokens_mean"',
+        '2:20: trainer.loss_aggregation: must be "token_mean", "sequence_mean" or "dr_grpo", got "tokens_mean", did '
+        'you mean "token_mean"?',
+    ),
+    ("[trainer]\nimportance_cap = 0.5", "2:18: trainer.importance_cap: must be at least 1, got 0.5"),
+    ("[trainer]\ndual_clip = 1.0", "2:13: trainer.dual_clip: must be greater than 1, got 1.0"),
+    (
+        '[rollout]\nadvantages = "gae"',
+        "2:14: rollout.advantages: must be grpo, dr_grpo, rloo, reinforce_baseline, or of the form "
+        '"module:function", with rollout.algorithm = "grpo", got "gae"',
+    ),
+    (
+        '[rollout]\nalgorithm = "ppo"\nadvantages = "rloo"',
+        '3:14: rollout.advantages: must be gae, or of the form "module:function", with rollout.algorithm = "ppo", got '
+        '"rloo"',
+    ),
+    (
+        "[rollout]\noverlong_buffer_tokens = 4",
+        "2:26: rollout.overlong_buffer_tokens: needs rollout.max_new_tokens: responses have no common maximum length",
+    ),
+    (
+        "[rollout]\nmax_length = 24\nmax_new_tokens = 8\noverlong_buffer_tokens = 9",
+        "4:26: rollout.overlong_buffer_tokens: must be at most the 8 tokens of a response, got 9",
+    ),
     # Values that are right each by itself, at the one to change that was set.
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
+    ("[trainer]\npacking = 1", "2:11: trainer.packing: must be true or false, got 1, did you mean true?"),
+    (
+        '[trainer]\nactivation_checkpointing = "auto"',
+        '2:28: trainer.activation_checkpointing: must be true or false, got "auto"',
+    ),
+    ("[trainer]\nmicro_batch_tokens = 0", "2:22: trainer.micro_batch_tokens: must be at least 1, got 0"),
     ("[trainer]\nwidth_multiple = 0", "2:18: trainer.width_multiple: must be at least 1, got 0"),
     (
         '[model]\ndtype = "float16"',
         '2:9: model.dtype: must be "bfloat16" or "float32" with trainer.kind = "builtin": gradients underflow in '
         "float16, and the trainer does not scale losses",
     ),
+    (
+        '[trainer]\nkind = "external"\nsharding = "full"',
+        '3:12: trainer.sharding: must not be "full" with trainer.kind = "external", which shards its own models',
+    ),
+    ('[trainer]\nsharding = "fsdp"', '2:12: trainer.sharding: must be "auto", "none" or "full", got "fsdp"'),
     ("[trainer]\nworld_size = 2\ndevices = [0]", "3:11: trainer.devices: names 1 for 2 ranks, each needs its own"),
     (
         "[buffer]\nmax_staleness = 0\n[rollout]\nnum_generations = 7",
@@ -297,7 +398,136 @@ MISTAKES = [
         "[rollout]\nreward_functions = []",
         ("2:20: rollout.reward_functions: is empty and model.reward is not set: nothing would score a response"),
     ),
-    ('[rollout]\nengine = "vllm"', '2:10: rollout.engine: "vllm" is not available in this version'),
+    (
+        "[rollout]\nreward_functions = ['exact', 'math']\n[reward]\nweights = [1.0]",
+        "4:11: reward.weights: has 1 weights for 2 functions of rollout.reward_functions",
+    ),
+    (
+        "[rollout]\nreward_functions = []\nenvironment = 'calculator.Calculator'",
+        '3:15: rollout.environment: must be of the form "module:Factory", got "calculator.Calculator", '
+        'did you mean "calculator:Calculator"?',
+    ),
+    ("[rollout]\nmax_turns = 0", "2:13: rollout.max_turns: must be at least 1, got 0"),
+    ("[rollout]\nmax_turn_tokens = 4", "2:19: rollout.max_turn_tokens: needs rollout.environment"),
+    (
+        "[rollout]\nenvironment_timeout_s = 0",
+        "2:25: rollout.environment_timeout_s: must be greater than 0, got 0",
+    ),
+    (
+        "[rollout]\nenvironment_processes = 0",
+        "2:25: rollout.environment_processes: must be at least 1, got 0",
+    ),
+    ("[reward]\nweights = [1e12]", "2:12: reward.weights: must be at most 1000000000, got 1000000000000.0"),
+    ("[reward]\nweights = [nan]", "2:12: reward.weights: must be finite, got nan"),
+    (
+        "[reward]\nlength_limit = 5\nlength_buffer = 6",
+        "3:17: reward.length_buffer: must be at most the 5 of reward.length_limit, got 6",
+    ),
+    (
+        "[rollout]\nreward_functions = ['remote']",
+        '2:20: reward.service_url: must be set with "remote" in rollout.reward_functions',
+    ),
+    (
+        "[rollout]\nreward_functions = ['judge']\n[reward]\njudge_url = 'http://h/v1'",
+        '2:20: reward.judge_model: must be set with "judge" in rollout.reward_functions',
+    ),
+    (
+        "[rollout]\nreward_functions = ['remote']\nreward_timeout_s = 9\n[reward]\nservice_url = 'http://h/s'",
+        "3:20: reward.requests_deadline_s: must be below the 9 of rollout.reward_timeout_s, got 45",
+    ),
+    (
+        "[rollout]\nreward_functions = ['exact', 'code']\nreward_timeout_s = 5\n[reward]\ncode_timeout_s = 5",
+        "5:18: reward.code_timeout_s: must be below the 5 of rollout.reward_timeout_s, got 5",
+    ),
+    (
+        "[reward]\nservice_url = 'host:8000'",
+        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "host:8000"',
+    ),
+    (
+        "[reward]\njudge_url = 'http://me:secret@h/v1'",
+        "2:13: reward.judge_url: must have no password: reward.api_key_variable names a variable with one, got "
+        '"http://***@h/v1"',
+    ),
+    (
+        "[reward]\nservice_url = 'ftp://me:sec@ret@h/v1'",
+        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "ftp://***@h/v1"',
+    ),
+    (
+        "[reward]\nservice_url = 'me:se/cret \"x@h'",
+        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "***@h"',
+    ),
+    (
+        "[reward]\nservice_url = ['http://me:secret@h']",
+        '2:15: reward.service_url: must be a string, got ["http://***@h"]',
+    ),
+    (
+        "[reward]\nservice_url = 'http://me:secret@[h'",
+        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "http://***@[h"',
+    ),
+    ("reward = 'http://me:secret@h'", '1:1: reward: must be a section [reward], got "http://***@h"'),
+    ("[trainer]\nmini_batches = 257", "2:16: trainer.mini_batches: must be at most the 256 rows of a step, got 257"),
+    (
+        "[buffer]\nsample_batch_size = 16\n[trainer]\nmini_batches = 65\nworld_size = 2\n"
+        "gradient_accumulation_steps = 2",
+        "4:16: trainer.mini_batches: must be at most the 64 rows of a step, got 65",
+    ),
+    ("[trainer]\nepochs = 0", "2:10: trainer.epochs: must be at least 1, got 0"),
+    ("[trainer]\ntarget_kl = 0", "2:13: trainer.target_kl: must be greater than 0, got 0"),
+    (
+        "[trainer]\nkl_coef = 0\nkl_coef_target = 0.1",
+        "3:18: trainer.kl_coef_target: needs trainer.kl_coef above 0, the first value: a weight of 0 stays 0",
+    ),
+    (
+        '[rollout]\nalgorithm = "ppo"\n[trainer]\nkl_coef_target = 0.1',
+        "4:18: trainer.kl_coef_target: needs trainer.kl_coef above 0, the first value: a weight of 0 stays 0",
+    ),
+    (
+        "[trainer]\nkl_coef_target = 0.1\nkl_coef_horizon = 255",
+        "3:19: trainer.kl_coef_horizon: must be at least the 256 rows of a step, got 255",
+    ),
+    (
+        '[model]\nlora_rank = 8\n[rollout]\nengine = "vllm"',
+        '2:13: model.lora_rank: must be 0 with rollout.engine = "vllm", which gets whole weights, got 8',
+    ),
+    (
+        '[rollout]\nengine = "vllm"\n[cluster]\nengine = "ray"',
+        (
+            '2:10: rollout.engine: must be "transformers" or an engine of your own with cluster.engine = "ray", '
+            'got "vllm"'
+        ),
+    ),
+    (
+        '[rollout]\ncache_bytes = "2GiB"',
+        '2:15: rollout.cache_bytes: must be left out with rollout.engine = "transformers": only vllm reads it',
+    ),
+    (
+        '[rollout]\nengine = "vllm"\ntop_k = 5\nlog_probs = "engine"',
+        '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.top_k: the log-probs of vllm are those '
+        "after it",
+    ),
+    (
+        '[rollout]\nengine = "vllm"\ntop_p = 0.9\nlog_probs = "engine"',
+        '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.top_p: the log-probs of vllm are those '
+        "after it",
+    ),
+    (
+        '[rollout]\nlog_probs = "trainer"\n[trainer]\nkind = "external"',
+        '2:13: rollout.log_probs: must be "engine" or "worker" with trainer.kind = "external", which gets whole rows',
+    ),
+    (
+        '[rollout]\nlog_probs = "trainer"\nalgorithm = "ppo"',
+        '2:13: rollout.log_probs: must be "engine" or "worker" with a KL in the reward (rollout.kl_coef = 0.01): '
+        "the worker scores it",
+    ),
+    (
+        '[rollout]\nlog_probs = "vllm"',
+        '2:13: rollout.log_probs: must be "engine", "worker" or "trainer", got "vllm"',
+    ),
+    ("[rollout]\nengine_gap_nats = 0", "2:19: rollout.engine_gap_nats: must be greater than 0, got 0"),
+    (
+        '[rollout]\nengine_gap_action = "restart"',
+        '2:21: rollout.engine_gap_action: must be "warn", "resync" or "stop", got "restart"',
+    ),
     # No TOML, as people write it.
     ("[rollout]\nworkers: 4", "2:8: expected '=' after a key in a key/value pair, did you mean workers = 4?"),
     ("[rollout]\nworkers 4", "2:9: expected '=' after a key in a key/value pair, did you mean workers = 4?"),
@@ -372,10 +602,28 @@ def test_mistake_is_shown_at_its_place(text: str | bytes, error: str) -> None:
     assert errors_of(text) == [f"config.toml:{error}"]
 
 
+def test_a_step_may_have_a_mini_batch_for_each_row_of_all_its_batches() -> None:
+    sets = ("buffer.sample_batch_size=16", "trainer.world_size=2", "trainer.gradient_accumulation_steps=2")
+
+    assert config_load.load(None, [*sets, "trainer.mini_batches=64"], {}).config.trainer.mini_batches == 64
+
+
+def test_a_line_that_is_no_toml_is_suggested_without_its_password() -> None:
+    assert errors_of("[reward]\nservice_url = http://me:secret@h/") == [
+        'config.toml:2:15: invalid value, did you mean service_url = "http://***@h/"?'
+    ]
+
+
 SET_MISTAKES = [
     ("rollout.temprature=1", "--set rollout.temprature: unknown key rollout.temprature, did you mean temperature?"),
     ("rolout.workers=1", "--set rolout.workers: unknown section rolout, did you mean rollout?"),
     ("rollout.workers=0", "--set rollout.workers: must be at least 1, got 0"),
+    ("rollout.tickets_ahead=-1", "--set rollout.tickets_ahead: must be at least 0, got -1"),
+    ("rollout.tickets_ahead=2000", "--set rollout.tickets_ahead: must be at most 1024, got 2000"),
+    (
+        "rollout.weight_updates=inflight",
+        '--set rollout.weight_updates: must be "between" or "in_flight", got "inflight", did you mean "in_flight"?',
+    ),
     ("rollout.workers=many", '--set rollout.workers: must be an integer, got "many"'),
     ("rollout.workers=", '--set rollout.workers: must be an integer, got ""'),
     ("rollout.workers", "--set rollout.workers: must be of the form section.key=value"),
@@ -397,6 +645,15 @@ SET_MISTAKES = [
         "did you mean --set rollout.temperature=0.7?",
     ),
     ("daemon.hang_timeout_s=5m", '--set daemon.hang_timeout_s: must be a number, got "5m", did you mean 300?'),
+    (
+        "service_url=http://me:se cret@h",
+        "--set service_url=http://***@h: must be of the form section.key=value, "
+        "did you mean --set reward.service_url=http://***@h?",
+    ),
+    (
+        "daemon.name=http://me:secret@h",
+        '--set daemon.name: must be made of a-z, 0-9 and -, got "http://***@h"',
+    ),
     ("rollout.=1", "--set rollout.=1: must be of the form section.key=value"),
     ("rollout.a.b=1", "--set rollout.a.b: unknown key rollout.a.b, `rlhfd config show --effective` lists all"),
     ("rollout.workers=1\nb = 2", '--set rollout.workers: must be an integer, got "1\\nb = 2"'),
@@ -448,7 +705,8 @@ def test_variables_of_others_with_our_prefix_are_left_alone() -> None:
 SUGGESTIONS = [
     (text, int(match[1]), int(match[2]), match[3], match[4])
     for text, error in MISTAKES
-    if isinstance(text, str) and (match := re.match(r"(\d+):(\d+): (?!unknown)(.*), did you mean (.*)\?$", error))
+    if isinstance(text, str)
+    and (match := re.match(r"(\d+):(\d+): (?!(?:[\w.]+: )?unknown)(.*), did you mean (.*)\?$", error))
 ]
 
 
@@ -595,11 +853,27 @@ class TestFiles:
             "config.toml:2:11: rollout.devices: device 7 is not there, 2 GPUs are visible"
         ]
 
+    def test_column_that_no_row_has_is_named_at_its_key(self, folder: Path) -> None:
+        (folder / "p.jsonl").write_text('{"question": "a"}\n')
+
+        assert errors_of('[prompts]\npath = "p.jsonl"\nprompt_column = "questoin"', files=True) == [
+            f'config.toml:3:17: prompts.prompt_column: no column "questoin" in {folder}/p.jsonl, which has question, '
+            'did you mean "question"?'
+        ]
+
+    def test_sources_and_tools_that_are_not_there_are_named_with_their_place(self, folder: Path) -> None:
+        text = '[prompts]\ntools_file = "t.json"\n[[prompts.sources]]\npath = "none"\n'
+
+        assert errors_of(text, files=True) == [
+            f"config.toml:2:14: prompts.tools_file: cannot read {folder}/t.json: No such file or directory",
+            f"config.toml:3:11: prompts.sources: cannot read {folder}/none: No such file or directory",
+        ]
+
     def test_directory_in_place_of_a_file_is_named(self, folder: Path) -> None:
         (folder / "d").mkdir()
 
         assert errors_of('[prompts]\npath = "d"', files=True) == [
-            f"config.toml:2:8: prompts.path: cannot read {folder}/d: Is a directory"
+            f"config.toml:2:8: prompts.path: no file of .parquet, .arrow, .jsonl in the folder {folder}/d"
         ]
 
     def test_configuration_that_is_not_there_or_a_folder_suggests_one_that_is(self, folder: Path) -> None:
@@ -617,6 +891,31 @@ class TestFiles:
             f"config.toml:2:9: model.actor: no such directory: {folder}/none (models are local, none is downloaded)",
             "config.toml:4:11: rollout.workers: must be at least 1, got 0",
         ]
+
+    @pytest.mark.parametrize(
+        ("described", "row", "is_refused"),
+        [
+            ('{"vision_config": {}}', '{"prompt": "b", "images": ["b.png"]}', True),
+            ('{"vision_config": {}}', '{"prompt": "b"}', False),
+            # The model's own refusal names the prompt.
+            ("{}", '{"prompt": "b", "images": ["b.png"]}', False),
+        ],
+    )
+    def test_images_are_refused_with_vllm_before_the_start(
+        self, folder: Path, described: str, row: str, *, is_refused: bool
+    ) -> None:
+        (folder / "m").mkdir()
+        (folder / "m/config.json").write_text(described)
+        (folder / "p.jsonl").write_text(f'{{"prompt": "a"}}\n{row}')
+        (folder / "b.png").touch()
+        (folder / "c.toml").write_text('[rollout]\nengine = "vllm"\n[model]\nactor = "m"\n[prompts]\npath = "p.jsonl"')
+
+        problems = problems_of_files(config_load.load(folder / "c.toml", [], {}))
+
+        refusal = f"{folder}/c.toml:2:10: rollout.engine: vllm takes text alone, and {folder}/p.jsonl:2"
+        assert [problem.startswith(refusal) for problem in problems] == [True] * is_refused
+        transformers = config_load.load(folder / "c.toml", ["rollout.engine=transformers"], {})
+        assert problems_of_files(transformers) == []
 
     def test_right_files_are_accepted(self, folder: Path) -> None:
         (folder / "m").mkdir()

@@ -169,6 +169,11 @@ class TestConflicts:
                 "must be at most the 256 rows of buffer.sample_batch_size, got 300",
             ),
             (
+                {"trainer__micro_batch_size": 4, "trainer__micro_batch_tokens": 4096},
+                "trainer.micro_batch_size",
+                "must be left out with trainer.micro_batch_tokens, which takes its place",
+            ),
+            (
                 {"trainer__world_size": 2, "trainer__devices": [3]},
                 "trainer.devices",
                 "names 1 for 2 ranks, each needs its own",
@@ -177,6 +182,36 @@ class TestConflicts:
                 {"cluster__engine": "ray", "rollout__devices": [1]},
                 "rollout.devices",
                 "must be auto where Ray gives each worker its GPUs (cluster.worker_gpus)",
+            ),
+            (
+                {"trainer__record": "rows", "trainer__world_size": 2},
+                "trainer.record",
+                'must be "off" unless the built-in trainer has one rank, which takes a step alone',
+            ),
+            (
+                {"trainer__record": "steps", "trainer__kind": "external"},
+                "trainer.record",
+                'must be "off" unless the built-in trainer has one rank, which takes a step alone',
+            ),
+            (
+                {"rollout__max_turn_tokens": 4},
+                "rollout.max_turn_tokens",
+                "needs rollout.environment",
+            ),
+            (
+                {"rollout__environment": "a:B"},
+                "rollout.reward_functions",
+                "must be set with rollout.environment; [] for the rewards of its turns alone",
+            ),
+            (
+                {"rollout__environment": "a:B", "rollout__reward_functions": [], "cluster__engine": "ray"},
+                "rollout.environment",
+                'must be left out with cluster.engine = "ray", whose actors run no environments',
+            ),
+            (
+                {"rollout__environment": "a:B", "rollout__reward_functions": [], "rollout__max_turn_tokens": 24},
+                "rollout.max_turn_tokens",
+                "must be at most the 23 tokens of a row's response, got 24",
             ),
             (
                 {"trainer__decay_steps": 9},
@@ -194,6 +229,7 @@ class TestConflicts:
         [
             {"rollout__num_generations": 1, "rollout__algorithm": "ppo"},
             {"rollout__reward_functions": [], "model__reward": "/models/reward"},
+            {"rollout__reward_functions": [], "rollout__environment": "a:B", "rollout__max_turn_tokens": 23},
             {"buffer__sample_batch_size": 20, "buffer__max_staleness": 0, "trainer__world_size": 2},
             {"buffer__sample_batch_size": 4, "buffer__max_staleness": 2},
             {"trainer__decay_steps": 0},

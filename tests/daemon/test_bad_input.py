@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,11 @@ def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = 90.0) 
     return daemon.errors.splitlines()
 
 
+def variant(*values: object) -> Any:
+    """Return a case that a usual run leaves out: the same path through a start, the text tested within a process."""
+    return pytest.param(*values, marks=pytest.mark.variant)
+
+
 # The configuration: refused before anything is made.
 
 
@@ -49,15 +55,15 @@ def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = 90.0) 
             "rollout.temprature=0.7",
             "--set rollout.temprature: unknown key rollout.temprature, did you mean temperature?",
         ),
-        ("rolout.temperature=0.7", "--set rolout.temperature: unknown section rolout, did you mean rollout?"),
-        ("trainer.max_steps=many", '--set trainer.max_steps: must be an integer, got "many"'),
-        ("rollout.num_generations=-4", "--set rollout.num_generations: must be at least 1, got -4"),
-        ("buffer.arena_bytes=-1", "--set buffer.arena_bytes: must be greater than 0, got -1"),
-        (
+        variant("rolout.temperature=0.7", "--set rolout.temperature: unknown section rolout, did you mean rollout?"),
+        variant("trainer.max_steps=many", '--set trainer.max_steps: must be an integer, got "many"'),
+        variant("rollout.num_generations=-4", "--set rollout.num_generations: must be at least 1, got -4"),
+        variant("buffer.arena_bytes=-1", "--set buffer.arena_bytes: must be greater than 0, got -1"),
+        variant(
             "model.actor=/nowhere/model",
             "--set model.actor: no such directory: /nowhere/model (models are local, none is downloaded)",
         ),
-        (
+        variant(
             "prompts.path=/nowhere/p.jsonl",
             "--set prompts.path: cannot read /nowhere/p.jsonl: No such file or directory",
         ),
@@ -88,10 +94,13 @@ def test_every_error_of_a_file_is_told_with_its_line_and_column(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], r"{path}:1:1: no prompt in the file, at least one is needed"),
-        (["", "  "], r"{path}:1:1: no prompt in the file, at least one is needed"),
+        variant([], r"{path}:1:1: no prompt in the file, at least one is needed"),
+        variant(["", "  "], r"{path}:1:1: no prompt in the file, at least one is needed"),
         ([*[PROMPT] * 6, '{"prompt": "12>", ', PROMPT], r"{path}:7:\d+: not JSON: .+"),
-        ([*[PROMPT] * 6, '{"promt": "12>"}', PROMPT], r'{path}:7:1: no key "prompt" among promt'),
+        variant(
+            [*[PROMPT] * 6, '{"promt": "12>"}', PROMPT],
+            r'{path}:7:1: no key "prompt" among promt, did you mean "promt"\?',
+        ),
     ],
     ids=["empty", "blank", "line 7 is no JSON", "line 7 has no prompt"],
 )
@@ -154,8 +163,8 @@ def test_unknown_command_is_a_usage_error(tmp_path: Path) -> None:
 
 
 BROKEN_REWARDS = [
-    ("no_such_rewards:f", "cannot import no_such_rewards: there is no module no_such_rewards; looked in "),
-    ("rewards_of_test:missing", "rewards_of_test has no function missing"),
+    variant("no_such_rewards:f", "cannot import no_such_rewards: there is no module no_such_rewards; looked in "),
+    variant("rewards_of_test:missing", "rewards_of_test has no function missing"),
     ("rewards_of_test:nan", "rewards_of_test:nan returned nan for row 0; a reward is a finite number"),
 ]
 
@@ -172,6 +181,7 @@ def test_broken_reward_function_ends_the_start(tmp_path: Path, task: Path, funct
     assert f"rollout.reward_functions: {message}" in shown[-1]
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(("function", "message"), [BROKEN_REWARDS[-1]])
 def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, function: str, message: str) -> None:
     (tmp_path / "rewards_of_test.py").write_text(REWARDS)
@@ -185,7 +195,7 @@ def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, 
 # A GPU that cannot be used: no run computes on the CPU in its place.
 
 
-@pytest.mark.parametrize("arguments", [(), ("--serial",)], ids=["daemon", "serial"])
+@pytest.mark.parametrize("arguments", [(), variant(("--serial",))], ids=["daemon", "serial"])
 def test_a_gpu_that_cannot_be_used_ends_the_start(tmp_path: Path, task: Path, arguments: tuple[str, ...]) -> None:
     # No machine has as many: CUDA shows no device then, as it does where the driver does not work.
     environment = {"CUDA_VISIBLE_DEVICES": "97"}
@@ -204,7 +214,8 @@ def test_prompt_that_fills_max_length_is_set_aside_and_counted(tmp_path: Path, t
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join([PROMPT, PROMPT, too_long, PROMPT, ""]))
 
-    with Daemon(tmp_path, *SMALL, f"prompts.path={path}", task=task) as daemon:
+    settings = (*SMALL, f"prompts.path={path}", f"rollout.max_length={MAX_LENGTH}")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(3)
 
         # Counted one after the other, so a scrape may fall in between.
@@ -228,7 +239,8 @@ def test_file_of_which_no_prompt_leaves_room_ends_the_start(tmp_path: Path, task
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "1" * MAX_LENGTH}) + "\n")
 
-    shown = refused(Daemon(tmp_path, *SMALL, f"prompts.path={path}", "trainer.kind=external", task=task))
+    settings = (*SMALL, f"prompts.path={path}", f"rollout.max_length={MAX_LENGTH}", "trainer.kind=external")
+    shown = refused(Daemon(tmp_path, *settings, task=task))
 
     assert shown[-1].endswith(
         "prompts.path: none of the first 64 prompts can be rolled out, the last one: "
@@ -273,6 +285,7 @@ def test_a_prompt_that_the_chat_template_refuses_is_set_aside_and_the_run_goes_o
     assert SYSTEM["content"] not in daemon.errors
 
 
+@pytest.mark.variant
 def test_a_file_of_which_the_chat_template_refuses_every_prompt_ends_the_start(tmp_path: Path, task: Path) -> None:
     settings = chat_settings(tmp_path, task, [SYSTEM, USER])
 
@@ -282,37 +295,3 @@ def test_a_file_of_which_the_chat_template_refuses_every_prompt_ends_the_start(t
     message = "prompts.path: none of the first 64 prompts can be rolled out, the last one"
     assert f"{message}: {place}: the prompt does not suit" in shown[-1]
     assert SYSTEM["content"] not in "".join(shown)
-
-
-# The runtime directory.
-
-
-def test_runtime_directory_in_use_is_refused_and_its_instance_goes_on(tmp_path: Path, task: Path) -> None:
-    with Daemon(tmp_path, *SMALL, task=task) as first:
-        first.wait_step(1)
-
-        with Daemon(tmp_path, *SMALL, task=task, name="second") as second:
-            assert second.wait() == BAD_CONFIG
-        in_use = f"--set daemon.runtime_dir: {first.runtime_dir} is in use by pid {first.pid}"
-        assert second.errors.splitlines() == [in_use]
-
-        first.wait_step(first.status()["step"] + 2)
-        first.signal(signal.SIGTERM)
-        assert first.wait() == 0
-
-
-def test_runtime_directory_left_by_a_dead_instance_is_taken_over(tmp_path: Path, task: Path) -> None:
-    with Daemon(tmp_path, *SMALL, task=task) as first:
-        first.wait_step(1)
-        first.process.kill()
-        first.wait()
-    assert first.shm_dir.exists() and list(first.runtime_dir.iterdir())
-
-    with Daemon(tmp_path, *SMALL, task=task, name="second") as second:
-        second.wait_logged("arena taken over from a supervisor that was killed")
-        second.wait_step(second.wait_ready()["step"] + 2)
-        assert total(second.metrics(), "rlhfd_items_unaccounted") == 0
-        second.signal(signal.SIGTERM)
-
-        assert second.wait() == 0
-    assert not second.shm_dir.exists() and list(second.runtime_dir.iterdir()) == []

@@ -102,6 +102,7 @@ def step_log_of(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.variant
 def test_a_detached_start_that_fails_shows_its_error_and_exit_code(folder: Path) -> None:
     def start(*sets: str) -> subprocess.CompletedProcess[str]:
         words = [word for item in sets for word in ("--set", item)]
@@ -124,6 +125,7 @@ def test_a_detached_start_that_fails_shows_its_error_and_exit_code(folder: Path)
     assert [one.returncode for one in both] == [78, 2]
 
 
+@pytest.mark.variant
 def test_a_detached_run_of_one_step_succeeds_and_ends_by_itself(folder: Path) -> None:
     """It has ended before it is seen ready, or it ends after the command: both are a success."""
     ended = rlhfd("start", "--detach", "--config", "grpo.toml", "--set", "trainer.max_steps=1", folder=folder)

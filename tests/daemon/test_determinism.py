@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
 from tests.support.daemon import SMALL, Daemon, only_run, task, telling_reward  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
@@ -28,15 +29,22 @@ def run(folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] = ()) -
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.variant), "ppo"])
 def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, task, algorithm):  # noqa: F811
     setting = f"rollout.algorithm={algorithm}"
+    # Evaluations beside the rollouts change nothing.
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:9]))
+    evaluated = (f"evaluation.files=['{held_out}']", "evaluation.every=2", "evaluation.num_generations=3")
 
     one = run(tmp_path / "one", task, setting)
-    two = run(tmp_path / "two", task, setting, "rollout.workers=2")
-    serial = run(tmp_path / "serial", task, setting, arguments=("--serial",))
+    two = run(tmp_path / "two", task, setting, "rollout.workers=2", *evaluated)
+    serial = run(tmp_path / "serial", task, setting, *evaluated, arguments=("--serial",))
 
     assert one == two == serial
+    found = [read_evaluations(only_run(tmp_path / name / "state") / FILE_NAME) for name in ("two", "serial")]
+    assert [[one.version for one in each] for each in found] == [[0, 2, 4]] * 2
+    assert [[one.total for one in each] for each in found] == [[one.total for one in found[0]]] * 2
     assert one[0] == str(STEPS)
     checkpoint = Path("checkpoints") / f"step-{STEPS:06d}" / "model.safetensors"
     weights = [load_file(only_run(tmp_path / name / "state") / checkpoint) for name in ("one", "two", "serial")]
@@ -47,6 +55,7 @@ def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, t
         assert (tensor == weights[2][name]).all(), name
 
 
+@pytest.mark.variant
 @pytest.mark.timeout(300)
 def test_another_seed_gives_another_run(tmp_path, task):  # noqa: F811
     first = run(tmp_path / "first", task, "daemon.seed=1")

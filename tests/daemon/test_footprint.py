@@ -24,12 +24,15 @@ MOST_RESIDENT_BYTES = 80_000_000
 MOST_START_S = 3.0
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "ray", "vllm"}
 
+# What a second signal may take on a machine with much else to do, and the drain that it cuts short.
+FAR_FROM_A_DRAIN_S, DRAIN_S = 60.0, 200.0
+
 # A reward that, once `stuck` lies beside it, does not return while that file is there: a rollout that never ends.
 STUCK_REWARD = """
 import pathlib, time
 FLAG = pathlib.Path(__file__).with_name("stuck")
 def score(ids, mask, **_):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while FLAG.exists() and time.monotonic() < deadline:
         FLAG.with_name("entered").touch()
         time.sleep(0.02)
@@ -67,20 +70,7 @@ def libraries(pid: int) -> set[str]:
     return {Path(words[5]).name for line in lines if len(words := line.split(maxsplit=5)) == 6}
 
 
-# Weight.
-
-
-def test_supervisor_and_buffer_are_light_and_without_torch(tmp_path: Path, task: Path) -> None:
-    with Daemon(tmp_path, *SMALL, task=task) as daemon:
-        daemon.wait_step(3)
-        pids = daemon.pids()
-        # Shows that the look into the maps sees torch where it is.
-        assert any(name.startswith("libtorch") for name in libraries(pids["trainer-0"]))
-
-        for name, pid in {"supervisor": daemon.pid, "buffer": pids["buffer-0"]}.items():
-            heavy = {library for library in libraries(pid) if re.match("libtorch|libc10|libcud|tokenizers", library)}
-            assert not heavy, name
-            assert resident_bytes(pid) < MOST_RESIDENT_BYTES, f"{name}: {resident_bytes(pid):,} B"
+# Weight; the rest of it, of a running instance, is in the test of its end.
 
 
 @pytest.mark.parametrize("module", ["pipeline.supervisor.supervisor", "pipeline.buffer.process", "pipeline.cli.main"])
@@ -97,6 +87,18 @@ def test_module_loads_nothing_heavy(module: str) -> None:
     assert not HEAVY & set(loaded)
 
 
+def assert_light(daemon: Daemon) -> None:
+    """Supervisor and buffer hold little memory and no torch."""
+    pids = daemon.pids()
+    # Shows that the look into the maps sees torch where it is.
+    assert any(name.startswith("libtorch") for name in libraries(pids["trainer-0"]))
+
+    for name, pid in {"supervisor": daemon.pid, "buffer": pids["buffer-0"]}.items():
+        heavy = {library for library in libraries(pid) if re.match("libtorch|libc10|libcud|tokenizers", library)}
+        assert not heavy, name
+        assert resident_bytes(pid) < MOST_RESIDENT_BYTES, f"{name}: {resident_bytes(pid):,} B"
+
+
 # Start.
 
 
@@ -107,8 +109,11 @@ def test_start_beyond_model_loading_takes_under_three_seconds(tmp_path: Path, ta
         started_s = time.monotonic()
         with Daemon(folder, *SMALL, task=task) as daemon:
             daemon.wait_until(daemon.answers_http, "HTTP answers")
-            daemon.wait_until(lambda: "process=buffer" in daemon.errors, "the buffer is ready")
-            return time.monotonic() - started_s
+            (buffer,) = daemon.wait_until(
+                lambda: re.findall(r"ready: process=buffer pid=(\d+)", daemon.errors), "the buffer is ready"
+            )
+            taken_s = time.monotonic() - started_s
+            return taken_s - waited_for_a_processor_s(daemon.pid) - waited_for_a_processor_s(int(buffer))
 
     # Other programs can only make it slower: the best of some starts is nearest to its own time.
     taken_s: list[float] = []
@@ -118,13 +123,10 @@ def test_start_beyond_model_loading_takes_under_three_seconds(tmp_path: Path, ta
     assert min(taken_s) < MOST_START_S, taken_s
 
 
-def test_pid_of_the_checkouts_program_is_the_supervisors(tmp_path: Path, task: Path) -> None:
-    program = installed_checkout(tmp_path / "checkout") / "bin" / "rlhfd"
-    with Daemon(tmp_path, *SMALL, task=task, program=program) as daemon:
-        record = daemon.wait_answering()
-
-        assert record.pid == daemon.pid
-        assert daemon.status()["pid"] == daemon.pid
+def waited_for_a_processor_s(pid: int) -> float:
+    """Return the seconds in which a process could have run and another program had its processor."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[1]) for thread in threads) / 1e9
 
 
 def installed_checkout(root: Path) -> Path:
@@ -146,10 +148,15 @@ def installed_checkout(root: Path) -> Path:
 # End.
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_drains_and_leaves_nothing(tmp_path: Path, task: Path, number: signal.Signals) -> None:
-    with Daemon(tmp_path, *SMALL, task=task) as daemon:
-        daemon.wait_step(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.variant)])
+def test_a_checkouts_instance_is_light_and_a_signal_drains_it_and_leaves_nothing(
+    tmp_path: Path, task: Path, number: signal.Signals
+) -> None:
+    program = installed_checkout(tmp_path / "checkout") / "bin" / "rlhfd"
+    with Daemon(tmp_path, *SMALL, task=task, program=program) as daemon:
+        assert daemon.wait_answering().pid == daemon.status()["pid"] == daemon.pid, "the program's is the supervisor's"
+        daemon.wait_step(3)
+        assert_light(daemon)
         traces = Traces(daemon)
 
         daemon.signal(number)
@@ -177,8 +184,19 @@ def test_signal_while_the_roles_are_loading_ends_the_start(tmp_path: Path, task:
         assert traces.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("name", ["lock", "arena", "metrics", "control.sock"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("lock", signal.SIGTERM),
+        ("lock", signal.SIGINT),
+        ("arena", signal.SIGTERM),
+        pytest.param("arena", signal.SIGINT, marks=pytest.mark.variant),
+        ("metrics", signal.SIGTERM),
+        pytest.param("metrics", signal.SIGINT, marks=pytest.mark.variant),
+        pytest.param("control.sock", signal.SIGTERM, marks=pytest.mark.variant),
+        pytest.param("control.sock", signal.SIGINT, marks=pytest.mark.variant),
+    ],
+)
 def test_signal_at_any_moment_of_the_start_leaves_nothing(
     tmp_path: Path, task: Path, name: str, number: signal.Signals
 ) -> None:
@@ -231,8 +249,9 @@ def test_signal_while_a_serial_run_makes_its_model_leaves_nothing(tmp_path: Path
         assert list(daemon.runtime_dir.iterdir()) == []
 
 
+@pytest.mark.variant
 def test_second_signal_ends_a_serial_run_at_once(tmp_path: Path, task: Path) -> None:
-    with stuck_daemon(tmp_path, task, drain_timeout_s=100.0, arguments=("--serial",)) as daemon:
+    with stuck_daemon(tmp_path, task, drain_timeout_s=DRAIN_S, arguments=("--serial",)) as daemon:
         daemon.wait_until(lambda: "step=1 " in daemon.output, "a step is done")
         (daemon.folder / "stuck").touch()
         daemon.wait_until((daemon.folder / "entered").exists, "a rollout is stuck")
@@ -241,11 +260,12 @@ def test_second_signal_ends_a_serial_run_at_once(tmp_path: Path, task: Path) -> 
 
         daemon.signal(signal.SIGTERM)
 
-        daemon.wait(10.0)
+        daemon.wait(FAR_FROM_A_DRAIN_S)
         assert not daemon.shm_dir.exists()
         assert list(daemon.runtime_dir.iterdir()) == []
 
 
+@pytest.mark.variant
 def test_end_of_the_last_step_leaves_nothing(tmp_path: Path, task: Path) -> None:
     with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task) as daemon:
         daemon.wait_answering()
@@ -256,7 +276,7 @@ def test_end_of_the_last_step_leaves_nothing(tmp_path: Path, task: Path) -> None
 
 
 def test_second_signal_ends_at_once(tmp_path: Path, task: Path) -> None:
-    with stuck_daemon(tmp_path, task, drain_timeout_s=100.0) as daemon:
+    with stuck_daemon(tmp_path, task, drain_timeout_s=DRAIN_S) as daemon:
         get_stuck(daemon)
         traces = Traces(daemon)
         daemon.signal(signal.SIGTERM)
@@ -265,8 +285,7 @@ def test_second_signal_ends_at_once(tmp_path: Path, task: Path) -> None:
 
         daemon.signal(signal.SIGINT)
 
-        # Far from drain_timeout_s; some seconds of it are the machine's.
-        daemon.wait(10.0)
+        daemon.wait(FAR_FROM_A_DRAIN_S)
         assert traces.left() == []
 
 
@@ -277,7 +296,7 @@ def test_drain_is_cut_at_its_deadline(tmp_path: Path, task: Path) -> None:
 
         daemon.signal(signal.SIGTERM)
 
-        assert daemon.wait(26.0) == 0
+        assert daemon.wait(90.0) == 0
         assert "cut at daemon.drain_timeout_s: rollout-0" in daemon.errors
         assert traces.left() == []
 

@@ -93,6 +93,7 @@ def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):
         daemon.wait_until(lambda: not zombies(), "no dead process is left unreaped", 10.0)
 
 
+@pytest.mark.variant
 def test_a_forkserver_that_must_not_be_forked_is_done_without(tmp_path, task):  # noqa: F811
     # As a debugger or a tracer would that is installed into an environment.
     tmp_path.joinpath("sitecustomize.py").write_text(

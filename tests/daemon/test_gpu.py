@@ -10,9 +10,11 @@ from transformers import LlamaForCausalLM
 
 from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
+from pipeline.models.float32_logits import compute_in_float32, log_prob_spread
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.pinned import PinnedRing, process_ring
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
+from pipeline.rollout.generation.graph_capture import CudaDevice
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -22,6 +24,8 @@ from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from tests.daemon.test_rank_endings import FAILING, TWO_RANKS, loaded_first
+from tests.models.test_float32_logits import TOKENS, confident, exact_log_probs
+from tests.models.test_float32_logits import rows as probed_rows
 from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 from tests.support.experiences import made_up
@@ -242,6 +246,96 @@ def test_a_model_that_reads_back_from_the_gpu_is_found_before_the_capture_and_le
     assert torch.cuda.current_stream() == stream
     assert torch.cuda.get_sync_debug_mode() == 0
     torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def test_batches_of_other_rows_and_widths_replay_the_graphs_of_their_buckets(monkeypatch):
+    captured = []
+    capture = CudaDevice.capture
+    monkeypatch.setattr(CudaDevice, "capture", lambda self, step: captured.append(1) or capture(self, step))
+    greedy = Sampling(max_length=204, pad_token_id=tiny.PAD, eos_token_ids=(), do_sample=False)
+    engine, plain = TransformersGenerator(long_llama().cuda()), TransformersGenerator(long_llama())
+    counts = []
+
+    for rows, width in ((4, 7), (4, 7), (3, 5), (4, 2), (3, 64)):
+        prompts = torch.randint(2, tiny.VOCABULARY_SIZE, (rows, width), generator=torch.Generator().manual_seed(rows))
+        made = engine.generate(prompts, torch.ones_like(prompts), greedy, group_size=4)
+        expected = plain.generate(prompts, torch.ones_like(prompts), greedy, group_size=4)
+        assert torch.equal(made.sequences, expected.sequences)
+        torch.testing.assert_close(made.log_probs, expected.log_probs, atol=1e-4, rtol=0)
+        counts.append(len(captured))
+
+    # The first batch makes the memory larger as it goes, the second one captures in it what was lost by that.
+    assert counts[0] < counts[1] == counts[-1], counts
+    torch.cuda.synchronize()
+
+
+def test_a_capture_that_fails_leaves_streams_allocator_and_generator_whole(caplog):
+    """No read of a tensor, so the trial passes: only the capture refuses a wait for the stream."""
+    model = tiny.llama().cuda()
+    model.model.layers[1].register_forward_pre_hook(lambda *_: torch.cuda.current_stream().synchronize())
+    prompts = torch.tensor([[7, 3, 11, 2]])
+    greedy = Sampling(max_length=60, pad_token_id=tiny.PAD, eos_token_ids=(), do_sample=False)
+    expected = TransformersGenerator(tiny.llama()).generate(prompts, torch.ones_like(prompts), greedy)
+    engine, stream = TransformersGenerator(model), torch.cuda.current_stream()
+    torch.manual_seed(4)
+    draws = torch.rand(8, device="cuda")
+    torch.manual_seed(4)
+
+    made = [engine.generate(prompts, torch.ones_like(prompts), greedy) for _ in range(2)]
+
+    assert all(torch.equal(responses.sequences, expected.sequences) for responses in made)
+    assert caplog.text.count("no CUDA graph of this model") == 1
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    assert torch.equal(torch.rand(8, device="cuda"), draws)
+
+
+@torch.no_grad()
+def test_logits_in_float32_lower_the_spread_of_an_unchanged_policy():
+    model = confident(hidden_size=256, intermediate_size=512, num_hidden_layers=4).cuda()
+    device = torch.device("cuda", 0)
+    sequences, mask = (tensor.cuda() for tensor in probed_rows())
+    exact, before = exact_log_probs(model, sequences, mask, 16), log_prob_spread(model, TOKENS, device)
+    assert (action_log_probs(model, sequences, mask, 16) - exact).abs().max() > 0.03
+
+    compute_in_float32(model)
+
+    torch.testing.assert_close(
+        action_log_probs(model, sequences, mask, 16).double(),
+        exact_log_probs(model, sequences, mask, 16),
+        atol=2e-2,
+        rtol=0,
+    )
+    assert log_prob_spread(model, TOKENS, device) <= before
+
+
+def test_gradients_pass_through_logits_in_float32():
+    plain, model = confident().cuda(), confident().cuda()
+    compute_in_float32(model)
+    sequences, mask = (tensor.cuda() for tensor in probed_rows())
+    for each in (plain, model):
+        action_log_probs(each, sequences, mask, 16).mean().backward()
+
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).float().norm() <= 0.1 * theirs.grad.float().norm()
+
+
+def test_widths_on_the_card_are_multiples_of_64():
+    actor, widths = tiny.llama().cuda(), []
+    actor.base_model.register_forward_pre_hook(
+        lambda module, words, named: widths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    maker = NaiveExperienceMaker(
+        actor, None, lambda **row: torch.arange(len(row["input_ids"]), dtype=torch.float32), actor, Tokenizer(),
+        use_grpo=True, num_generation=4,
+    )  # fmt: skip
+    prompts = torch.tensor([[tiny.PAD, 5, 6], [7, 8, 9]])
+
+    maker.make_experience(prompts, (prompts != tiny.PAD).long(), max_length=12, seed=1)
+
+    # Steps have one column, and the test of the model's head two.
+    assert {width for width in widths if width > 2} == {64}
 
 
 def test_a_step_that_runs_out_of_the_cards_memory_is_taken_in_halves():

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ExitCode
-from pipeline.prompts import PromptSource
-from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until
+from pipeline.prompts.source import PromptSource
+from tests.support.daemon import END_TIMEOUT_S, PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until
 
 __all__ = ["task"]
 pytestmark = pytest.mark.integration
@@ -135,7 +135,7 @@ def test_a_killed_run_is_taken_over_where_others_have_filled_shared_memory(tmp_p
             family, before = daemon.family(), steps(daemon)
             daemon.signal(signal.SIGKILL)
             daemon.wait()
-            wait_until(lambda: not any(map(is_alive, family)), 5.0, "no process of it is left")
+            wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "no process of it is left")
 
             # Another number of workers needs other metrics, for which there is no room.
             more = (*settings, "rollout.workers=2")
@@ -212,6 +212,7 @@ def test_a_stop_on_a_full_disk_ends_in_order_and_says_what_it_cost(tmp_path: Pat
         assert re.search(
             r"ERROR buffer-0 \S+: undelivered experiences lost, the spool cannot be written", daemon.errors
         )
+    assert " trainer-0 has not written the last checkpoint, its error is above" in daemon.errors
     assert "Traceback" not in daemon.errors
 
 

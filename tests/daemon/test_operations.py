@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.daemon import PROGRAM, Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import PROGRAM, SMALL, Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
 FILE = """
@@ -166,8 +166,7 @@ def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon:
     daemon.wait_until(at_rest, "all rows are trained")
     assert daemon.why()["sentences"][0] == "The run is paused: no tickets are issued until `rlhfd resume`."
     step, pids = daemon.status()["step"], daemon.pids()
-    daemon.signal(signal.SIGKILL, "buffer-0")
-    daemon.wait_until(lambda: daemon.pids().get("buffer-0") not in (None, pids["buffer-0"]), "the buffer is back")
+    daemon.wait_replaced("buffer-0", daemon.signal(signal.SIGKILL, "buffer-0"))
     daemon.wait_until(lambda: scraped(daemon, "rlhfd_paused") == 1, "the new buffer is paused too")
     # Beyond progress_timeout_s, told by the clock that judges it.
     rested_s = time.monotonic()
@@ -265,6 +264,56 @@ def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
     prompts = Path(daemon.status()["model"]).parent / "prompts.jsonl"
     for line in prompts.read_text().splitlines()[:20]:
         assert json.loads(line)["prompt"] not in told
+
+
+def test_why_says_what_each_is_waiting_for_within_a_second(daemon: Daemon) -> None:
+    daemon.wait_ready()
+    pid = daemon.signal(signal.SIGSTOP, "rollout-0")
+    try:
+        answer = daemon.wait_until(lambda: "is stopped" in daemon.why()["sentences"][0] and daemon.why(), "it says so")
+        took_s = [took_to_say_why_s(daemon) for _ in range(5)]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    assert answer["sentences"][0].startswith(f"rollout-0 (pid {pid}) is stopped (SIGSTOP), kill -CONT {pid}: ")
+    assert answer["sentences"][-1].startswith("The last minute: rollout ")
+    assert 1 <= len(answer["sentences"]) <= 5
+    assert sum(answer["last_minute"]["trainer"].values()) == pytest.approx(1.0, abs=0.01)
+    # Other programs can only make it slower.
+    assert min(took_s) < 1.0
+    daemon.wait_until(lambda: "is stopped" not in daemon.why()["sentences"][0], "it goes on")
+
+
+def took_to_say_why_s(daemon: Daemon) -> float:
+    started_s = time.monotonic()
+    daemon.why()
+    return time.monotonic() - started_s
+
+
+def test_health_says_that_the_buffer_hangs(daemon: Daemon) -> None:
+    daemon.wait_ready()
+    assert daemon.get("/healthz")[0] == 200
+    pid = daemon.signal(signal.SIGSTOP, "buffer-0")
+    try:
+        code, text = daemon.wait_until(
+            lambda: (answer := daemon.get("/healthz"))[0] == 503 and answer, "health tells of it"
+        )
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    assert (code, '"hung":"buffer"' in text) == (503, True)
+    daemon.wait_until(lambda: daemon.get("/healthz")[0] == 200, "it goes on")
+    daemon.wait_step(daemon.status()["step"] + 2)
+    assert scraped(daemon, "rlhfd_items_unaccounted") == 0
+
+
+def test_a_runtime_directory_in_use_is_refused_and_its_instance_goes_on(daemon: Daemon, task: Path) -> None:  # noqa: F811
+    with Daemon(daemon.folder, *SMALL, task=task, name="second") as second:
+        assert second.wait() == 78
+    in_use = f"--set daemon.runtime_dir: {daemon.runtime_dir} is in use by pid {daemon.pid}"
+    assert second.errors.splitlines() == [in_use]
+
+    daemon.wait_step(daemon.status()["step"] + 2)
 
 
 def test_nobody_there_exits_with_3(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path
     assert {name for name, _ in placed} == {"rollout-0", "rollout-1"}
 
 
+@pytest.mark.variant
 def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_path, task, cluster):  # noqa: F811
     telling, _ = telling_reward(tmp_path)
     settings = (*SETTINGS, *cluster.settings, telling, "daemon.hang_timeout_s=4")
@@ -129,7 +130,11 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
         daemon.wait_logged("weights are sent again")
         daemon.wait_step(step + 5)
         assert {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")} == workers
-        assert balanced(daemon.metrics())
+        metrics = daemon.metrics()
+        assert balanced(metrics)
+        sealed = total(metrics, "rlhfd_response_length_tokens_sum")
+        sampled = total(metrics, "rlhfd_tokens_total", kind="response")
+        assert sealed <= sampled <= 2 * sealed, "those of sealed rows, and of the tickets in hand"
 
         daemon.signal(signal.SIGKILL)
         daemon.wait()
@@ -164,6 +169,7 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
             finish(daemon)
 
 
+@pytest.mark.variant
 def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster):  # noqa: F811
     wrong = 'rollout.reward_functions=["no_such_module:score"]'
     with Daemon(tmp_path, *SETTINGS, *cluster.settings, wrong, task=task) as daemon:

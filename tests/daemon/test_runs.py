@@ -28,20 +28,14 @@ def test_a_finished_run_stays_whatever_is_started_after_it(tmp_path, task):  # n
     AutoModelForCausalLM.from_pretrained(model)
     finished = files_of(grpo)
 
-    for most in (3, 2):
-        with Daemon(tmp_path, *settings, f"trainer.max_steps={most}", task=task, name=f"again-{most}") as daemon:
-            assert daemon.wait() == 0, daemon.errors
-        assert f"is complete: step 3 of trainer.max_steps = {most}; raise trainer.max_steps to go on" in daemon.output
-        assert str(model) in daemon.output and files_of(grpo) == finished
-    with Daemon(tmp_path, *settings, "rollout.algorithm=ppo", "trainer.max_steps=3", task=task, name="ppo") as daemon:
+    with Daemon(tmp_path, *settings, "trainer.max_steps=3", task=task, name="again") as daemon:
         assert daemon.wait() == 0, daemon.errors
-    assert files_of(grpo) == finished
+    assert "is complete: step 3 of trainer.max_steps = 3; raise trainer.max_steps to go on" in daemon.output
+    assert str(model) in daemon.output and files_of(grpo) == finished
 
     listed = rlhfd("runs", "--json", "--config", configured(tmp_path), folder=tmp_path)
     runs = json.loads(listed.stdout)
-    assert [(run["algorithm"], run["step"], run["state"]) for run in runs] == [
-        ("grpo", 3, "complete"), ("ppo", 3, "complete"),
-    ]  # fmt: skip
+    assert [(run["algorithm"], run["step"], run["state"]) for run in runs] == [("grpo", 3, "complete")]
     assert runs[0]["name"] == grpo.name and runs[0]["checkpoint"] == str(model)
 
     back = ("--from", "step-2")
@@ -58,7 +52,6 @@ def test_a_finished_run_stays_whatever_is_started_after_it(tmp_path, task):  # n
         assert daemon.wait() == 0, daemon.errors
         assert f"run={grpo.name} checkpoints=" in daemon.errors
     assert [path.name for path in (grpo / "checkpoints").glob("step-*")] == ["step-000001"]
-    assert (tmp_path / "state" / "runs" / runs[1]["name"] / "checkpoints" / "step-000003").is_dir()
 
 
 def configured(folder):

@@ -176,6 +176,7 @@ def test_a_reload_waits_for_its_result_and_a_wrong_file_changes_nothing(unit: Un
     assert (unit.shown("ActiveState"), unit.pid) == ("active", pid)
 
 
+@pytest.mark.variant
 def test_a_killed_daemon_is_started_again_and_takes_the_arena_over(unit: Unit) -> None:
     unit.ensure_active()
     pid = unit.pid
@@ -187,11 +188,12 @@ def test_a_killed_daemon_is_started_again_and_takes_the_arena_over(unit: Unit) -
     assert len(unit.logged("arena taken over")) == taken_over + 1
 
 
-@pytest.mark.parametrize("role", ["supervisor", "buffer"])
+@pytest.mark.parametrize("role", [pytest.param("supervisor", marks=pytest.mark.variant), "buffer"])
 def test_systemd_restarts_it_when_the_supervisor_or_the_buffer_hangs(unit: Unit, role: str) -> None:
     unit.ensure_active()
     pid = unit.pid
-    dumps, timeouts = (len(unit.logged(text)) for text in ("Fatal Python error: Aborted", "Watchdog timeout"))
+    texts = ("Fatal Python error: Aborted", "arena taken over", "Watchdog timeout")
+    dumps, taken_over, timeouts = (len(unit.logged(text)) for text in texts)
 
     unit.kill("STOP", pid if role == "supervisor" else unit.process(role))
     wait_until(lambda: len(unit.logged("Watchdog timeout")) > timeouts, 5.0 * WATCHDOG_S, "the watchdog strikes")
@@ -199,6 +201,7 @@ def test_systemd_restarts_it_when_the_supervisor_or_the_buffer_hangs(unit: Unit,
 
     # Where it hung, thread by thread.
     assert len(unit.logged("Fatal Python error: Aborted")) == dumps + 1
+    assert len(unit.logged("arena taken over")) == taken_over + 1
     if role == "buffer":
         assert unit.logged("systemd's watchdog is not answered while the buffer is silent", "PRIORITY=3")
 
@@ -256,6 +259,7 @@ def test_a_daemon_that_dies_at_each_start_is_left_dead_at_the_limit(other: Unit)
     assert other.logged("Start request repeated too quickly")
 
 
+@pytest.mark.variant
 def test_a_second_instance_runs_beside_and_uninstall_leaves_only_state(unit: Unit, other: Unit) -> None:
     unit.begin()
     other.begin()

@@ -16,7 +16,7 @@ import pipeline
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.log_probs import action_log_probs
-from pipeline.prompts import Prompt
+from pipeline.prompts.types import Prompt
 from pipeline.rollout.vision_prompts import VisionPrompts
 from tests.support import tiny_vision
 from tests.support.daemon import Daemon, only_run, total

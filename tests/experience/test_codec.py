@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.sizes import extent_bytes_bound, row_bytes_bound
+from pipeline.config.lengths import extent_bytes_bound, row_bytes_bound
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
@@ -167,8 +167,12 @@ def test_reserved_room_is_always_enough():
             experience.action_entropy = experience.action_log_probs.clone()
             experience.attention_mask.fill_(1)
             room = extent_bytes_bound(9, row_bytes_bound(prompt + actions))
+            of_an_engine = dataclasses.replace(
+                experience, returns=None, action_entropy=None, behaviour_log_probs=experience.action_log_probs.clone()
+            )
 
             assert codec.encode(experience, memoryview(bytearray(room))).nbytes <= room
+            assert codec.encode(of_an_engine, memoryview(bytearray(room))).nbytes <= room
 
 
 def test_an_extent_too_small_is_an_error_that_names_both_sizes():
@@ -205,6 +209,35 @@ def test_a_field_that_disagrees_is_named_with_both_shapes():
 
     with pytest.raises(ShapeError, match=r"values: \(4, 5\), expected \(4, 6\)"):
         codec.encode(experience, memoryview(bytearray(1 << 16)))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("name", ["action_log_probs", "kl", "reward", "info.score"])
+def test_a_field_that_is_left_out_is_as_if_it_had_never_been_there(name, holes):
+    def without(experience):
+        if name == "info.score":
+            return dataclasses.replace(experience, info={"group_mixed": experience.info["group_mixed"]})
+        return dataclasses.replace(experience, **{name: None})
+
+    # Rows of very different length: several groups in an extent.
+    first, second = made_up(40, 3, 900, seed=1, holes=holes), made_up(4, seed=2, holes=holes)
+    first.attention_mask[::4, 40:] = 0
+    first.action_mask[::4, 37:] = False
+    readers = [stored(first), stored(without(second)), stored(second)]
+    assert len(readers[0].header.groups) > 1
+
+    for reader in readers:
+        reader.leave_out(name)
+    found = codec.gather([(reader, range(reader.header.rows)) for reader in readers])
+
+    expected = through(*(without(experience) for experience in (first, second, second)))
+    for field, tensor in vars(expected).items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(getattr(found, field), tensor), field
+        elif field != "info":
+            assert getattr(found, field) is None, field
+    assert found.info.keys() == expected.info.keys()
+    assert all(torch.equal(found.info[key], tensor) for key, tensor in expected.info.items())
 
 
 def test_a_field_present_in_some_extents_only_is_refused_by_name():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline.config.sizes import extent_bytes_bound, row_bytes_bound
+from pipeline.config.lengths import extent_bytes_bound, row_bytes_bound
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
 from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch

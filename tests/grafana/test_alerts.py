@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.runtime.stopped import stopped_text
+from pipeline.runtime.signals import stopped_text
 from pipeline.telemetry.metrics import BY_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -206,6 +206,16 @@ CASES = {
         {'rlhfd_weight_syncs_total{result="mismatch"}': ONCE},
         ({'rlhfd_weight_syncs_total{result="ok"}': ONCE},),
         "a worker's model does not compute with its weights",
+    ),
+    "RlhfdEngineGap": Case(
+        "5m",
+        {'rlhfd_engine_probes_total{verdict="stale"}': ONCE},
+        (
+            {'rlhfd_engine_probes_total{verdict="ok"}': ONCE},
+            {'rlhfd_engine_probes_total{verdict="gap"}': "2x20"},
+        ),
+        "an engine does not sample with the trainer's weights (stale)",
+        {"verdict": "stale"},
     ),
     "RlhfdMessagesRefused": Case(
         "5m",

@@ -18,7 +18,7 @@ from pipeline.experience.types import BufferItem, Experience, ExperienceVL
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import packed_action_log_probs, packed_action_values
-from pipeline.trainer.losses import masked_mean, policy_loss, value_loss
+from pipeline.trainer.loss.losses import masked_mean, policy_loss, value_loss
 from tests.models.test_chunked_log_probs import gemma2
 from tests.support import tiny
 from tests.support.experiences import made_up

@@ -141,3 +141,9 @@ def test_a_pass_on_a_cpu_is_a_minute_at_most_and_small_models_are_not_cut() -> N
     # The embedded task's ticket of 128 rows and micro-batch of 48 rows, of 24 tokens each, stay whole.
     assert default_tokens(tiny.llama(), CPU, backward=False) >= 128 * 24
     assert default_tokens(tiny.llama(), CPU, backward=True) >= 48 * 24
+
+
+def test_passes_on_a_gpu_are_larger_where_activations_are_checkpointed() -> None:
+    tokens = default_tokens(tiny.llama(), GPU, backward=True, checkpointed=True)
+
+    assert tokens == 2 * default_tokens(tiny.llama(), GPU, backward=True)

@@ -7,7 +7,7 @@ import torch
 from benches import hub
 from benches.contest import BARE, BOUND, DAEMON, RAW, STREAMER, Contestant, FailedError, Runner, running
 from benches.peers import RAY, REVERB
-from benches.transport import _contest, _table, speed
+from benches.transport import contest, floors, speed, table
 from benches.ways.daemon import arrays_of, experience_of
 from benches.workload import SHAPES, appends, rebatch, touch
 from pipeline.experience import codec
@@ -74,11 +74,23 @@ def test_a_row_of_the_table_is_relative_to_what_stands_beside_it():
         BARE: [measured(1.5), measured(2.0)],
     }
 
-    table = _table(results, "small", 1)
+    made = table(results, "small", 1)
 
     assert speed(results[DAEMON]).values == (1.0, 0.25)
     # Half of the bound in one round, a quarter in the other; of bare three and one quarter.
-    assert table.rows[2][1:] == ("0.625 (0.250 to 1.00)", "0.375", "0.500", "", "", "31.2", "2.00")
+    assert made.rows[2][1:] == ("0.625 (0.250 to 1.00)", "0.375", "0.500", "", "", "31.2", "2.00")
+
+
+def test_the_ratios_asked_of_rlhfd_stand_beside_those_measured():
+    def measured(seconds):
+        return {"seconds": seconds, "nbytes": 1000}
+
+    results = {DAEMON: [measured(2.0), measured(4.0)], BARE: [measured(1.0), measured(1.0)]}
+
+    rows = list(floors(results, {BARE: 0.6, RAW: 1.5}, "small, 64 rows an append", 2))
+
+    # Raw ZeroMQ was not measured.
+    assert rows == [("bare, small, 64 rows an append, 2 to 1", "0.600", "0.375 (0.250 to 0.500)")]
 
 
 def test_peers_are_pinned_and_torch_is_ours():
@@ -87,19 +99,23 @@ def test_peers_are_pinned_and_torch_is_ours():
 
 
 @pytest.mark.integration
-def test_ways_deliver_what_was_sent():
+@pytest.mark.parametrize("append_rows", [8, 64])
+def test_ways_deliver_what_was_sent(append_rows):
     ways = (BOUND, BARE, DAEMON, RAW, STREAMER)
 
-    with running(ways, 1) as (runners, failed):
-        results = _contest(runners, "tiny", 0.05, 2)
+    with running(ways, 1, append_rows) as (runners, failed):
+        results = contest(runners, "tiny", 0.05, 2)
         waits = runners[DAEMON].measure("tiny", 4, pause_s=0.001)
+        # CPU seconds are counted in hundredths.
+        busy = runners[DAEMON].measure("tiny", 4000)
 
     assert not failed
     assert {way: len(found) for way, found in results.items()} == dict.fromkeys(ways, 2)
     # `benches.ways` compares the received tokens with the sent ones.
     assert all(one["nbytes"] > 0 and one["seconds"] > 0 for found in results.values() for one in found)
+    assert all(one["items"] % append_rows == 0 for found in results.values() for one in found)
     assert len(waits["latencies"]) == 2 and all(0 < wait < 60 for wait in waits["latencies"])
-    assert waits["parts"]["buffer"] >= 0
+    assert busy["parts"].keys() == {"buffer"} and 0 < busy["parts"]["buffer"] < busy["cpu_s"]
 
 
 @pytest.mark.integration

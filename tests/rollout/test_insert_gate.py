@@ -72,6 +72,8 @@ FAULTS = [
     (put("kl", (0, 0), NAN), "not_finite", "row 0: kl is nan"),
     (put("reward", (2,), NAN), "not_finite", "row 2: reward is nan"),
     (replace("action_entropy", torch.full((3, 3), NAN)), "not_finite", "row 0: action_entropy is nan"),
+    (replace("behaviour_log_probs", torch.full((3, 3), INF)), "not_finite", "row 0: behaviour_log_probs is inf"),
+    (replace("behaviour_log_probs", torch.zeros(3, 2)), "lengths", "behaviour_log_probs has shape (3, 2)"),
     (replace("returns", torch.tensor([0.0, 0.0, INF])), "not_finite", "row 2: returns is inf"),
     (info("score", torch.tensor([0.0, NAN, 0.0])), "not_finite", "info['score'] is nan at (1,)"),
     (put("sequences", (1, 2), VOCABULARY), "vocabulary", "row 1: sequences has token 99 in column 2"),
@@ -129,6 +131,35 @@ def test_a_row_without_a_response_is_refused() -> None:
     fault = find_fault(experience, vocabulary=VOCABULARY, pad_token_id=PAD)
 
     assert fault is not None and fault.detail == "row 1: its response has no token in its first column"
+
+
+def test_observations_between_actions_pass_where_there_is_an_environment() -> None:
+    experience = three_rows()
+    put("action_mask", (0, 1), 0)(experience)
+
+    assert find_fault(experience, vocabulary=VOCABULARY, pad_token_id=PAD, has_observations=True) is None
+    fault = find_fault(experience, vocabulary=VOCABULARY, pad_token_id=PAD)
+    assert fault is not None and fault.detail == "row 0: attention_mask and action_mask disagree on its response"
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ([("action_mask", (0, 2), 0)], "row 0: attention_mask and action_mask disagree on its response"),
+        ([("action_mask", (0, 0), 0)], "row 0: its response has no token in its first column"),
+        ([("action_mask", (0, 1), 0), ("attention_mask", (0, 3), 0)], "row 0: attention_mask and action_mask disagree"),
+        ([("sequences", (2, 4), 7)], "row 2: a token of its response is outside action_mask"),
+    ],
+    ids=["ends with an observation", "begins with one", "not attended to", "behind its end"],
+)
+def test_other_masks_are_refused_with_an_environment_too(changes: list[Any], detail: str) -> None:
+    experience = three_rows()
+    for change in changes:
+        put(*change)(experience)
+
+    fault = find_fault(experience, vocabulary=VOCABULARY, pad_token_id=PAD, has_observations=True)
+
+    assert fault is not None and fault.detail.startswith(detail)
 
 
 def test_what_stands_behind_the_end_of_a_response_may_be_no_number() -> None:
@@ -206,8 +237,8 @@ def check_what_is_left(daemon: Daemon) -> None:
     files = sorted((daemon.run_dir / "quarantine").glob("*-not_finite-ticket-*"))
     assert files
     case = read_quarantine(files[0])
-    assert case.reason == "not_finite" and "action_log_probs is nan in column 0" in case.detail
-    log_probs = case.experience().action_log_probs
+    assert case.reason == "not_finite" and "behaviour_log_probs is nan in column 0" in case.detail
+    log_probs = case.experience().behaviour_log_probs
     assert log_probs is not None and bool(log_probs.isnan().any())
     assert re.search(r"rollout refused: ticket=\d+ position=\d+ reason=not_finite detail=", daemon.errors)
     weights = sorted((daemon.run_dir / "checkpoints").glob("*/*.safetensors"))
@@ -237,6 +268,7 @@ def test_rows_of_nan_are_counted_and_quarantined_never_trained_and_the_run_goes_
     check_what_is_left(daemon)
 
 
+@pytest.mark.variant
 @pytest.mark.integration
 def test_a_serial_run_passes_the_same_gate(tmp_path: Path, task: Path) -> None:
     with broken_run(tmp_path, task, "trainer.max_steps=6", arguments=("--serial",)) as daemon:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.config.lengths import Lengths
-from pipeline.prompts import PromptSource
+from pipeline.prompts.source import PromptSource
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.roller import LocalRoller, ModelWeights
 from tests.support import tiny

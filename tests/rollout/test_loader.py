@@ -1,5 +1,7 @@
 """The reference model of a roller: not loaded where no KL weight needs it, and with LoRA the actor's own base."""
 
+import json
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from pipeline.models.lora import adapter_of
 from pipeline.rollout import loader
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
+from tests.support import tiny_vision
 from tests.support.daemon import task  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
@@ -20,7 +23,7 @@ def rollers(task, monkeypatch):  # noqa: F811
     """Load a roller; the paths of the models that it loaded, and its telemetry, come with it."""
     made = []
 
-    def load(*, model=None, rollout=None, trainer=None):
+    def load(*, model=None, rollout=None, trainer=None, prompts=None, buffer=None):
         paths, telemetry = [], NodeTelemetry()
 
         def counted(path, **options):
@@ -31,9 +34,10 @@ def rollers(task, monkeypatch):  # noqa: F811
         config = Config.model_validate(
             {
                 "model": {"actor": str(task / "model"), **(model or {})},
-                "prompts": {"path": str(task / "prompts.jsonl")},
+                "prompts": {"path": str(task / "prompts.jsonl"), **(prompts or {})},
                 "rollout": {"num_generations": 4, "max_length": 24, **(rollout or {})},
                 "trainer": trainer or {},
+                "buffer": buffer or {},
             }
         )
         roller = load_roller(
@@ -91,9 +95,46 @@ def test_with_lora_the_reference_is_the_actor_without_its_adapters(rollers):
     assert (experience.base_action_log_probs - experience.action_log_probs)[mask].abs().max() > 0.1
 
 
+def test_a_worker_rounds_widths_by_the_trainers_key(rollers):
+    roller, _, _ = rollers(trainer={"width_multiple": 48})
+    widths = set()
+    roller._maker.initial_model.base_model.register_forward_pre_hook(
+        lambda _, words, keywords: widths.add(keywords["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    roller.roll(0, 2)
+
+    assert widths == {48}
+    assert roller.engine._generator._width_multiple == 48
+
+
+@pytest.mark.parametrize("asked", [True, None])
+def test_logits_of_actor_and_reference_are_float32_if_the_key_says_so(rollers, asked):
+    roller, _, _ = rollers(model={"dtype": "bfloat16", "float32_logits": asked})
+
+    ids = torch.tensor([[3, 4, 5]])
+    models = roller._maker.actor, roller._maker.initial_model
+    assert [model(input_ids=ids).logits.dtype for model in models] == [torch.float32 if asked else torch.bfloat16] * 2
+
+
 def test_a_reference_of_its_own_is_loaded_with_lora_too(rollers, task, tmp_path):  # noqa: F811
     (tmp_path / "other").symlink_to(task / "model")
 
     _, paths, _ = rollers(model={"lora_rank": 4, "reference": str(tmp_path / "other")})
 
     assert [str(path).endswith("other") for path in paths] == [False, True]
+
+
+def test_the_engine_of_a_vision_language_model_is_asked_about_its_versions(rollers, tmp_path):
+    tiny_vision.save(tmp_path / "model")
+    image = tiny_vision.picture(tmp_path / "image.png", 16, 24)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a?", "images": [str(image)]}) + "\n")
+    roller, _, telemetry = rollers(
+        model={"actor": str(tmp_path / "model")}, prompts={"path": str(tmp_path / "prompts.jsonl")},
+        rollout={"max_length": 32}, buffer={"row_bytes": 1 << 20},
+    )  # fmt: skip
+
+    assert roller.weights.prove(0) > 0
+
+    ((verdict, gaps),) = telemetry.take(None, None).judged
+    assert verdict == "ok" and max(gaps) < 1e-4

@@ -262,10 +262,8 @@ def test_a_reward_model_that_names_pixels_gets_those_of_its_mini_batch() -> None
 # The learner.
 
 
-def new_learner(maker: NaiveExperienceMaker, micro_batch_size: int | None = None) -> Learner:
-    trainer = TrainerConfig(
-        warmup_steps=0, decay_steps=0, critic_warmup_steps=0, learning_rate=1e-2, micro_batch_size=micro_batch_size
-    )
+def new_learner(maker: NaiveExperienceMaker, **changes: Any) -> Learner:
+    trainer = TrainerConfig(warmup_steps=0, decay_steps=0, critic_warmup_steps=0, learning_rate=1e-2, **changes)
     actor, critic = copy.deepcopy(maker.actor), copy.deepcopy(maker.critic)
     return Learner(trainer, "grpo" if critic is None else "ppo", actor, critic, kl_coef=0.1)
 
@@ -283,16 +281,16 @@ def test_on_fresh_experience_with_images_ratios_are_1(algorithm: Algorithm) -> N
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_a_step_with_images_does_not_depend_on_micro_batches(algorithm: Algorithm, micro_batch_size: int) -> None:
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": 3}, {"micro_batch_tokens": 60}])
+def test_a_step_with_images_does_not_depend_on_micro_batches(algorithm: Algorithm, cut: dict[str, int]) -> None:
     maker = new_maker(algorithm, num_generation=3)
     batch = on_its_way_to_the_trainer(made_by(maker, *MIXED))
     # Off the policy that sampled, so that ratios spread.
     batch = replace(batch, action_log_probs=batch.action_log_probs + 0.1 * batch.action_mask)
 
     gradients = []
-    for size in (len(batch.sequences), micro_batch_size):
-        learner = new_learner(maker, size)
+    for changes in ({"micro_batch_size": len(batch.sequences)}, cut):
+        learner = new_learner(maker, **changes)
         learner.update([batch])
         moments = {name: tensor for name, tensor in learner.tensors().items() if "exp_avg." in name}
         gradients.append(moments)

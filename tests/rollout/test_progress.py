@@ -11,6 +11,8 @@ from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.progress import SampledTokens
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.telemetry.reader import MetricsReader
 from tests.rollout.test_worker import Bench
@@ -75,6 +77,67 @@ def test_a_worker_shows_rows_and_tokens_of_its_ticket_until_it_is_done(bench: Be
 
     assert shown == [[3, 8], [41]]
     assert value("rlhfd_ticket_rows", state="all") == value("rlhfd_ticket_tokens") == 0
+
+
+def counted(*reports: int | tuple[int]) -> list[int]:
+    """Return the tokens counted after each report of an engine, and after each end, which is a tuple."""
+    counts: list[int] = []
+    sampled, totals = SampledTokens(counts.append), []
+    for report in reports:
+        sampled.ended(*report) if isinstance(report, tuple) else sampled.reported(report)
+        assert sampled.in_hand >= 0 and all(count > 0 for count in counts)
+        totals.append(sum(counts))
+    return totals
+
+
+def test_tokens_count_as_they_are_reported_and_the_rest_at_the_end_of_their_request() -> None:
+    assert counted(0, 4, 8, (10,)) == [0, 4, 8, 10]
+    assert counted(0, 4, (10,), 0, 3, (5,)) == [0, 4, 10, 10, 13, 15], "a call after the other"
+    assert counted((10,), (7,)) == [10, 17], "an engine without reports"
+    assert counted(0, 6, 0, 5, (9,)) == [0, 6, 6, 11, 15], "a call that failed, and its repetition"
+
+
+def test_tokens_of_a_stream_count_once_whichever_of_its_requests_ends() -> None:
+    assert counted(5, 12, (8,), 20, (9,), 23, (6,)) == [5, 12, 12, 20, 20, 23, 23]
+
+
+def test_the_tokens_of_a_killed_worker_count_once_and_those_of_its_successor_too(bench: Bench) -> None:
+    def sampled() -> float | None:
+        return MetricsReader(bench.slab).read().value("rlhfd_tokens_total", kind="response")
+
+    bench.metrics.beat(tokens=7)
+    assert not sampled(), "of the trial before the first ticket"
+    bench.metrics.work_on(3, 100.0)
+    bench.metrics.beat(tokens=0)
+    bench.metrics.beat(tokens=41)
+    assert sampled() == 41, "before the ticket ends"
+    bench.slab.fold("rollout", 0)
+    assert sampled() == 41
+    bench.slab.begin("rollout", 0)
+    successor = RolloutMetrics(bench.slab.writer("rollout", 0), reward_source="function")
+    assert sampled() == 41
+
+    successor.work_on(3, 100.0)
+    for tokens in (0, 20, 40):
+        successor.beat(tokens=tokens)
+    successor.sampled(44)
+    successor.work_on()
+
+    assert sampled() == 41 + 44
+
+
+def test_tokens_of_another_process_count_by_its_total(bench: Bench) -> None:
+    def sampled() -> float | None:
+        return MetricsReader(bench.slab).read().value("rlhfd_tokens_total", kind="response")
+
+    bench.metrics.sampled_remotely(9, 0)
+    bench.metrics.work_on(1)
+    totals = []
+    for tokens, in_hand in ((9, 0), (30, 21), (27, 18), (50, 0), (50, 0)):
+        bench.metrics.sampled_remotely(tokens, in_hand)
+        totals.append(sampled() or 0)
+
+    assert totals == [0, 21, 21, 41, 41], "a late report takes nothing back; the trial does not count"
 
 
 def test_a_foreign_actor_tells_of_every_mini_batch() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import pickle
 import threading
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, RewardError, WeightsError
+from pipeline.errors import ConfigError, RewardError, WeightsError, WeightsMismatchError
 from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.weights.store import WeightsCopy, WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_roller
@@ -18,6 +19,7 @@ from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
 from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
+ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def node_of(tmp_path, monkeypatch):
     """Make nodes, and undo their changes to this process, which a node has for itself otherwise."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM"):
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", ATTENTION):
         monkeypatch.setenv(name, "1")
     level, threads, made = logging.getLogger().level, torch.get_num_threads(), []
 
@@ -112,7 +114,10 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     reader = WeightsReader(tmp_path / "weights")
     copy = sent(reader.copy())
 
-    assert sent(node.fetch(copy)).value == published
+    fetched = sent(node.fetch(copy))
+    assert fetched.value == published
+    ((verdict, gaps),) = fetched.judged
+    assert verdict == "ok" and len(gaps) == 8 and max(gaps) < 1e-4
     after = node.roll(0, 2).value.experience
 
     assert not torch.equal(before.action_log_probs, after.action_log_probs)
@@ -120,6 +125,36 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     data[100] ^= 1
     damaged = node.fetch(dataclasses.replace(copy, data=data))
     assert isinstance(damaged.error, WeightsError) and "came damaged" in str(damaged.error)
+    reader.close()
+    publisher.close()
+
+
+def test_an_engine_that_keeps_its_weights_is_found_when_these_are_sent(tmp_path, task, node_of):  # noqa: F811
+    tmp_path.joinpath("deaf.py").write_text(
+        "from tests.support.row_stream import RowStream\n"
+        "class Deaf(RowStream):\n"
+        "    def update_weights(self, actor, version):\n"
+        "        self._version = version\n"
+        "def new_engine(actor, *, directory, device, on_progress):\n"
+        "    return Deaf(actor, on_progress, room_rows=8)\n"
+    )
+    config = config_of(task, engine="deaf:new_engine")
+    node = node_of(config)
+    assert node.load().error is None
+    other = load_actor(config.model.actor, dtype="float32", device=CPU)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    state = {f"actor.{name}": tensor for name, tensor in other.state_dict().items() if name != "lm_head.weight"}
+    publisher = WeightsPublisher(tmp_path / "weights", state)
+    publisher.publish(3, state)
+    reader = WeightsReader(tmp_path / "weights")
+
+    result = sent(node.fetch(reader.copy()))
+
+    assert isinstance(result.error, WeightsMismatchError)
+    assert "version=3" in str(result.error)
+    assert [verdict for verdict, _ in result.judged] == ["gap", "gap"], "it got the weights once more"
     reader.close()
     publisher.close()
 
@@ -212,6 +247,28 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
     assert node.status(logging.INFO, 1.0).records == []
 
 
+def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task, node_of):  # noqa: F811
+    node = node_of(config_of(task))
+    trial = node.load().sampled
+    seen, report = [], node._telemetry.beat
+
+    def beat(**numbers):
+        report(**numbers)
+        status = node.status(logging.INFO, 0.0)
+        seen.append((status.sampled - trial, status.in_hand))
+
+    node._roller.engine._generator._report = beat
+    rolled = sent(node.roll(8, 3))
+    tokens = int(rolled.value.experience.action_mask.sum())
+
+    assert rolled.sampled == trial + tokens
+    assert seen == sorted(seen) and len(set(seen)) > 3
+    assert all(in_hand == sampled < tokens for sampled, in_hand in seen)
+    again = sent(node.roll(8, 3))
+    assert again.sampled == trial + 2 * tokens
+    assert node.status(logging.INFO, 0.0).in_hand == 0
+
+
 def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
     config = config_of(task, **reward(tmp_path, "sleepy", "return 1.0"))
     node = node_of(config)
@@ -234,3 +291,15 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
     wake.set()
     work.join()
     assert node.status(logging.INFO, 1.0).activity == ""
+
+
+@pytest.mark.parametrize(("preferred", "expected"), [(False, "1"), (True, None)])
+def test_cudnn_comes_last_on_a_node_too(node_of, task, tmp_path, monkeypatch, preferred, expected):  # noqa: F811
+    settings = config_of(task, **reward(tmp_path, "one", "return 1.0"))
+    settings = settings.model_copy(update={"daemon": settings.daemon.model_copy(update={"cudnn_attention": preferred})})
+    node = node_of(settings)
+    monkeypatch.delenv(ATTENTION)
+
+    assert node.load().error is None
+
+    assert os.environ.get(ATTENTION) == expected

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from PIL import Image
 from pipeline.config.lengths import Lengths
 from pipeline.errors import ConfigError, PromptError
 from pipeline.models.loading import load_tokenizer
-from pipeline.prompts import Prompt, PromptSource
+from pipeline.prompts.source import PromptSource
+from pipeline.prompts.types import Prompt
+from pipeline.rollout.first_rollouts import refuse_broken_reward
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
-from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward
+from pipeline.rollout.roller import LocalRoller, ModelWeights
 from pipeline.rollout.vision_prompts import VisionPrompts
 from tests.support import tiny, tiny_vision
 from tests.support.tiny_vision import END, IMAGE, START
@@ -52,6 +56,15 @@ def normalized(colour: tuple[int, int, int]) -> torch.Tensor:
     """A patch of one colour: three colours, then time, height and width."""
     values = torch.tensor([(c / 255 - m) / d for c, m, d in zip(colour, MEANS, DEVIATIONS, strict=True)])
     return values.repeat_interleave(tiny_vision.PATCH_VALUES // 3)
+
+
+def test_without_pillow_the_command_is_that_of_this_python(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+
+    with pytest.raises(ConfigError, match=rf": {re.escape(sys.executable)} -m pip install pillow$"):
+        VisionPrompts(model_directory, load_tokenizer(model_directory))
 
 
 def test_a_texts_images_stand_in_front_of_it_in_their_order(tmp_path: Path, vision: VisionPrompts) -> None:

@@ -3,22 +3,39 @@
 import contextlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipeline.config.lengths import Lengths
-from pipeline.config.sizes import row_bytes_bound
+from pipeline.config.lengths import Lengths, row_bytes_bound
 from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
 from pipeline.models.weights.store import WeightsPublisher
-from pipeline.prompts import PromptSource
+from pipeline.prompts.source import PromptSource
+from pipeline.rollout.first_rollouts import refuse_broken_reward
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import LocalRoller, ModelWeights, refuse_broken_reward, seed_of
-from pipeline.rollout.worker import RolloutWorker
-from pipeline.runtime.messages import Drain, Failed, Faulty, Hello, Sealed, Settled, Ticket, Wait, WantTickets, Welcome
+from pipeline.rollout.roller import LocalRoller, ModelWeights, Rolled, seed_of
+from pipeline.rollout.ticket_stream import RollStream
+from pipeline.rollout.worker import RolloutWorker, flat_groups
+from pipeline.runtime.messages import (
+    EVALUATION_TICKETS,
+    Drain,
+    Evaluated,
+    Failed,
+    Faulty,
+    Hello,
+    Sealed,
+    Settled,
+    Ticket,
+    Wait,
+    WantTickets,
+    Welcome,
+)
 from pipeline.storage.arena import Arena
-from pipeline.telemetry.metrics import SlotName
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.evaluations import PromptResult
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.experiences import made_up
@@ -86,7 +103,7 @@ class Bench:
         )  # fmt: skip
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.worker = RolloutWorker(
-            self.roller, self.arena, folder / "weights", self.sent, self.metrics,
+            RollStream(self.roller), self.arena, folder / "weights", self.sent, self.metrics,
             index=0, clock=lambda: self.now_s,
         )  # fmt: skip
         self.worker.handle(Welcome(1))
@@ -337,8 +354,11 @@ def test_a_broken_reward_fails_the_ticket_and_not_the_worker(bench):
 
 
 def test_a_rollout_that_took_too_long_is_given_back(bench):
+    def take_6_s(experience):
+        bench.now_s += 6.0
+
+    bench.maker.change = take_6_s
     bench.ticket(deadline_s=5.0)
-    bench.now_s = 6.0
     bench.worker.step()
 
     (failed,) = bench.sent.of(Failed)
@@ -451,3 +471,90 @@ def test_weights_of_the_same_number_are_fetched_again_after_a_rollback(bench):
 
     assert bench.worker.held.history == again.history == 1
     assert torch.equal(bench.model["actor.w"], torch.full((2,), 4.0))
+
+
+class HeldOut:
+    """The roller of a held-out file."""
+
+    versions = ()
+    error = None
+
+    def on_roll(self):
+        pass
+
+    def roll(self, position, prompts):
+        self.on_roll()
+        if self.error is not None:
+            raise self.error
+        results = tuple(PromptResult(place, 1, 1, 1.0, 3.0, 0) for place in range(position, position + prompts))
+        return Rolled(None, 0, versions=self.versions, results=results)
+
+    def close(self):
+        pass
+
+
+def held_out_ticket(bench, number=3, *, deadline_s=100.0):
+    ticket = Ticket(bench.incarnation, EVALUATION_TICKETS + number, 4, 2, 1, 0, 0, 0, deadline_s, 0)
+    bench.roller.evaluations = [HeldOut()]
+    bench.worker.handle(ticket)
+    return ticket
+
+
+def test_held_out_prompts_give_results_of_the_weights_in_hand_and_no_experience(bench):
+    ticket = held_out_ticket(bench)
+
+    bench.worker.step()
+
+    (found,) = bench.sent.of(Evaluated)
+    newest = bench.worker.held
+    assert (found.ticket, found.policy_version, found.fingerprint) == (ticket.ticket, 0, newest.fingerprint)
+    assert newest.fingerprint and [result.position for result in found.results] == [4, 5]
+    assert bench.maker.calls == [] and bench.sent.of(Sealed) == []
+    for name in ("rlhfd_prompts_total", "rlhfd_experiences_total"):
+        assert not bench.value(name), "rollouts alone are counted"
+    bench.worker.handle(Drain())
+    assert not bench.worker.finished
+    bench.worker.handle(Settled(bench.incarnation, ticket.ticket))
+    assert bench.worker.finished
+
+
+@pytest.mark.parametrize("case", ["late", "reward", "field", "weights"])
+def test_held_out_prompts_without_results_fail_and_count_no_rollout(bench, case):
+    held_out_ticket(bench, deadline_s=-1.0 if case == "late" else 100.0)
+    held_out = bench.roller.evaluations[0]
+    held_out.error = {"reward": RewardError("no reward"), "field": FieldError("no field")}.get(case)
+    if case == "weights":
+        # As if they had been updated in flight.
+        held_out.on_roll = lambda: bench.worker._tickets[EVALUATION_TICKETS + 3].weights.append(WeightsVersion(1, 5))
+        held_out.versions = (0, 1)
+
+    bench.worker.step()
+
+    (failed,) = bench.sent.of(Failed)
+    assert failed.retry == (case in ("late", "weights"))
+    assert bench.sent.of(Evaluated) == bench.sent.of(Faulty) == []
+    assert not bench.value("rlhfd_experiences_total")
+
+
+def test_a_new_buffer_is_not_told_of_evaluation_tickets_which_it_issues_anew(bench):
+    held_out_ticket(bench, 3)
+    bench.worker.step()
+    held_out_ticket(bench, 4)
+    bench.ticket(0)
+    bench.sent.clear()
+
+    bench.worker.handle(Welcome(2))
+
+    assert bench.sent.of(Hello)[0].held == [0]
+    assert bench.sent.of(Evaluated) == []
+    bench.worker.step()
+    assert bench.sent.of(Evaluated) == [] and len([*bench.sent.of(Sealed), *bench.sent.of(Failed)]) == 1
+
+
+def test_groups_without_signal_are_told_by_their_number():
+    def groups(mixed):
+        return flat_groups(SimpleNamespace(info=mixed), 2)
+
+    assert groups({"group_mixed": torch.tensor([True, True, False, False, True, True, False, False])}) == [1, 3]
+    assert groups({"group_mixed": torch.tensor([1.0, 1.0])}) == []
+    assert groups({}) == groups(None) == []

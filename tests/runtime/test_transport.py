@@ -129,7 +129,7 @@ def test_what_is_sent_received_and_refused_is_counted(tmp_path):
         box.close()
 
 
-@settings(max_examples=3000)
+@settings(max_examples=300)
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=5).map(lambda tail: b"\x91" * 5000 + tail)))
 def test_random_bytes_never_crash_the_decoder(data):
     try:
@@ -138,7 +138,7 @@ def test_random_bytes_never_crash_the_decoder(data):
         pass
 
 
-@settings(max_examples=3000)
+@settings(max_examples=1000)
 @given(st.sampled_from(EXAMPLES), st.integers(0, 200), st.integers(0, 255))
 def test_a_mutated_message_is_refused_or_is_another_whole_message(message, place, value):
     data = bytearray(messages.encode(message))

@@ -6,8 +6,8 @@ import stat
 import pytest
 
 from pipeline.buffer.sizing import checked_layout, limits_of
+from pipeline.config.lengths import row_bytes_bound
 from pipeline.config.schema import Config
-from pipeline.config.sizes import row_bytes_bound
 from pipeline.errors import ConfigError
 from pipeline.runtime.workspace import Workspace
 
@@ -52,6 +52,16 @@ def test_what_a_killed_supervisor_left_is_taken_over(folder):
     assert second.arena_path.stat().st_ino == inode
     assert not (folder / "buffer.sock").exists()
     assert not (folder / "ranks-2").exists(), "the second generation of ranks would wait for dead ones there"
+
+
+def test_the_arena_of_another_number_of_ranks_is_replaced_and_its_run_is_the_same(folder):
+    first = Workspace.prepare(folder, config(), checked_layout(config()))
+    of_two = Config.model_validate({"buffer": {"arena_bytes": 4 << 20}, "trainer": {"world_size": 2}})
+
+    second = Workspace.prepare(folder, of_two, checked_layout(of_two))
+
+    assert not second.taken_over and second.run.run_id != first.run.run_id
+    assert second.run.identity == first.run.identity
 
 
 def test_another_runs_arena_is_replaced(folder):

@@ -314,6 +314,16 @@ def every_operation(ledger):
     yield "rebase"
     ledger.abandon(record)
     yield "abandon"
+    record = reserve(ledger)
+    yield "reserve"
+    empty = ledger.reserve(rows=4, prompts=4, offset=100, nbytes=100, new_round=8)
+    yield "reserve, a round begins"
+    ledger.seal(record, rows=4, nbytes=50, checksum=1, policy_version=1, fingerprint=8, now_s=2.0, filtered=[1, 2])
+    yield "seal, two rows filtered"
+    ledger.seal(
+        empty, rows=4, nbytes=50, checksum=1, policy_version=1, fingerprint=8, now_s=3.0, filtered=range(4), refilled=2
+    )
+    yield "seal, all rows filtered"
 
 
 def walked(ledger):

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from pipeline.runtime.messages import EVALUATION_TICKETS
 from pipeline.supervisor.diagnosis import (
     ProcessView,
     RunView,
@@ -17,6 +18,7 @@ from pipeline.supervisor.diagnosis import (
 )
 from pipeline.supervisor.external import ExternalRank
 from pipeline.supervisor.hangs import HangLimits, Observation
+from pipeline.telemetry.engine_view import EngineView
 from pipeline.telemetry.metrics import Progress
 
 NOW_S = 10_000.0
@@ -35,6 +37,7 @@ def view(
     in_collective: bool = False,
     last_line: str = "",
     age_s: float = 60.0,
+    engine: EngineView | None = None,
     **shares: float,
 ) -> ProcessView:
     progress = Progress(NOW_S - silent_s, activity, NOW_S - since_s, working_on, 0.0, in_collective)
@@ -42,7 +45,7 @@ def view(
         name, name.partition("-")[0], 4711, state == "ready", progress, NOW_S if stopped else None,
         stopped_by="SIGTSTP" if stopped else "",
     )  # fmt: skip
-    return ProcessView(observed, state, NOW_S - age_s, shares, last_line)
+    return ProcessView(observed, state, NOW_S - age_s, shares, last_line, engine)
 
 
 def run(
@@ -212,3 +215,67 @@ def test_a_sentence_per_fact_is_one_line() -> None:
     talkative = dataclasses.replace(GENERATING, state="starting", last_line="x")
 
     assert all("\n" not in sentence for sentence in explain(run(BUFFER, talkative), {}))
+
+
+def test_an_evaluation_under_way_is_named_with_its_prompts_and_not_with_a_number_of_tickets() -> None:
+    evaluating = view("rollout-0", "generate", since_s=41, working_on=EVALUATION_TICKETS + 17)
+
+    said = explain(dataclasses.replace(run(BUFFER, STARVED, evaluating), evaluation=(96, 500)), {})
+
+    assert "An evaluation has 96 of 500 held-out prompts; the next step follows it." in said
+    assert any(
+        "rollout-0 (pid 4711) has been in generate on held-out prompts for 41 s" in sentence for sentence in said
+    )
+
+
+FULL = EngineView(12, 20, room=256, cache_ratio=0.97, preemptions=3)
+EMPTY = EngineView(4, 0, room=256, cache_ratio=0.02)
+BUSY = EngineView(250, 30, room=256, cache_ratio=0.6)
+HOLDS = {
+    "a full cache": (
+        view("rollout-0", "generate", engine=FULL, generate=0.9, reward=0.1),
+        "The cache of the engine of rollout-0 is full (97 %): 12 responses run, 20 wait, 3 lost their place in the "
+        "last minute; raise rollout.cache_bytes, or lower rollout.max_length.",
+    ),
+    "a lack of tickets": (
+        view("rollout-0", "generate", engine=EMPTY, generate=0.9, reward=0.1),
+        "The engine of rollout-0 lacks tickets: 4 of 256 responses are in hand; raise buffer.max_staleness, "
+        "buffer.sample_batch_size or rollout.tickets_ahead, or lower rollout.workers.",
+    ),
+    "a slow reward": (
+        view("rollout-0", "reward", engine=FULL, generate=0.3, reward=0.7),
+        "The reward holds the engine of rollout-0 up: it takes 70 % of the worker's time, with 32 responses in the "
+        "engine; raise rollout.reward_processes, or make it faster.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("worker", "sentence"), HOLDS.values(), ids=HOLDS.keys())
+def test_a_full_cache_a_lack_of_tickets_and_a_slow_reward_are_told_apart(worker: ProcessView, sentence: str) -> None:
+    sentences = explain(run(BUFFER, STARVED, worker), {})
+
+    assert sentences[1:] == [sentence]
+    assert sentences[0].startswith("trainer-0 waits for data")
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        view("rollout-0", "generate", engine=BUSY, generate=0.9, reward=0.1),
+        view("rollout-0", "generate", engine=EngineView(64, 64), generate=0.9),
+        view("rollout-0", "ref_logprob", engine=EngineView(0, 0, room=1), generate=0.5),
+        view("rollout-0", "wait_ticket_full", engine=EMPTY),
+        view("rollout-0", "generate"),
+    ],
+    ids=["busy", "without a room of its own", "whole tickets", "waiting for a ticket", "without an engine"],
+)
+def test_an_engine_that_is_not_held_up_has_no_sentence(worker: ProcessView) -> None:
+    assert len(explain(run(BUFFER, STARVED, worker), {})) == 1
+
+
+def test_of_several_engines_the_one_that_is_held_up_most_is_named() -> None:
+    less = view("rollout-1", "generate", engine=EngineView(90, 0, room=256))
+
+    sentences = explain(run(BUFFER, STARVED, less, HOLDS["a lack of tickets"][0]), {})
+
+    assert sentences[1:] == [HOLDS["a lack of tickets"][1]]

@@ -89,6 +89,27 @@ def test_a_rank_killed_with_its_group_is_not_at_fault_for_its_lease(case: Case) 
     assert case.sent == [PeerDied("trainer-0", -1, 4711)]
 
 
+@pytest.mark.parametrize(
+    ("state", "blamed"),
+    [
+        ({}, 17),
+        ({"ended_by": "oom"}, 17),
+        ({"ended_by": "watchdog"}, 17),
+        ({"from_outside": True}, -1),
+        ({"ended_by": "watchdog", "from_outside": True}, -1),
+        ({"unusable": True}, -1),
+    ],
+)
+def test_a_ticket_or_lease_is_blamed_only_for_a_death_that_it_may_have_caused(
+    case: Case, state: dict[str, object], blamed: int
+) -> None:
+    case.ends(case.workers[1], -9, working_on=17, last_pid=4711, **state)
+    assert case.sent == [PeerDied("worker-1", blamed, 4711)]
+
+    case.ends(case.ranks[0], -9, working_on=17, last_pid=4712, **state)
+    assert case.sent[-1] == PeerDied("trainer-0", blamed, 4712)
+
+
 def test_the_last_worker_that_fails_ends_the_run_and_no_earlier_one(case: Case) -> None:
     case.ends(case.workers[0], 1, unusable=True, error="no weights")
     assert (case.workers[0].state, case.aborted) == ("failed", [])

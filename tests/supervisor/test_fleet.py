@@ -18,11 +18,12 @@ from pipeline.config.schema import Config, DaemonConfig
 from pipeline.errors import ExitCode
 from pipeline.runtime.child_process import Starter
 from pipeline.runtime.messages import Message
+from pipeline.runtime.role import Report
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.placement import Place
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
-from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 
 
@@ -116,6 +117,44 @@ async def stopping(folder: Path, *, brief: Iterable[int] = ()) -> AsyncIterator[
         fleet.ended = lambda slot, code: None
         shutdown.kill_all()
         await fleet.until(lambda: not fleet.alive())
+
+
+@pytest.mark.parametrize(
+    ("counts", "number", "engine", "ended_by", "from_outside"),
+    [
+        ((3, 3), signal.SIGKILL, False, "", True),
+        ((3, 4), signal.SIGKILL, False, "oom", False),
+        ((None, None), signal.SIGKILL, False, "", False),
+        ((3, 3), signal.SIGSEGV, False, "", False),
+        # The engine of a worker, which then ends by itself.
+        ((3, 3), signal.SIGTERM, True, "", True),
+        ((3, 4), signal.SIGTERM, True, "", False),
+    ],
+)
+def test_a_kill_that_the_kernel_has_not_counted_comes_from_another_program(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counts: tuple[int | None, int | None],
+    number: signal.Signals,
+    engine: bool,
+    ended_by: str,
+    from_outside: bool,
+) -> None:
+    found = iter(counts)
+    monkeypatch.setattr("pipeline.supervisor.fleet.kill_count", found.__next__)
+
+    async def die() -> None:
+        fleet = Idlers(tmp_path)
+        (rank, _) = fleet.ranks
+        fleet.start(rank)
+        if engine:
+            fleet._report(rank, Report(killed=True))
+        os.kill(fleet.started[0][0], number)
+        await fleet.until(lambda: not fleet.alive())
+
+        assert (rank.ended_by, rank.from_outside) == (ended_by, from_outside)
+
+    asyncio.run(die())
 
 
 def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
@@ -318,8 +357,8 @@ def test_what_a_child_hung_for_in_the_end_is_no_life(tmp_path: Path, beat_s: flo
         fleet.say_ready(rank)
         await fleet.until(lambda: rank.ready_s is not None)
         assert rank.ready_s is not None
-        # It was ready for half an hour, and moved for that long of it.
-        rank.ready_s -= 1800.0
+        # It was ready for long, at most since the machine's start, and moved for that long of it.
+        rank.ready_s /= 2
         fleet.slab.writer("trainer", 0).enter("wait_data", int((rank.ready_s + beat_s) * 1e9), 0)
         fleet.signal([rank], signal.SIGKILL)
         await fleet.until(lambda: not fleet.alive())

@@ -52,7 +52,12 @@ def test_a_kill_for_lack_of_memory_is_counted_and_another_is_not(group: Path) ->
     assert lines == ["0", "9 0", "9 1"]
 
 
-def test_where_nothing_is_counted_nothing_was_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_count_of_a_control_group_the_machines_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(fleet, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(fleet, "_VMSTAT", tmp_path / "vmstat")
+    assert fleet.kill_count() is None
 
-    assert fleet.kill_count() == 0
+    (tmp_path / "vmstat").write_text("pgfault 12\noom_kill 3\n")
+    assert fleet.kill_count() == 3, "those of the whole machine"

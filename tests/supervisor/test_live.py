@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeline.supervisor.live import LiveView, line, panel, sparkline
+from pipeline.supervisor.live import LiveView, evaluation_text, line, panel, sparkline
 from pipeline.supervisor.snapshot import Pace, RateWindow, Snapshot
 from tests.support.slabs import ROOT
 
@@ -430,3 +430,20 @@ def test_the_pace_goes_on_while_a_worker_is_replaced() -> None:
     pace.add(10.0, 100.0, 1.0, can_roll=False)
 
     assert (pace.tokens_per_s, pace.steps_per_s) == (10.0, 0.1)
+
+
+def test_the_panel_shows_the_last_evaluation_and_the_progress_of_the_next() -> None:
+    evaluation = {
+        "version": 40, "pass_at_1": 0.4531, "pass_at_k": 0.8125, "reward_mean": 0.45, "done": 96, "prompts": 500,
+        "response_length_mean_tokens": 6.25,
+    }  # fmt: skip
+    shown = (
+        "version 40: pass@1 0.4531, pass@k 0.8125, reward 0.4500, length 6.2 tokens; 96 of 500 prompts of an evaluation"
+    )
+
+    assert evaluation_text(evaluation) == shown
+    assert evaluation_text({"version": None, "done": 0, "prompts": 0}) == "not evaluated yet"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(panel(dataclasses.replace(SNAPSHOT, evaluation=evaluation)))
+    console.print(panel(SNAPSHOT))
+    assert console.file.getvalue().count(shown) == 1  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.supervisor.placement import place, visible_gpus, worker_count
+from pipeline.supervisor.placement import local_cpus, place, visible_gpus, worker_count
 
 
 def config(**sections):
@@ -90,3 +90,61 @@ def test_visible_gpus_come_from_the_environment_first(tmp_path):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "5, 7"}, tmp_path) == ["5", "7"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """Folders of driver and kernel: GPUs at 3b:00 (cores 0-3, 8) and af:00 (cores 4-7), in PCI order."""
+    driver, pci = tmp_path / "gpus", tmp_path / "devices"
+    for address, uuid, cores in (("0000:3B:00.0", "GPU-aa01", "0-3,8\n"), ("0000:AF:00.0", "GPU-aa02", "4-7\n")):
+        (driver / address).mkdir(parents=True)
+        (driver / address / "information").write_text(f"Model: \t NVIDIA H100\nGPU UUID: \t {uuid}\nDevice Minor: 1\n")
+        (pci / address.lower()).mkdir(parents=True)
+        (pci / address.lower() / "local_cpulist").write_text(cores)
+    return driver, pci
+
+
+def test_the_cores_of_a_gpu_are_those_of_its_node_by_number_and_by_uuid(two_nodes):
+    assert local_cpus(["1", "0"], *two_nodes) == {"1": (4, 5, 6, 7), "0": (0, 1, 2, 3, 8)}
+    assert local_cpus(["GPU-aa02"], *two_nodes) == {"GPU-aa02": (4, 5, 6, 7)}
+    assert local_cpus(["GPU-aa", "2", "MIG-1"], *two_nodes) == {}, "not unique, not there, not known"
+
+
+def test_a_list_of_cores_that_cannot_be_read_is_as_none(two_nodes):
+    driver, pci = two_nodes
+    (pci / "0000:af:00.0" / "local_cpulist").write_text("four\n")
+    (pci / "0000:3b:00.0" / "local_cpulist").unlink()
+
+    assert local_cpus(["0", "1"], driver, pci) == {}
+    assert local_cpus(["0"], driver / "nothing", pci) == {}
+
+
+def test_processes_get_the_cores_of_the_node_of_their_gpu():
+    local = {"0": (0, 1, 2, 3), "1": (4, 5, 6, 7), "2": (0, 1, 2, 3)}
+
+    places = place(config(), ["0", "1", "2"], range(1, 8), local)
+
+    assert {f"{role}-{index}": (found.gpu, found.cpus) for (role, index), found in places.items()} == {
+        "trainer-0": ("0", (1,)),
+        "rollout-0": ("1", (4, 5, 6, 7)),
+        "rollout-1": ("2", (2, 3)),
+    }
+
+
+@pytest.mark.parametrize(
+    "local",
+    [{}, {"0": (0, 1), "1": (0, 1)}, {"0": (0, 1)}, {"0": (0, 1, 2), "1": (2, 3)}],
+    ids=["unknown", "one node", "one is unknown", "overlap"],
+)
+def test_cores_are_shared_by_number_where_nodes_do_not_tell_more(local):
+    places = place(config(), ["0", "1"], range(4), local)
+
+    assert [found.cpus for found in places.values()] == [(0, 1), (2, 3)]
+
+
+def test_a_node_with_fewer_cores_than_processes_pins_none_of_them():
+    local = {"0": (0,), "1": (1, 2, 3), "2": (0,)}
+
+    places = place(config(), ["0", "1", "2"], range(4), local)
+
+    assert [found.cpus for found in places.values()] == [(), (1, 2, 3), ()]

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config.schema import Config
 from pipeline.supervisor.exits import after_exit
 from pipeline.supervisor.hangs import Reason, after_hang
-from pipeline.telemetry.metrics import ACTIVITIES
+from pipeline.telemetry.metric import ACTIVITIES
 from tests.supervisor.test_exits import Case
 from tests.supervisor.test_exits import case as case
 
@@ -45,6 +45,13 @@ def test_an_exit_for_want_of_memory_names_the_keys_of_its_role(role: str) -> Non
     ):
         assert text.startswith("out of memory: lower ") and any(key.startswith(f"{role}.") for key in keys_in(text))
     assert after_exit(role, "", "ValueError: x") == after_exit("buffer", "oom", "") == ""
+
+
+def test_a_rank_without_memory_is_told_the_bound_that_is_in_force_by_default() -> None:
+    for text in (after_exit("trainer", "oom", ""), after_hang("no progress", "train")):
+        keys = keys_in(text)
+        assert keys.index("trainer.micro_batch_tokens") < keys.index("trainer.micro_batch_size")
+        assert "trainer.micro_batch_size, where it is set" in text
 
 
 def test_every_key_that_is_named_exists() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import Config, DaemonConfig
-from pipeline.runtime.stopped import stop_signal
+from pipeline.runtime.signals import stop_signal
 from pipeline.supervisor.fleet import Slot
 from pipeline.supervisor.watchdog import Watchdog
 from tests.supervisor.test_fleet import Idlers
@@ -200,6 +200,7 @@ def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(tmp_p
         # It got to take the signal, and the rank that waits for it is not blamed.
         assert watch.ended == [("trainer-1", -signal.SIGUSR1)]
         assert watch.fleet.ranks[1].error == "hung in start: stopped"
+        assert [rank.from_outside for rank in watch.fleet.ranks] == [False, True]
         assert watch.fleet.ranks[0].error == ""
 
     alone(test, tmp_path)

@@ -63,8 +63,9 @@ _STACKS_S = 1.0
 _WARMUP_STEPS = 8
 
 _LASTING = re.compile(
-    r"log/rlhfd\.log(\.1)?|runs/[\w.-]+/(run\.json|metrics\.jsonl(\.before)?|history\.msgpack"
-    r"|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors|checkpoints/(latest\.json|step-\d{6}/.+))"
+    r"log/rlhfd\.log(\.1)?|runs/[\w.-]+/(run\.json|metrics\.jsonl(\.before)?|evaluations\.jsonl|history\.msgpack"
+    r"|recording/(steps\.jsonl|rows/step-\d{6}\.safetensors)|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
+    r"|checkpoints/(latest\.json|step-\d{6}/.+))"
 )
 """Files that an orderly end may leave in the state directory."""
 
@@ -87,14 +88,16 @@ def task_settings(task: Path) -> tuple[str, str]:
     return (f"model.actor={task / 'model'}", f"prompts.path={task / 'prompts.jsonl'}")
 
 
-def telling_reward(folder: Path) -> tuple[str, str]:
+def telling_reward(folder: Path, *, pause_s: float = 0.0) -> tuple[str, str]:
     """Write a reward function to a daemon's folder by which responses differ; return the settings that use it.
 
     The task's model is warmed up so little that every response scores 0 by the task's own reward: the weights would not
-    change.
+    change. With `pause_s` each row takes so long, without a core: a short run lasts long enough to be hit.
     """
     folder.joinpath("telling.py").write_text(
+        "import time\n"
         "def score(input_ids, attention_mask, *, response_start, **_):\n"
+        f"    time.sleep({pause_s})\n"
         "    return float(input_ids[response_start] % 5)\n"
     )
     return 'rollout.reward_functions=["telling:score"]', "rollout.reward_timeout_s=0"
@@ -105,29 +108,40 @@ _STOPPING = """
 import os, signal
 rename = os.rename
 def stopping(source, target, **options):
-    if os.path.basename(target).startswith("step-"):
+    if {part!r} in str(target):
         try:
             os.close(os.open({once!r}, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             pass
         else:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: another one would stop the process a moment later, after the rename.
+            signal.raise_signal(signal.SIGSTOP)
+            while {for_ever}:
+                signal.raise_signal(signal.SIGSTOP)
     rename(source, target, **options)
 os.rename = stopping
 """
 
 
 def stopping_at_a_checkpoint(folder: Path) -> dict[str, str]:
-    """Return the environment in which a trainer stops itself (SIGSTOP) once, before its first checkpoint is in place.
+    """Return the environment in which a trainer stops itself once, before its first checkpoint is in place."""
+    return stopping_at_a_rename(folder, "/step-")
+
+
+def stopping_at_a_rename(folder: Path, part: str, *, for_ever: bool = False) -> dict[str, str]:
+    """Return the environment in which a process stops itself (SIGSTOP) once, before a file is in place.
 
     Whoever watches the folder from outside and stops it then may come too late.
 
     Args:
-        folder: Gets the code; the same for each life of the trainer, of which the first one to come there stops.
+        folder: Gets the code; the same for each life of the process, of which the first one to come there stops.
+        part: A part of the file's path.
+        for_ever: Whether the process stops again whenever it is continued.
     """
     code = folder / "stopping"
     code.mkdir()
-    code.joinpath("sitecustomize.py").write_text(_STOPPING.format(once=str(code / "has-stopped")))
+    once = str(code / "has-stopped")
+    code.joinpath("sitecustomize.py").write_text(_STOPPING.format(part=part, once=once, for_ever=for_ever))
     return {"PYTHONPATH": os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
@@ -249,9 +263,11 @@ class Daemon:
         running = [path.name for path in self.runtime_dir.iterdir()]
         return sorted(running + [name for name in state if not _LASTING.fullmatch(name)])
 
-    def signal(self, number: signal.Signals, name: str | None = None) -> None:
-        """Send a signal to the supervisor, or to the process of that name (see `pids`)."""
-        os.kill(self.pid if name is None else self.pids()[name], number)
+    def signal(self, number: signal.Signals, name: str | None = None) -> int:
+        """Send a signal to the supervisor, or to the process of that name (see `pids`); return its pid."""
+        pid = self.pid if name is None else self.pids()[name]
+        os.kill(pid, number)
+        return pid
 
     # Waiting.
 
@@ -304,6 +320,12 @@ class Daemon:
     def wait_step(self, step: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until so many optimizer steps are done."""
         self.wait_until(lambda: self._answering() and self.status()["step"] >= step, f"step {step}", timeout_s)
+
+    def wait_replaced(self, name: str, pid: int) -> int:
+        """Wait until another process than `pid` has this name (see `pids`); return its pid."""
+        return self.wait_until(
+            lambda: (now := self.pids().get(name, pid)) != pid and now, f"{name} is started again, after pid {pid}"
+        )
 
     def wait_logged(self, text: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until standard error holds a text."""

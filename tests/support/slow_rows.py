@@ -18,7 +18,7 @@ from pipeline.experience.types import BufferItem, BufferItemVL
 Row = dict[str, Any]
 
 TOKENS = ("sequences", "attention_mask")
-ACTIONS = ("action_log_probs", "base_action_log_probs", "action_mask", "action_entropy")
+ACTIONS = ("action_log_probs", "base_action_log_probs", "behaviour_log_probs", "action_mask", "action_entropy")
 SCORES = ("values", "reward", "kl", "advantages", "returns")
 
 
@@ -67,7 +67,7 @@ def made_up_row(kind: Kind, prompt: int, actions: int, left: int, right: int, rn
         "labels": _object(kind.objects, rng),
         "references": _object("text", rng),
     }
-    for name in ("action_log_probs", "base_action_log_probs", "action_entropy"):
+    for name in ("action_log_probs", "base_action_log_probs", "behaviour_log_probs", "action_entropy"):
         row[name] = (kind.floats, [_number(rng) for _ in mask])
     for name in SCORES:
         per_action = kind.scores == "action" and name != "reward"

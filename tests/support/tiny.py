@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 VOCABULARY_SIZE = 23
 PAD = 0
 EOS = 1
 
 
-def llama(seed: int = 0, **changes: int) -> LlamaForCausalLM:
+def llama(seed: int = 0, **changes: int | bool) -> LlamaForCausalLM:
     """A Llama whose distributions are far from uniform."""
     settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, **changes}
     config = LlamaConfig(
@@ -37,6 +45,24 @@ def gpt2(seed: int = 0) -> GPT2LMHeadModel:
         eos_token_id=EOS,
     )
     return _seeded(GPT2LMHeadModel, config, seed)
+
+
+def qwen2(seed: int = 0) -> Qwen2ForCausalLM:
+    """A Qwen2: half as many heads of keys as of queries, biases, tied embeddings."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    return _seeded(Qwen2ForCausalLM, config, seed)
 
 
 def _seeded(model_class: type[PreTrainedModel], config: object, seed: int) -> PreTrainedModel:

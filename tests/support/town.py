@@ -10,9 +10,12 @@ import random
 import msgspec
 
 from pipeline.buffer.admission import Limits
+from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import (
     Credit,
     Damaged,
+    Evaluated,
+    Failed,
     Faulty,
     Hello,
     Lease,
@@ -23,8 +26,10 @@ from pipeline.runtime.messages import (
     Settled,
     Ticket,
     WantTickets,
+    is_evaluation,
 )
 from pipeline.storage.records import ExtentState
+from pipeline.telemetry.evaluations import PromptResult, find
 from tests.buffer.test_buffer import Bench
 
 WORKERS = 2
@@ -37,7 +42,7 @@ class Worker:
     incarnation: int
     weights: tuple[int, int]
     tickets: dict[int, Ticket] = dataclasses.field(default_factory=dict)
-    unsettled: dict[int, Sealed | Faulty] = dataclasses.field(default_factory=dict)
+    unsettled: dict[int, Sealed | Faulty | Evaluated] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -50,10 +55,53 @@ class Rank:
     damaged: Damaged | None = None
 
 
+class Book:
+    """The complete evaluations; it outlives the buffer."""
+
+    def __init__(self):
+        self.found = []
+
+    @property
+    def last(self):
+        return self.found[-1] if self.found else None
+
+    def find(self, version, fingerprint, plan):
+        return find(self.found, version, f"{fingerprint:016x}", plan)
+
+    def add(self, evaluation):
+        self.found.append(evaluation)
+
+
+def plan(every, prompts=(5, 2), num_generations=2):
+    names = tuple(f"file-{number}" for number in range(len(prompts)))
+    return EvaluationPlan(every, num_generations, num_generations, names, prompts, 2, "plan")
+
+
+def results_of(ticket, responses=2):
+    """Return the results of a worker for an evaluation ticket: prompt p has p mod 3 right responses of 2."""
+    positions = range(ticket.position, ticket.position + ticket.prompts)
+    return [PromptResult(p, responses, min(p % 3, responses), p / 10, p + 1.0, p % 2) for p in positions]
+
+
 class Town:
     """The simulation; each method is one event."""
 
-    def __init__(self, *, staleness=0, world_size=1, accumulation=1, batch=8, seed=0):
+    def __init__(
+        self,
+        *,
+        staleness=0,
+        world_size=1,
+        accumulation=1,
+        batch=8,
+        seed=0,
+        evaluate_every=0,
+        max_refill=0,
+        is_flat=lambda position: False,
+    ):
+        # Whether the group of a prompt has no signal, by its position.
+        self.is_flat = is_flat or (lambda position: False)
+        # Position and prompts of the ticket, and the row, of each trained row, by lease.
+        self.trained = {}
         self.rng = random.Random(seed)
         self.world_size, self.accumulation = world_size, accumulation
         self.limits = Limits(
@@ -66,8 +114,11 @@ class Town:
             world_size=world_size,
             row_bytes=100,
             max_attempts=100_000,
+            max_refill=max_refill,
         )
-        self.bench = Bench(self.limits, workers=WORKERS)
+        self.every, self.book = evaluate_every, Book()
+        evaluation = {"plan": plan(evaluate_every), "book": self.book} if evaluate_every else {}
+        self.bench = Bench(self.limits, workers=WORKERS, **evaluation)
         self.incarnations = 10
         self.fingerprints = 100
         self.batches = 0
@@ -139,6 +190,9 @@ class Town:
         if not worker.tickets:
             return
         ticket = worker.tickets.pop(min(worker.tickets))
+        if ticket.evaluation >= 0:
+            self._evaluate(index, ticket, lost=lost, fault=fault)
+            return
         record = self.ledger.extents[ticket.ticket]
         room = (record.state, record.owner, record.offset)
         assert room == (ExtentState.RESERVED, index, ticket.offset), "a worker writes into its own room only"
@@ -146,7 +200,8 @@ class Town:
             worker.weights = self.weights
         rows = 2 * (ticket.prompts - (shorter and ticket.prompts > 1))
         version, fingerprint = worker.weights
-        sealed = Sealed(f"worker-{index}", ticket.ticket, rows, 50 * rows, 1, version, fingerprint)
+        flat = [group for group in range(rows // 2) if self.is_flat(ticket.position + group)]
+        sealed = Sealed(f"worker-{index}", ticket.ticket, rows, 50 * rows, 1, version, fingerprint, flat=flat)
         if fault == "rows":
             sealed = Sealed(sealed.worker, sealed.ticket, rows + 99, 50, 1, version, fingerprint)
         elif fault == "fingerprint":
@@ -156,6 +211,21 @@ class Town:
         worker.unsettled[ticket.ticket] = sealed
         if not lost:
             self.bench.say(sealed)
+
+    def _evaluate(self, index, ticket, *, lost, fault):
+        worker = self.workers[index]
+        if ticket.policy_version != worker.weights[0] or self.weights[0] <= worker.weights[0]:
+            worker.weights = self.weights
+        version, fingerprint = worker.weights
+        results = results_of(ticket, responses=9 if fault == "rows" else 2)
+        if fault == "fingerprint":
+            fingerprint = 7
+        evaluated = Evaluated(f"worker-{index}", ticket.ticket, version, fingerprint, results, ticket.attempt)
+        if fault == "not finite":
+            evaluated = Failed(f"worker-{index}", ticket.ticket, "no", True, ticket.attempt)
+        worker.unsettled[ticket.ticket] = evaluated
+        if not lost:
+            self.bench.say(evaluated)
 
     # Trainer ranks.
 
@@ -179,6 +249,8 @@ class Town:
         """Train one version, if every rank has its batches."""
         if any(len(rank.queue) < self.accumulation for rank in self.ranks):
             return
+        if self.every and self.weights[0] % self.every == 0:
+            assert self.book.find(*self.weights, "plan"), "a version that is due has no successor before"
         for rank in self.ranks:
             for lease in rank.queue[: self.accumulation]:
                 self._check(lease)
@@ -197,6 +269,8 @@ class Town:
             assert all(number == lease.lease for _, number in leased), "a rank acknowledges the rows that it trains on"
             assert (record.policy_version, record.fingerprint) in self.valid, "of weights that exist"
             assert lease.for_version - part.policy_version <= self.limits.max_staleness, "within the bound"
+            rows = [(record.position, record.prompts, row) for row in part.rows]
+            self.trained.setdefault(lease.lease, []).extend(rows)
 
     def _publish(self, version, *, lost=False, rollback=False):
         self.fingerprints += 1
@@ -265,6 +339,9 @@ class Town:
         self.bench.sent.clear()
         for index, worker in enumerate(self.workers):
             worker.incarnation = self.incarnation()
+            for tickets in (worker.tickets, worker.unsettled):
+                for number in [number for number in tickets if is_evaluation(number)]:
+                    del tickets[number]
             name, held = f"worker-{index}", [*worker.tickets, *worker.unsettled]
             self.bench.say(Hello(name, worker.incarnation, held, fresh=False))
             self.bench.say(*worker.unsettled.values())

@@ -59,6 +59,8 @@ class WholeRows:
                 if int(token) in sampling.eos_token_ids:
                     break
         lengths = response_lengths(tokens, sampling.stop_sequences, sampling.eos_token_ids, sampling.pad_token_id)
+        # Tokens after a stop sequence.
+        tokens[torch.arange(num_actions) >= lengths.unsqueeze(1)] = sampling.pad_token_id
         return Responses(torch.cat([rows, tokens], dim=1), lengths)
 
     def update_weights(self, actor: Any) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipeline.telemetry.history import SPAN_S, History, HistoryRecorder, Point
-from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 
@@ -157,9 +157,10 @@ def test_a_point_has_the_mean_of_each_value_of_its_steps(tmp_path: Path) -> None
         "response_length": bench.trainer.gauge("rlhfd_response_length_mean_tokens"),
         "clipped": bench.trainer.gauge("rlhfd_clipped_ratio"),
         "gradient_norm": bench.trainer.gauge("rlhfd_gradient_norm"),
+        "pass_at_1": bench.slab.writer("buffer").gauge("rlhfd_evaluation_pass_at_1_ratio", file="all"),
     }
     bench.look(0.0)
-    for values in ((0.5, 1.0, 2.0, 10.0, 0.0, 0.25), (0.75, 3.0, 1.0, 20.0, 0.5, 0.75)):
+    for values in ((0.5, 1.0, 2.0, 10.0, 0.0, 0.25, 0.1), (0.75, 3.0, 1.0, 20.0, 0.5, 0.75, 0.3)):
         steps.inc()
         for gauge, value in zip(gauges.values(), values, strict=True):
             gauge.set(value)
@@ -169,7 +170,7 @@ def test_a_point_has_the_mean_of_each_value_of_its_steps(tmp_path: Path) -> None
     (shown,) = (one.shown() for one in bench.history.points())
     assert {name: shown.get(name) for name in (*gauges, "kl")} == {
         "reward": 0.625, "loss": 2.0, "entropy": 1.5, "response_length": 15.0, "clipped": 0.25, "gradient_norm": 0.5,
-        "kl": None,
+        "pass_at_1": 0.2, "kl": None,
     }  # fmt: skip
 
 

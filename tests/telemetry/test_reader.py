@@ -15,7 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pipeline.supervisor.gpus import Gpu, gpu_series
-from pipeline.telemetry.metrics import METRICS, SlotName
+from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import METRICS
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.slabs import BLOCK, ROOT, SLOTS, begun
@@ -64,7 +65,8 @@ def test_text_shows_each_bound_series_and_nothing_else(slab: MetricsSlab) -> Non
     writer.gauge("rlhfd_rollouts_in_flight").set(2)
 
     assert MetricsReader(slab).text().decode() == (
-        "# HELP rlhfd_tokens_total Tokens by kind (prompt, response, trained).\n"
+        "# HELP rlhfd_tokens_total Tokens by kind (prompt, response, trained); responses count as they are sampled, "
+        "of lost rollouts too.\n"
         "# TYPE rlhfd_tokens_total counter\n"
         'rlhfd_tokens_total{kind="prompt"} 3.0\n'
         "# HELP rlhfd_rollouts_in_flight Rollouts in flight.\n"

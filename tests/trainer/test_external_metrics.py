@@ -13,7 +13,7 @@ import torch
 
 from pipeline.runtime.transport import trainer_name
 from pipeline.supervisor.external import ExternalTrainer, process_row
-from pipeline.telemetry.metrics import SlotName
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.external_metrics import ExternalMetrics
@@ -109,6 +109,23 @@ def test_batches_that_are_handed_back_do_not_count_for_the_reward(bench, locked)
     connection.publish(actor=STATE)
 
     assert bench.value("rlhfd_reward_mean") == pytest.approx(float(first.experience.info["score"].float().mean()))
+
+
+def test_weights_that_undo_a_version_are_no_step_and_drop_the_rewards_of_its_batches(bench, locked):
+    connection = connect(bench)
+    bench.house.batch(connection)
+    connection.publish(actor=STATE)
+    reward = bench.value("rlhfd_reward_mean")
+    bench.house.batch(connection)
+
+    connection.publish(actor=STATE, version=1, rollback=True)
+
+    assert bench.value("rlhfd_policy_version", role="trainer", worker="0") == 1
+    assert (bench.value("rlhfd_train_steps_total"), bench.value("rlhfd_reward_mean")) == (1, reward)
+    third = bench.house.batch(connection)
+    connection.publish(actor=STATE)
+    assert bench.value("rlhfd_train_steps_total") == 2
+    assert bench.value("rlhfd_reward_mean") == pytest.approx(float(third.experience.info["score"].float().mean()))
 
 
 def test_a_trainer_is_connected_until_it_closes_and_has_left_then(bench, locked):

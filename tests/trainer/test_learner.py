@@ -113,7 +113,8 @@ def experience_for(learner: Learner, algorithm: Algorithm, seed: int = 0) -> Exp
 
 def assert_same_stats(stats: StepStats, expected: StepStats) -> None:
     for field in fields(StepStats):
-        if not field.name.startswith("row_") and not field.name.endswith("_s"):
+        # The padding alone follows from the cut into micro-batches.
+        if not field.name.startswith("row_") and not field.name.endswith("_s") and field.name != "padding_ratio":
             value, wanted = getattr(stats, field.name), getattr(expected, field.name)
             assert value == (wanted if wanted is None else pytest.approx(wanted, rel=1e-4, abs=1e-6)), field.name
 

@@ -31,7 +31,7 @@ class Device:
         self._backwards = 0
 
     def _forward(self, module: Any, words: Any, keywords: dict[str, Any]) -> None:
-        tokens = keywords["input_ids"].numel()
+        tokens = (words[0] if words else keywords["input_ids"]).numel()
         self.passes.append(tokens)
         if tokens > self._most_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")

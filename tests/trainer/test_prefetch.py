@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from pipeline.config.schema import Config
 from pipeline.experience import codec
 from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
@@ -140,26 +141,87 @@ def test_a_batch_for_another_device_keeps_its_rows_on_the_cpu_for_the_digest(she
     prefetcher.close()
 
 
-@pytest.mark.parametrize(("needed", "rows_have_it", "refused"), [
-    (True, [True, True], set()), (True, [True, False], {1}), (True, [False, False], {0, 1}),
-    (False, [True, False], {1}), (False, [False, False], set()),
-])  # fmt: skip
-def test_rows_without_log_probs_of_the_reference_are_refused_where_a_kl_or_the_batch_has_them(
-    shelf, needed, rows_have_it, refused
-):
-    parts = []
+FIELDS = {
+    "reference": ("needs_reference", "base_action_log_probs", "no log-probs of the reference model"),
+    "log-probs": ("needs_log_probs", "action_log_probs", 'no log-probs of the policy: rollout.log_probs was "trainer"'),
+    "cut": ("needs_cut", "info.cut", "do not say whether responses were cut"),
+    "behaviour": (None, "behaviour_log_probs", "its rows have no log-probs of the engine"),
+}  # fmt: skip
+
+
+def lease_of_two_times(shelf, field, rows_have_it):
+    """Return a lease of extents of which each has a field or not, and their rows."""
+    parts, rows = [], []
     for number, has_it in enumerate(rows_have_it):
         made = made_up(rows=4, seed=number)
-        if not has_it:
-            made.base_action_log_probs = None
+        if field == "info.cut" and has_it:
+            made.info["cut"] = torch.zeros(4, dtype=torch.bool)
+        elif field == "behaviour_log_probs" and has_it:
+            made.behaviour_log_probs = made.action_log_probs.clone()
+        elif not field.startswith("info.") and not has_it:
+            setattr(made, field, None)
         offset = number << 14
         encoded = codec.encode(made, shelf.arena.extent(offset, 1 << 14))
         parts.append(ExtentRows(offset, encoded.nbytes, encoded.checksum, 3, number, [0, 1, 2, 3]))
-    prefetcher = Prefetcher(shelf.arena, Gathering(needs_reference=needed))
+        rows.append(made)
+    return Lease(1, 0, 3, parts), rows
 
-    fetched = prefetcher.take(Lease(1, 0, 3, parts), CPU)
+
+@pytest.mark.parametrize(("needed", "rows_have_it", "refused"), [
+    (True, [True, True], set()), (True, [True, False], {1}), (True, [False, False], {0, 1}),
+    (False, [True, True], set()), (False, [True, False], set()), (False, [False, False], set()),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["reference", "log-probs", "cut"])
+def test_rows_without_a_field_are_refused_if_the_trainer_needs_it_and_used_if_not(
+    shelf, name, needed, rows_have_it, refused
+):
+    key, field, told = FIELDS[name]
+    lease, rows = lease_of_two_times(shelf, field, rows_have_it)
+    prefetcher = Prefetcher(shelf.arena, Gathering(**{key: needed}))
+
+    fetched = prefetcher.take(lease, CPU)
 
     assert fetched.damaged.keys() == refused
-    assert all("no log-probs of the reference model" in reason for reason in fetched.damaged.values())
+    assert all(told in reason for reason in fetched.damaged.values())
+    assert (fetched.experience is None) == bool(refused)
+    if (batch := fetched.experience) is not None:
+        assert torch.equal(batch.reward, torch.cat([made.reward for made in rows]))
+        has_field = "cut" in batch.info if name == "cut" else getattr(batch, field) is not None
+        assert has_field == all(rows_have_it), "it is left out where a row lacks it"
+    prefetcher.close()
+
+
+@pytest.mark.parametrize(("rows_have_it", "refused"), [([True, False], {1}), ([True, True], set()), ([False], set())])
+def test_rows_without_log_probs_of_the_engine_are_refused_beside_rows_with_them(shelf, rows_have_it, refused):
+    _, field, told = FIELDS["behaviour"]
+    lease, _ = lease_of_two_times(shelf, field, rows_have_it)
+    prefetcher = Prefetcher(shelf.arena)
+
+    fetched = prefetcher.take(lease, CPU)
+
+    assert fetched.damaged.keys() == refused
+    assert all(told in reason for reason in fetched.damaged.values())
     assert (fetched.experience is None) == bool(refused)
     prefetcher.close()
+
+
+@pytest.mark.parametrize(
+    ("sections", "needed"),
+    [
+        ({}, Gathering(needs_reference=True, needs_log_probs=True)),
+        ({"trainer": {"kl_coef": 0.0}, "buffer": {"checksum": False}}, Gathering(False, needs_log_probs=True)),
+        ({"rollout": {"log_probs": "trainer"}}, Gathering(needs_reference=True)),
+        (
+            {"trainer": {"mask_cut_responses": True}},
+            Gathering(needs_reference=True, needs_log_probs=True, needs_cut=True),
+        ),
+        # The KL is in the reward: the workers write the reference's log-probs, which only other trainers may use.
+        ({"rollout": {"algorithm": "ppo"}}, Gathering(needs_log_probs=True)),
+        (
+            {"rollout": {"algorithm": "ppo"}, "trainer": {"kind": "external"}},
+            Gathering(needs_reference=True, needs_log_probs=True),
+        ),
+    ],
+)
+def test_a_configuration_needs_the_fields_that_its_trainer_reads(sections, needed):
+    assert Gathering.of(Config.model_validate(sections)) == needed

@@ -20,7 +20,8 @@ from pipeline.trainer.step_stats import StepStats
 
 def stats_of(**values: Any) -> StepStats:
     zeros: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepStats)}
-    empty = {"nonfinite": (), "row_importance_ratios": (1.0,), "row_kl_nats": (), "row_rewards": (0.5,)}
+    rows = {"row_importance_ratios": (1.0,), "row_kl_nats": (), "row_gap_nats": (), "row_rewards": (0.5,)}
+    empty = {"nonfinite": (), **rows}
     return StepStats(**{**zeros, "kl_loss": None, **empty, **values})
 
 
@@ -92,19 +93,24 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
         room[0] -= written
         return written
 
+    def logged(text: str) -> int:
+        return sum(text in record.message for record in caplog.records)
+
+    caplog.set_level("INFO")
     monkeypatch.setattr(os, "write", write_some)
     step_log.append(1, stats_of())
     room[0] = 100
     for step in (2, 3):
         step_log.append(step, stats_of())
+        assert logged("was not written") == 1, "once a cause, at its first step"
+    assert logged("written again") == 0
     assert steps_in_whole_lines(tmp_path / "metrics.jsonl") == [1]
     room[0] = 10_000
     step_log.append(4, stats_of())
     step_log.close()
 
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4] and step_log.lost == 0
-    assert [record.message for record in caplog.records if "not written" in record.message] != []
-    assert sum("not written" in record.message for record in caplog.records) == 1, "once a cause"
+    assert (logged("was not written"), logged("written again")) == (1, 1)
 
 
 def steps_in_whole_lines(path: Path) -> list[int]:

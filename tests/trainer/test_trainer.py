@@ -2,19 +2,27 @@
 
 import dataclasses
 import json
+import threading
 
 import pytest
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.telemetry.metrics import SlotName
+from pipeline.runtime.latest_checkpoint import best_checkpoint
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.evaluations import EvaluationFile
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.resume import Start
+from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.state import RankProgress, after_step, digest_after
 from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
 from pipeline.trainer.trainer import Ranks, Trainer
+from tests.trainer.test_best import evaluation
+from tests.trainer.test_checkpoints import save
 from tests.trainer.test_connection import House
 
 
@@ -44,6 +52,7 @@ class CountingLearner:
                 "nonfinite": (),
                 "row_importance_ratios": (1.0,),
                 "row_kl_nats": (0.1,),
+                "row_gap_nats": (),
                 "row_rewards": tuple(rewards.tolist()),
             }
         )
@@ -64,13 +73,17 @@ class Bench:
         leave=lambda: None,
         gather=lambda own: [own],
         step_log=None,
+        recorder=None,
+        start=Start(),  # noqa: B008 - immutable
         device="cpu",
+        probe=None,
+        sharding=None,
         **settings,
     ):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
-        return Trainer(
+        trainer = Trainer(
             config,
             self.learner,
             self.house.connect(prefetch=steps + 1),
@@ -79,8 +92,18 @@ class Bench:
             device=torch.device(device),
             ranks=Ranks(agree, leave, gather),
             step_log=step_log,
-            save=lambda progress, version, complete: self.saved.append(progress.step) or self.house.weights_path,
+            probe=probe,
+            sharding=sharding,
+            start=start,
+            save=lambda *progress, **more: self.save(*progress, **more),
         )
+        if recorder is not None:
+            trainer.record_to(recorder)
+        return trainer
+
+    def save(self, progress, version, *, complete, held, on_progress):
+        self.saved.append(progress.step)
+        return self.house.weights_path
 
     def turns(self, trainer, count):
         for _ in range(count):
@@ -222,7 +245,7 @@ def test_the_digest_of_batches_on_a_card_is_of_the_rows_as_they_were_gathered(tm
 
 def _idle(experiences):
     zeros = {field.name: 0.0 for field in dataclasses.fields(StepStats)}
-    rows = {"nonfinite": (), "row_importance_ratios": (), "row_kl_nats": (), "row_rewards": ()}
+    rows = {"nonfinite": (), "row_importance_ratios": (), "row_kl_nats": (), "row_gap_nats": (), "row_rewards": ()}
     return StepStats(**{**zeros, **rows, "step": 1, "rows": len(experiences), "tokens_trained": 1})
 
 
@@ -282,6 +305,21 @@ def test_no_reader_sees_a_count_of_steps_below_those_before_a_resume(bench):
     assert reader.read().value("rlhfd_policy_version", role="trainer", worker="0") == 7
 
 
+def test_updates_and_kl_of_a_step_are_exported(bench):
+    bench.slab.begin("trainer", 0)
+    metrics = TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
+    reader = MetricsReader(bench.slab)
+    metrics.began(0)
+
+    for kl_nats in (0.125, float("nan")):
+        stats = dataclasses.replace(_idle([]), updates=3, kl_coef=0.5, policy_kl_nats=kl_nats)
+        metrics.stepped(stats, [], 0)
+
+    found = reader.read()
+    names = ("rlhfd_step_updates", "rlhfd_kl_coef", "rlhfd_policy_kl_nats")
+    assert [found.value(name) for name in names] == [3, 0.5, 0.125]
+
+
 def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, tmp_path):
     path = tmp_path / "metrics.jsonl"
     trainer = bench.trainer(max_steps=2, step_log=StepLog(path, after_step=0))
@@ -298,11 +336,9 @@ def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, t
 def test_lines_are_flushed_before_the_checkpoint_that_includes_their_steps(bench, tmp_path):
     step_log, order = StepLog(tmp_path / "metrics.jsonl", after_step=0), []
     trainer = bench.trainer(max_steps=2, save_every=1, step_log=step_log)
-    flush, save = step_log.flush, trainer._save
+    flush, save = step_log.flush, bench.save
     step_log.flush = lambda: order.append(("flushed", steps_in(tmp_path / "metrics.jsonl"))) or flush()
-    trainer._save = lambda progress, *rest, **more: (
-        order.append(("saved", progress.step)) or save(progress, *rest, **more)
-    )
+    bench.save = lambda progress, *rest, **more: order.append(("saved", progress.step)) or save(progress, *rest, **more)
 
     bench.run(trainer)
 
@@ -311,3 +347,134 @@ def test_lines_are_flushed_before_the_checkpoint_that_includes_their_steps(bench
 
 def steps_in(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+class Evaluations:
+    """The evaluations of versions 0, 2, 4, ...; each is complete once `complete` has its version."""
+
+    def __init__(self, *, best=()):
+        self.best, self.complete, self.taken, self.kept = best, set(), [], []
+
+    def awaits(self, version):
+        return version.version % 2 == 0 and version.version not in self.complete
+
+    def take(self, version):
+        if version.version % 2 or version.version in self.taken:
+            return None
+        self.taken.append(version.version)
+        return evaluation(version.version, 3)
+
+    def is_best(self, found):
+        return found.version in self.best
+
+    def keep(self, checkpoint):
+        self.kept.append(checkpoint.name)
+
+
+def test_the_best_version_is_saved_before_the_next_step_and_then_kept(bench, tmp_path):
+    step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
+    trainer = bench.trainer(max_steps=5, step_log=step_log, save_every=4)
+    trainer.evaluations = follower = Evaluations(best=(0, 2, 4))
+    follower.complete = {0, 2, 4}
+
+    bench.run(trainer)
+
+    assert follower.taken == [0, 2, 4] and bench.saved == [2, 4, 5]
+    # The model as it was given has no checkpoint; that of step 4 was due anyway.
+    assert follower.kept == ["step-000002", "step-000004"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], "evaluation" in line) for line in lines] == [
+        (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False)
+    ]  # fmt: skip
+    assert [line["evaluation"]["version"] for line in lines if "evaluation" in line] == [0, 2, 4]
+
+
+def test_a_run_ends_after_the_evaluation_of_its_last_version_and_takes_no_further_step(bench, tmp_path):
+    step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
+    trainer = bench.trainer(max_steps=2, step_log=step_log)
+    trainer.evaluations = follower = Evaluations(best=(2,))
+    follower.complete = {0}
+    bench.turns(trainer, 12)
+    assert trainer.complete and not trainer.finished and trainer.step == 2
+
+    follower.complete.add(2)
+    assert trainer.finished
+    bench.run(trainer)
+
+    assert trainer.step == 2 and bench.saved == [2] and follower.kept == ["step-000002"]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["version"] == 2
+
+
+def test_the_best_version_is_found_by_its_checkpoint_even_if_that_is_still_being_written(bench, tmp_path):
+    """The write of step 1 goes on until the evaluation of step 2 is compared, if that does not wait for it."""
+    file = EvaluationFile(tmp_path / "evaluations.jsonl")
+    follower = EvaluationFollower(tmp_path / "evaluations.jsonl", tmp_path / "checkpoints", every=1)
+    is_best, compared, is_compared_again = follower.is_best, [], threading.Event()
+
+    def noted(found):
+        compared.append(found.version)
+        if len(compared) == 2:
+            is_compared_again.set()
+        return is_best(found)
+
+    def slowly(progress, version, **more):
+        if progress.step == 1:
+            is_compared_again.wait(0.5)
+        fingerprint = f"{version.fingerprint:016x}"
+        return save(tmp_path / "checkpoints", progress.step, version=version.version, fingerprint=fingerprint)
+
+    follower.is_best = noted
+    trainer = bench.trainer(max_steps=3)
+    trainer.evaluations, bench.save = follower, slowly
+    for step, right in ((1, 6), (2, 5), (3, 4)):
+        while trainer.step < step:
+            bench.turns(trainer, 1)
+        file.add(evaluation(step, right, fingerprint=trainer.fingerprint))
+    bench.run(trainer)
+
+    assert compared == [1, 2, 3]
+    assert best_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000001"
+
+
+class NotedSharding:
+    """A rank's sharding that notes its collectives."""
+
+    nbytes = 0
+
+    def __init__(self, order):
+        self.order = order
+
+    def meet(self):
+        self.order.append("meet")
+
+    def publish(self, training, *, version=None, **more):
+        self.order.append("publish")
+        return WeightsVersion(version, 7)
+
+
+def test_ranks_meet_before_the_probe_which_the_first_one_may_be_late_for(bench):
+    order = []
+
+    bench.trainer(probe=lambda: order.append("probe"), sharding=NotedSharding(order))
+
+    assert order == ["meet", "probe", "publish"]
+
+
+def test_a_version_without_a_probe_needs_no_meeting(bench):
+    order = []
+
+    bench.trainer(probe=lambda: order.append("probe"), sharding=NotedSharding(order), probe_every=0)
+
+    assert order == ["publish"]
+
+
+def test_a_run_that_drains_waits_for_no_evaluation(bench):
+    trainer = bench.trainer(max_steps=2)
+    trainer.evaluations = Evaluations()
+    bench.turns(trainer, 12)
+    assert trainer.complete and not trainer.finished
+
+    trainer.stop()
+
+    assert trainer.finished
+    bench.run(trainer)

@@ -40,7 +40,12 @@ def answer(model: Callable[..., Any], tokens: Sequence[int], device: torch.devic
 
 def tolerance_nats(dtype: torch.dtype, tokens: int) -> float:
     """Return the largest difference that rounding explains between two results for the same weights."""
-    return _TOLERANCE_NATS_A_TOKEN.get(dtype, _TOLERANCE_NATS_A_TOKEN[torch.float32]) * (tokens - 1)
+    return tolerance_nats_a_token(dtype) * (tokens - 1)
+
+
+def tolerance_nats_a_token(dtype: torch.dtype) -> float:
+    """Return the largest mean difference a token that rounding explains."""
+    return _TOLERANCE_NATS_A_TOKEN.get(dtype, _TOLERANCE_NATS_A_TOKEN[torch.float32])
 
 
 def check(published: WeightsVersion, mine: Probe, dtype: torch.dtype) -> None:

@@ -70,7 +70,7 @@ class Slot:
         Raises:
             WeightsError: If a tensor is missing or of another shape; the slot is then unchanged.
         """
-        given = self._matching(tensors, "expected")
+        given = self._matching(tensors, "expected", self.views)
         plain, on_gpu, other = self._by_way(given)
         for name in other:
             self.views[name].copy_(given[name].detach())
@@ -83,15 +83,23 @@ class Slot:
         with self._threads() as digests:
             return combined(self._write_pieces(on_gpu, copy, digests))
 
-    def read(self, into: Mapping[str, torch.Tensor]) -> int:
-        """Copy all tensors out, to any device, and return the fingerprint of the copied bytes.
+    def read(self, into: Mapping[str, torch.Tensor], *, partial: bool = False) -> int:
+        """Copy tensors out, to any device, and return the fingerprint of the slot's bytes.
 
         No copy is in flight afterwards: the caller reads the slot's sequence next.
 
+        Args:
+            into: Targets by name.
+            partial: Whether a tensor without a target is not copied.
+
+        Returns:
+            The fingerprint, of copied tensors and others.
+
         Raises:
-            WeightsError: If a target is missing or of another shape.
+            WeightsError: If a target is of another shape, or missing, unless `partial`.
         """
-        targets = self._matching(into, "published as")
+        views = {name: view for name, view in self.views.items() if name in into} if partial else self.views
+        targets = self._matching(into, "published as", views)
         plain, on_gpu, other = self._by_way(targets)
 
         def copy(index: int) -> None:
@@ -103,6 +111,26 @@ class Slot:
             for name in other:
                 targets[name].copy_(self.views[name])
             return combined(self._read_pieces(on_gpu, copy, digests))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, each with a digest of its own."""
+        return len(self._blocks)
+
+    def digests(self, indices: Sequence[int]) -> list[int]:
+        """Return the digests of these blocks, as they are now; `combined` makes a fingerprint of all digests."""
+        with self._threads() as digests:
+            return digests(self._digest, indices)
+
+    def fingerprint_during(self, load: Callable[[Mapping[str, torch.Tensor]], None]) -> int:
+        """Call `load` with the tensors in the slot, and return the slot's fingerprint, taken meanwhile.
+
+        The caller compares the slot's sequence before and after: the bytes read twice are then the same ones.
+        """
+        with self._threads() as digests, ThreadPoolExecutor(1) as beside:
+            found = beside.submit(digests, self._digest, range(len(self._blocks)))
+            load(self.views)
+            return combined(found.result())
 
     def _write_pieces(
         self, on_gpu: Mapping[str, torch.Tensor], copy: Callable[[int], None], digests: _Digests
@@ -208,6 +236,9 @@ class Slot:
 
     def _copied_and_hashed(self, copy: Callable[[int], None], index: int) -> int:
         copy(index)
+        return self._digest(index)
+
+    def _digest(self, index: int) -> int:
         start, end = self._blocks[index]
         return xxhash.xxh3_64_intdigest(self._memory[start:end])
 
@@ -235,9 +266,11 @@ class Slot:
 
             yield digests
 
-    def _matching(self, tensors: Mapping[str, torch.Tensor], expected: str) -> dict[str, torch.Tensor]:
+    def _matching(
+        self, tensors: Mapping[str, torch.Tensor], expected: str, views: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         found = {}
-        for name, view in self.views.items():
+        for name, view in views.items():
             tensor = tensors.get(name)
             if tensor is None or tensor.shape != view.shape:
                 shape = "missing" if tensor is None else tuple(tensor.shape)

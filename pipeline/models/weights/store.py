@@ -6,14 +6,11 @@
 
 A slot's sequence is odd during a write. The publisher writes the slot after the newest, in this order: sequence odd,
 tensors, fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and compares its
-sequence before and after; if it has changed, or the fingerprint is wrong, the copy is discarded. With several slots no
-process waits for another.
+sequence before and after; if it has changed, or the fingerprint is wrong, the copy is discarded. No process waits.
 
 The newest slot does not always have the highest version: a trainer that resumes from a checkpoint publishes a lower
 version as a rollback. `history` counts the rollbacks, so that version 7 differs from version 7 before a rollback.
-
-The trainer's training state is in a second such file (`pipeline.models.weights.versions`), where a version is found by
-its number.
+The training state is in a second such file (`pipeline.models.weights.versions`), by version number.
 """
 
 from __future__ import annotations
@@ -23,8 +20,9 @@ import logging
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -32,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.errors import WeightsError
+from pipeline.models.weights.places import TensorPlace, tensor_places, tensor_views
 from pipeline.models.weights.slot_copy import Slot
 from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
 from pipeline.storage.weights_header import (
@@ -50,17 +49,9 @@ from pipeline.storage.weights_header import (
 
 _FETCH_ATTEMPTS = 16
 
+_T = TypeVar("_T")
+
 log = logging.getLogger(__name__)
-
-
-class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """The place of one tensor, the same in every slot."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
-    nbytes: int
 
 
 def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -69,14 +60,24 @@ def flatten(**models: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tens
     seen: set[tuple[int, torch.Size, torch.dtype]] = set()
     for prefix, state in models.items():
         for name, tensor in (state or {}).items():
-            identity = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            identity = tensor_identity(tensor)
             if tensor.numel() and identity not in seen:
                 seen.add(identity)
                 tensors[f"{prefix}.{name}"] = tensor.detach()
     return tensors
 
 
-class _Mapping:
+def joined(models: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
+    """Return the values of several models by published name, as ``actor.lm_head.weight``."""
+    return {f"{model}.{name}": value for model, named in models.items() for name, value in named.items()}
+
+
+def tensor_identity(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    """Return a key that is the same for tied tensors."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+class WeightsMapping:
     """The file's mapping, shared by publisher and readers."""
 
     def __init__(self, path: Path) -> None:
@@ -93,18 +94,26 @@ class _Mapping:
         self.marks = self.memory[:PAGE_BYTES].cast("Q")
 
     def slot_memory(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
         start = self.data_offset + slot * self.slot_bytes
         return self.memory[start : start + self.slot_bytes]
 
+    def slot(self, slot: int) -> Slot:
+        """Return a slot with its tensors."""
+        memory = self.slot_memory(slot)
+        return Slot(memory, tensor_views(memory, self.places))
+
     def all_slots(self) -> list[Slot]:
-        memories = [self.slot_memory(slot) for slot in range(self.slots)]
-        return [Slot(memory, _views(memory, self.places)) for memory in memories]
+        """Return all slots in order."""
+        return [self.slot(slot) for slot in range(self.slots)]
 
     def newest(self) -> int | None:
+        """Return the slot of the newest version; None before the first publish."""
         slot = self.marks[NEWEST]
         return slot - 1 if slot else None
 
     def version(self, slot: int) -> WeightsVersion:
+        """Return the version in a slot; its sequence tells whether it is whole."""
         return unpack_version(self.marks, slot)
 
     def slot_of(self, wanted: Age) -> int | None:
@@ -114,7 +123,12 @@ class _Mapping:
                 return slot
         return None
 
+    def release(self) -> None:
+        """Take the slots out of the resident memory of this process until the next access; their bytes stay."""
+        self._map.madvise(mmap.MADV_DONTNEED, self.data_offset, self.slots * self.slot_bytes)
+
     def close(self) -> None:
+        """Unmap the file."""
         self.marks.release()
         self.memory.release()
         try:
@@ -141,8 +155,9 @@ class WeightsPublisher:
         if not 2 <= slots <= MOST_SLOTS:
             raise ValueError(f"slots must be 2 to {MOST_SLOTS}, got {slots}")
         if not self.matches(path, tensors):
-            _create(path, _places(tensors), slots)
-        self._mapping = _Mapping(path)
+            _create(path, tensor_places(tensors), slots)
+        self._mapping = WeightsMapping(path)
+        self.release = self._mapping.release
         self._slots = self._mapping.all_slots()
 
     @property
@@ -178,24 +193,64 @@ class WeightsPublisher:
         Raises:
             WeightsError: If a tensor is missing, of another shape, or the version is not new.
         """
+        slot, before = self.begin(version, rollback=rollback)
+        fingerprint = self._slots[slot].write(tensors)
+        if history is None:
+            history = rollback + before
+        position = position if rollback else -1
+        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, position)
+        self.finish(slot, published)
+        return published
+
+    def begin(self, version: int, *, rollback: bool = False) -> tuple[int, int]:
+        """Mark the slot after the newest as being written.
+
+        Args:
+            version: Number of the version that is written, above the newest unless `rollback`.
+            rollback: Whether this version undoes the newest one.
+
+        Returns:
+            The slot, and the number of rollbacks up to the newest version.
+
+        Raises:
+            WeightsError: If the version is not new.
+        """
         newest = self._mapping.newest()
         before = None if newest is None else self._mapping.version(newest)
         if before is not None and before.version >= version and not rollback:
             raise WeightsError(f"version {version} is not above {before.version}")
-        slot = 0 if newest is None else (newest + 1) % self._mapping.slots
+        slot = self.next_slot
+        self._mapping.marks[slot_mark(slot)] |= 1
+        return slot, 0 if before is None else before.history
+
+    def finish(self, slot: int, published: WeightsVersion) -> None:
+        """Make the slot of `begin`, whose bytes are whole, the newest version."""
         mark, marks = slot_mark(slot), self._mapping.marks
-        marks[mark] |= 1
-        fingerprint = self._slots[slot].write(tensors)
-        if history is None:
-            history = rollback + (0 if before is None else before.history)
-        position = position if rollback else -1
-        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, position)
         for place, word in enumerate(pack_version(published), mark + 1):
             marks[place] = word
         marks[mark] += 1
         # Last: a reader that finds this slot as the newest finds it complete.
         marks[NEWEST] = slot + 1
-        return published
+
+    # The newest version in place (`pipeline.models.weights.held`).
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next publish writes."""
+        newest = self._mapping.newest()
+        return 0 if newest is None else (newest + 1) % self._mapping.slots
+
+    def newest_slot(self) -> int | None:
+        """Return the slot of the newest version; None before the first publish."""
+        return self._mapping.newest()
+
+    def version(self, slot: int) -> WeightsVersion:
+        """Return the version in a slot."""
+        return self._mapping.version(slot)
+
+    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
+        """Return the tensors over a slot's bytes, by published name."""
+        return tensor_views(self._mapping.slot_memory(slot), self._mapping.places)
 
     def rewind(self, age: Age) -> bool:
         """Make a version that is still held the newest again, discarding later ones; return whether it is held.
@@ -218,9 +273,9 @@ class WeightsPublisher:
         """Return whether the file exists and has the names, dtypes and shapes of these tensors."""
         if not path.exists():
             return False
-        mapping = _Mapping(path)
+        mapping = WeightsMapping(path)
         try:
-            return bool(mapping.places == _places(tensors))
+            return bool(mapping.places == tensor_places(tensors))
         finally:
             mapping.close()
 
@@ -229,8 +284,13 @@ class WeightsReader:
     """A worker's side of the weights."""
 
     def __init__(self, path: Path) -> None:
-        self._mapping = _Mapping(path)
+        self._mapping = WeightsMapping(path)
         self._slots = self._mapping.all_slots()
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._mapping.path
 
     @property
     def nbytes(self) -> int:
@@ -242,12 +302,15 @@ class WeightsReader:
         slot = self._mapping.newest()
         return None if slot is None else self._mapping.version(slot)
 
-    def fetch(self, into: Mapping[str, torch.Tensor], *, age: Age | None = None) -> WeightsVersion:
+    def fetch(
+        self, into: Mapping[str, torch.Tensor], *, age: Age | None = None, partial: bool = False
+    ) -> WeightsVersion:
         """Copy the newest version, or the version of a given age, into a model's tensors.
 
         Args:
             into: Targets by published name; every published tensor needs one of its shape.
             age: Age of the version; None for the newest.
+            partial: Whether a published tensor without a target is not copied; the fingerprint covers all.
 
         Returns:
             The version that the targets now hold, with its verified fingerprint.
@@ -256,7 +319,23 @@ class WeightsReader:
             WeightsError: If there is no such version, a target is missing or has another shape, or every attempt at a
                 whole copy failed.
         """
-        return self._whole(age, lambda slot, found: self._slots[slot].read(into) == found.fingerprint)
+        return self._whole(age, lambda slot, found: self._slots[slot].read(into, partial=partial) == found.fingerprint)
+
+    def feed(self, load: Callable[[Mapping[str, torch.Tensor]], None], *, age: Age | None = None) -> WeightsVersion:
+        """Hand the tensors of a version to a function that loads them, without a copy in between.
+
+        Args:
+            load: Takes the tensors by published name, for the length of the call. It may be called again, if the first
+                version was overwritten meanwhile: what it has loaded is of no version until `feed` returns.
+            age: Age of the version; None for the newest.
+
+        Returns:
+            The version loaded, with its verified fingerprint.
+
+        Raises:
+            WeightsError: If there is no such version, or every attempt at a whole one failed.
+        """
+        return self._whole(age, lambda slot, found: self._slots[slot].fingerprint_during(load) == found.fingerprint)
 
     def copy(self) -> WeightsCopy:
         """Return a copy of the newest version, to be sent to another machine.
@@ -328,7 +407,7 @@ class WeightsCopy:
         with warnings.catch_warnings():
             # Torch warns about memory that is not writable; here it is only read.
             warnings.simplefilter("ignore", UserWarning)
-            slot = Slot(memory, _views(memory, self.places))
+            slot = Slot(memory, tensor_views(memory, self.places))
         if (found := slot.read(into)) != self.version.fingerprint:
             raise WeightsError(
                 f"weights of version {self.version.version} came damaged: fingerprint {found:016x}, "
@@ -337,29 +416,15 @@ class WeightsCopy:
         return self.version
 
 
-def _views(memory: memoryview, places: Sequence[TensorPlace]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a slot, over its bytes."""
-    return {
-        place.name: torch.frombuffer(
-            memory[place.offset : place.offset + place.nbytes], dtype=getattr(torch, place.dtype)
-        ).reshape(place.shape)
-        for place in places
-    }
-
-
-def _places(tensors: Mapping[str, torch.Tensor]) -> list[TensorPlace]:
-    places, offset = [], 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        places.append(TensorPlace(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, nbytes))
-        offset += (nbytes + 63) // 64 * 64
-    return places
+def bytes_of_slot(places: list[TensorPlace]) -> int:
+    """Return the size of a slot with tensors in these places; a fingerprint is of all its bytes."""
+    return round_up(places[-1].offset + places[-1].nbytes, PAGE_BYTES) if places else PAGE_BYTES
 
 
 def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
     manifest = msgspec.msgpack.encode(places)
     data_offset = PAGE_BYTES + round_up(len(manifest), PAGE_BYTES)
-    slot_bytes = round_up(places[-1].offset + places[-1].nbytes, PAGE_BYTES) if places else PAGE_BYTES
+    slot_bytes = bytes_of_slot(places)
     total_bytes = data_offset + slots * slot_bytes
     what = f"weights in {slots} slots of {slot_bytes:,} B each, a file"
     refuse_larger_than_free(path.parent, total_bytes, what)

@@ -11,6 +11,7 @@ newest state again; the next write then uses the other slot. Two slots are enoug
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,8 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import ConfigError, UnreachableError
-from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
+from pipeline.models.weights.held import HeldSlot, HeldVersion, hold
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten, joined
 from pipeline.storage.weights_header import Probe, WeightsVersion, newest_version
 
 _TRAINING_SLOTS = 2
@@ -27,17 +29,30 @@ _HEADER_ATTEMPTS = 1000
 log = logging.getLogger(__name__)
 
 
+def publisher_of(weights_path: Path, tensors: Mapping[str, torch.Tensor]) -> WeightsPublisher:
+    """Return the publisher of an instance's weights.
+
+    Raises:
+        ConfigError: If shared memory has no room for the weights.
+        UnreachableError: If the daemon has ended.
+    """
+    if not weights_path.parent.exists():
+        raise UnreachableError(f"the daemon has ended: {weights_path.parent} is gone")
+    return WeightsPublisher(weights_path, tensors)
+
+
 class PolicyVersions:
     """Publishes and restores versions; among the ranks only the first one publishes."""
 
-    def __init__(self, weights_path: Path) -> None:
+    def __init__(self, weights_path: Path, *, training_name: str = "training") -> None:
         """Store the paths; the first `publish` creates the files.
 
         Args:
             weights_path: File of the weights in the instance's folder; the training state's file is beside it.
+            training_name: Name of the training state's file.
         """
         self._weights_path = weights_path
-        self._training_path = weights_path.with_name("training")
+        self._training_path = weights_path.with_name(training_name)
         self._weights: WeightsPublisher | None = None
         self._training: WeightsPublisher | None = None
         self._has_room = True
@@ -57,11 +72,8 @@ class PolicyVersions:
         Raises:
             WeightsError: If there are no weights, or they are another model's.
         """
-        reader = WeightsReader(self._weights_path)
-        try:
-            return reader.fetch({f"{model}.{name}": t for model, state in models.items() for name, t in state.items()})
-        finally:
-            reader.close()
+        with contextlib.closing(WeightsReader(self._weights_path)) as reader:
+            return reader.fetch(joined(models))
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
         """Copy the training state of a version into tensors; return False if it is not held or is another model's.
@@ -69,13 +81,17 @@ class PolicyVersions:
         Raises:
             WeightsError: If the stored state is corrupt; the contents of `into` are then undefined.
         """
+        if not self.holds_training(version, into):
+            return False
+        with contextlib.closing(WeightsReader(self._training_path)) as reader:
+            return reader.fetch(into, age=version.age).age == version.age
+
+    def holds_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether the training state of a version is held, with these names, shapes and dtypes."""
         if not WeightsPublisher.matches(self._training_path, into):
             return False
-        reader = WeightsReader(self._training_path)
-        try:
-            return reader.holds(version.age) and reader.fetch(into, age=version.age).age == version.age
-        finally:
-            reader.close()
+        with contextlib.closing(WeightsReader(self._training_path)) as reader:
+            return reader.holds(version.age)
 
     def publish(
         self,
@@ -109,22 +125,59 @@ class PolicyVersions:
         """
         tensors = flatten(**weights)
         if self._weights is None:
-            if not self._weights_path.parent.exists():
-                raise UnreachableError(f"the daemon has ended: {self._weights_path.parent} is gone")
             # Allocated first: if there is room for only one of the two, the weights get it.
-            self._weights = WeightsPublisher(self._weights_path, tensors)
-        if training is not None and self._training is None and self._has_room:
-            self._training = self._keep(training)
-        if self._training is not None and training is not None:
+            self._weights = publisher_of(self._weights_path, tensors)
+        if training is not None:
             before = self.newest()
             # The weights' count, not one of its own: it distinguishes versions of the same number.
             history = rollback + (0 if before is None else before.history)
-            self._training.publish(
+            self.publish_training(
                 version, training, trained_through=trained_through, rollback=rollback, history=history
             )
         return self._weights.publish(
             version, tensors, trained_through=trained_through, rollback=rollback, position=position, probe=probe
         )
+
+    def publish_training(
+        self,
+        version: int,
+        training: Mapping[str, torch.Tensor],
+        *,
+        trained_through: int,
+        rollback: bool,
+        history: int,
+    ) -> None:
+        """Write the training state of a version if shared memory has room for it; its weights are published next.
+
+        Args:
+            version: Version number of the weights.
+            training: Tensors of the training state.
+            trained_through: First lease that these weights do not include.
+            rollback: Whether this version undoes the newest one.
+            history: Rollbacks up to this version, of the weights' file.
+        """
+        if self._training is None and self._has_room:
+            self._training = self._keep(training)
+        if self._training is not None:
+            self._training.publish(
+                version, training, trained_through=trained_through, rollback=rollback, history=history
+            )
+
+    def held_training(self, version: WeightsVersion) -> HeldSlot | None:
+        """Return the training state of this publisher's newest version in place; None if it is not held."""
+        slot = None if self._training is None else self._training.newest_slot()
+        if self._training is None or slot is None or self._training.version(slot).age != version.age:
+            return None
+        return HeldSlot(self._training, slot, self._training.tensors(slot))
+
+    def release_training(self) -> None:
+        """Take the training states out of the resident memory of this process; they stay in the file."""
+        if self._training is not None:
+            self._training.release()
+
+    def held(self) -> HeldVersion | None:
+        """Return the newest version of this publisher in place; None if its training state is not held."""
+        return hold(self._weights, self._training)
 
     def close(self) -> None:
         """Unmap the files; they stay, for the workers and for the next trainer."""

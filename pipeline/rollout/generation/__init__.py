@@ -1,6 +1,8 @@
 """Generation engines behind one interface.
 
+blocking       adapter of a blocking engine to the interface of a stream
 cuda_graphs    decoding steps of fixed shapes, on a GPU replayed as CUDA graphs
+engine_probe   an engine compared with its worker's model, once a version
 engines        an engine by its name
 graph_capture  capture of steps, tried once an engine
 hf_generate    adapter for a `generate` method
@@ -8,4 +10,5 @@ interface      the interface of an engine
 kv_cache       a key-value cache in preallocated buffers
 stops          stop sequences and the end of a response
 transformers   the engine over a transformers model: sampling with a key-value cache
+vllm           the vLLM engine
 """

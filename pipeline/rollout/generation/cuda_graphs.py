@@ -4,41 +4,79 @@ A step of a small batch is hundreds of kernels of some microseconds each, and th
 graph is one launch, but only for the tensors that it was captured with. Therefore a token's place in the cache is a
 number on the GPU, attention reads the whole buffer through a mask, and rows leave when half of them have ended. Buffers
 begin small and double, because attention to unused room costs as much as attention to tokens.
+
+A capture costs some twenty steps. So rows and room are rounded up to buckets, and the tensors of every bucket are views
+of the same memory, which stays from batch to batch: a batch of a bucket that was captured before replays its graph. If
+a bucket needs more memory than there is, the memory is made anew, and all buckets are captured again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import functools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from pipeline.models.pass_size import released_when_full
 from pipeline.rollout.generation.graph_capture import Graph, GraphCapture
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 
+Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""Returns ``(rows, V)`` float32 logits of tokens, mask, positions and cache."""
+
+_ROW_STEP = 32
 _LEAST_ROOM_TOKENS = 64
+_LEAST_NEW_TOKENS = 32
 _EAGER_STEPS = 2
 """Steps before the capture: libraries initialize in them, and initialization must not be captured."""
+_MOST_BUCKETS = 128
+"""A graph holds some MB of a card's memory; beyond this number the one that was not used for longest is dropped."""
+
+
+def row_bucket(rows: int) -> int:
+    """Return the rows of the tensors for a batch: a power of two up to 32, then a multiple of 32."""
+    return 1 << (rows - 1).bit_length() if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
+
+
+def room_bucket(filled: int, most: int, multiple: int = 1) -> int:
+    """Return the columns of the buffers for a batch.
+
+    Args:
+        filled: Columns that hold a token.
+        most: Columns that rows can have in all, above `filled`.
+        multiple: The result is a multiple of it.
+
+    Returns:
+        64 and its doublings, with room for 32 more tokens, or `most`, if that is less.
+    """
+    room = -(-_LEAST_ROOM_TOKENS // multiple) * multiple
+    while room < filled + _LEAST_NEW_TOKENS:
+        room *= 2
+    return min(room, -(-most // multiple) * multiple)
 
 
 class FixedShapeLayer(PreallocatedLayer):
     """One layer's keys and values, ``(rows, heads, room, D)``: the whole buffer, zero in columns without a token.
 
     Args:
-        layer: The layer to copy tokens from.
-        filled: Tokens in that layer.
-        room: Columns of the buffer.
+        keys: The buffer of the keys.
+        values: The buffer of the values.
         column: ``(1,)`` int64 on the device, the column of the next token.
     """
 
-    def __init__(self, layer: PreallocatedLayer, filled: int, room: int, column: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
         super().__init__()
         self._column = column
-        self._buffers = tuple(_moved(old[:, :, :filled], room) for old in (layer.keys, layer.values))
-        self.keys, self.values = self._buffers
-        self.dtype, self.device = self.keys.dtype, self.keys.device
+        self._buffers = (keys, values)
+        self.keys, self.values = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
     def update(
@@ -49,77 +87,209 @@ class FixedShapeLayer(PreallocatedLayer):
         self.values.index_copy_(2, self._column, value_states)
         return self.keys, self.values
 
+    def load(self, tokens: tuple[Tensor, ...]) -> None:
+        """Hold the keys and values of some rows, each ``(rows, heads, filled, D)``, and zeros elsewhere."""
+        for buffer, held in zip(self._buffers, tokens, strict=True):
+            # Zeros: masked values are multiplied by 0, and a NaN in uninitialized memory would stay NaN.
+            buffer.zero_()
+            buffer[: held.shape[0], :, : held.shape[2]] = held
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """The tensors of a number of rows and columns, and the graph over them.
+
+    Attributes:
+        room: Columns of the buffers.
+        column: ``(1,)`` int64, the column of these tokens.
+        tokens: ``(rows, 1)`` int64, those of the next step.
+        positions: Of these tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
+        mask: ``(rows, 1, 1, room)`` bool, true where the token is real.
+        logits: ``(rows, V)``, of the last step.
+        cache: Its layers are `FixedShapeLayer`.
+        graph: None before the capture.
+        steps: Steps over these tensors.
+    """
+
+    room: int
+    column: Tensor
+    tokens: Tensor
+    positions: Tensor
+    mask: Tensor
+    logits: Tensor
+    cache: DynamicCache
+    graph: Graph | None = None
+    steps: int = 0
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers of the cache."""
+        layers: list[Any] = self.cache.layers
+        return layers
+
 
 class CudaGraphDecoder:
-    """Decoding steps of a batch of rows, until the buffers are full or rows leave.
+    """The decoding steps of one engine, for one batch after the other.
+
+    It holds memory for the largest batch so far, until `release`.
+
+    Args:
+        capture: The engine's.
+        width_multiple: Multiple to which the columns of the buffers are rounded up.
 
     Attributes:
         filled: Columns that hold a token.
-        room: Columns of the buffers.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
-        cache: DynamicCache,
-        mask: Tensor,
-        filled: int,
-        positions: Tensor,
-        capture: GraphCapture,
-    ) -> None:
-        """Take over a cache.
-
-        Args:
-            forward: Returns ``(rows, V)`` logits of tokens, mask, positions and cache.
-            cache: A cache that `can_run_fixed_shapes`; its layers are replaced by larger ones.
-            mask: ``(rows, columns)``, 1 where a token is real; as wide as the longest possible row.
-            filled: Columns of the mask that are in the cache.
-            positions: Positions of the next tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
-            capture: The engine's.
-        """
-        self.filled = filled
-        self.room = min(mask.shape[1], filled + max(_LEAST_ROOM_TOKENS, filled))
-        self._forward, self._cache = forward, cache
-        self._column = torch.full((1,), filled, device=mask.device)
-        self._positions = positions.clone()
-        self._tokens = torch.zeros((len(mask), 1), dtype=torch.int64, device=mask.device)
-        self._mask = torch.zeros((len(mask), 1, 1, self.room), dtype=torch.bool, device=mask.device)
-        self._mask[:, 0, 0, :filled] = mask[:, :filled] != 0
-        layers: list[Any] = cache.layers
-        for index, layer in enumerate(layers):
-            # In place, a layer at a time: old and new buffers of all layers at once would be half of the cache more.
-            layers[index] = FixedShapeLayer(layer, filled, self.room, self._column)
-        self._logits: Tensor | None = None
-        self._graph: Graph | None = None
-        self._steps = 0
+    def __init__(self, capture: GraphCapture, width_multiple: int = 1) -> None:
+        self.filled = 0
         self._capture = capture
+        self._width_multiple = width_multiple
+        self._buckets: OrderedDict[tuple[int, int], _Bucket] = OrderedDict()
+        self._current: _Bucket | None = None
+        self._memory: dict[str, Tensor] = {}
+        self._most_rows = self._most_area = 0
+        self._weights: Hashable = None
+        released_when_full(self)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether there is no room for another token."""
-        return self.filled == self.room
+        return self._current is None or self.filled == self._current.room
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def release(self) -> None:
+        """Give all memory back, and with it the graphs."""
+        self._buckets.clear()
+        self._memory.clear()
+        self._current = None
+        self._most_rows = self._most_area = 0
+
+    def compute_with(self, weights: Hashable) -> None:
+        """Drop the graphs if the model's weights are at other addresses than before: they would read the old ones.
+
+        Args:
+            weights: The addresses.
+        """
+        if weights != self._weights:
+            self.release()
+            self._weights = weights
+
+    def begin(self, cache: DynamicCache, chosen: Tensor, mask: Tensor, positions: Tensor, logits: Tensor) -> None:
+        """Take over the rows of a batch, of which the prompts are in a cache.
+
+        Args:
+            cache: A cache that `can_run_fixed_shapes`; its layers are given back, one after the other.
+            chosen: ``(rows,)`` int64, the cache's row of each row.
+            mask: ``(rows, columns)``, 1 where a token is real; as wide as the longest possible row.
+            positions: Positions of the next tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
+            logits: ``(any, V)``, for number and dtype of the logits.
+        """
+        self.filled = cache.get_seq_length()
+        self._current = None
+        self._current = self._loaded(cache, chosen, mask, positions, logits)
+
+    def go_on(self, chosen: Tensor, mask: Tensor, positions: Tensor) -> None:
+        """Go on with some of the rows, in larger buffers if these are full; arguments as for `begin`."""
+        assert self._current is not None
+        # Without the memory of the last logits, which are not needed any more.
+        like = self._current.logits.new_empty(0, self._current.logits.shape[1])
+        self._current = self._loaded(self._current.cache, chosen, mask, positions, like)
+
+    def step(self, forward: Forward, tokens: Tensor) -> Tensor:
         """Return logits after one more token of each row, ``(rows, V)``; the next step overwrites them."""
-        self._tokens.copy_(tokens.unsqueeze(1))
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._steps < _EAGER_STEPS:
-            self._logits = self._run()
+        bucket = self._current
+        assert bucket is not None
+        bucket.tokens[: len(tokens), 0] = tokens
+        step = functools.partial(self._run, forward, bucket)
+        if bucket.graph is not None:
+            bucket.graph.replay()
+        elif bucket.steps < _EAGER_STEPS:
+            step()
         else:
-            self._graph, self._logits = self._capture.run_or_capture(self._run)
+            bucket.graph = self._capture.run_or_capture(step)
         self.filled += 1
-        self._steps += 1
-        assert self._logits is not None
-        return self._logits
+        bucket.steps += 1
+        return bucket.logits[: len(tokens)]
 
-    def _run(self) -> Tensor:
-        self._mask.index_fill_(3, self._column, True)
-        logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
+    def _run(self, forward: Forward, bucket: _Bucket) -> None:
+        bucket.mask.index_fill_(3, bucket.column, True)
+        bucket.logits.copy_(forward(bucket.tokens, bucket.mask, bucket.positions, bucket.cache))
         # Until here a step that raised has changed nothing that a second call does not write again.
-        self._column += 1
-        self._positions += 1
-        return logits
+        bucket.column += 1
+        bucket.positions += 1
+
+    def _loaded(self, source: DynamicCache, chosen: Tensor, mask: Tensor, positions: Tensor, logits: Tensor) -> _Bucket:
+        rows, filled = len(chosen), self.filled
+        size = row_bucket(rows), room_bucket(filled, mask.shape[1], self._width_multiple)
+        is_own = self._current is not None
+        grows = size[0] > self._most_rows or size[0] * size[1] > self._most_area
+        if grows:
+            # Graphs hold addresses. The layers of the source are still needed, and leave one after the other.
+            most = max(size[0], self._most_rows), max(size[0] * size[1], self._most_area)
+            self.release()
+            self._most_rows, self._most_area = most
+        bucket = self._buckets.get(size)
+        is_new = bucket is None
+        if bucket is None:
+            bucket = self._new_bucket(size, copy.copy(source), positions, logits)
+        layers: list[Any] = source.layers
+        for number in range(len(layers)):
+            # Copies: the buffers may be those that the rows move to.
+            held = tuple(tensor[chosen, :, :filled] for tensor in (layers[number].keys, layers[number].values))
+            if grows or not is_own:
+                # A layer at a time: old and new buffers of all layers at once would be half of the cache more.
+                layers[number] = None
+            if is_new:
+                bucket.layers.append(self._new_layer(number, size, held, bucket.column))
+            bucket.layers[number].load(held)
+            del held
+        bucket.column.fill_(filled)
+        bucket.mask.zero_()
+        bucket.mask[:rows, 0, 0, :filled] = mask[:, :filled] != 0
+        bucket.positions.zero_()
+        bucket.positions[..., :rows, :] = positions
+        self._buckets[size] = bucket
+        self._buckets.move_to_end(size)
+        if len(self._buckets) > _MOST_BUCKETS:
+            self._buckets.popitem(last=False)
+        return bucket
+
+    def _new_bucket(self, size: tuple[int, int], cache: DynamicCache, positions: Tensor, logits: Tensor) -> _Bucket:
+        rows, room = size
+        cache.layers = []
+        before = positions.shape[:-2]
+        return _Bucket(
+            room=room,
+            column=self._view("column", (1,), positions, 1),
+            tokens=self._view("tokens", (rows, 1), positions, self._most_rows).zero_(),
+            positions=self._view("positions", (*before, rows, 1), positions, math.prod(before) * self._most_rows),
+            mask=self._view("mask", (rows, 1, 1, room), positions, self._most_area, dtype=torch.bool),
+            logits=self._view("logits", (rows, logits.shape[1]), logits, logits.shape[1] * self._most_rows),
+            cache=cache,
+        )
+
+    def _new_layer(
+        self, number: int, size: tuple[int, int], held: tuple[Tensor, ...], column: Tensor
+    ) -> FixedShapeLayer:
+        rows, room = size
+        keys, values = (
+            self._view(
+                f"{kind} {number}",
+                (rows, like.shape[1], room, like.shape[3]),
+                like,
+                self._most_area * like.shape[1] * like.shape[3],
+            )
+            for kind, like in zip(("keys", "values"), held, strict=True)
+        )
+        return FixedShapeLayer(keys, values, column)
+
+    def _view(
+        self, name: str, shape: tuple[int, ...], like: Tensor, elements: int, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the first elements of a tensor of the memory in a shape; it is made if it does not exist."""
+        if name not in self._memory:
+            self._memory[name] = torch.empty(elements, dtype=dtype or like.dtype, device=like.device)
+        return self._memory[name][: math.prod(shape)].view(shape)
 
 
 def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:
@@ -127,10 +297,3 @@ def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:
     return model.config._attn_implementation == "sdpa" and all(
         isinstance(layer, PreallocatedLayer) and layer.is_initialized for layer in cache.layers
     )
-
-
-def _moved(tokens: Tensor, room: int) -> Tensor:
-    # Zeros: masked values are multiplied by 0, and a NaN in uninitialized memory would stay NaN.
-    buffer = torch.zeros((*tokens.shape[:2], room, tokens.shape[3]), dtype=tokens.dtype, device=tokens.device)
-    buffer[:, :, : tokens.shape[2]] = tokens
-    return buffer

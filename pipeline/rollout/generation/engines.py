@@ -5,32 +5,43 @@ A name is that of a module in this folder, or ``module:function`` of the user's;
 
 from __future__ import annotations
 
-import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 from pipeline.config import user_modules
-from pipeline.errors import ConfigError
-from pipeline.rollout.generation.interface import ResponseGenerator
+from pipeline.errors import ConfigError, WeightsError
+from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.interface import Engine, ResponseGenerator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from pipeline.config.schema import Config
+    from pipeline.storage.weights_header import WeightsVersion
 
 _FACTORY = "new_engine"
+_STREAM_METHODS = ("submit", "step", "cancel", "update_weights", "pause", "resume", "close")
 
 
 class EngineFactory(Protocol):
     """A function that makes the engine of one worker.
 
-    `rollout.engine` names it as ``module:function``.
+    `rollout.engine` names it as ``module:function``. A function that names `config` gets the instance's configuration
+    as well.
     """
 
     def __call__(
         self, actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
-    ) -> ResponseGenerator:
-        """Make the engine.
+    ) -> ResponseGenerator | Engine:
+        """Make the engine: a stream (`Engine`), or one whose calls block (`ResponseGenerator`).
 
         Args:
             actor: The worker's transformers model. Its tensors hold the current weights from the first
-                `ResponseGenerator.update_weights` on. An engine may compute with it, or keep weights of its own.
+                `update_weights` on. An engine may compute with it, or keep weights of its own.
             directory: The directory the actor was loaded from, for an engine that loads models itself.
             device: The worker's ``torch.device``.
             on_progress: The heartbeat, to be called once a token, or as often as there is progress: a worker without a
@@ -43,8 +54,14 @@ class EngineFactory(Protocol):
 
 
 def load_engine(
-    name: str, actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
-) -> ResponseGenerator:
+    name: str,
+    actor: Any,
+    *,
+    directory: Path,
+    device: Any,
+    on_progress: Callable[[], None],
+    config: Config | None = None,
+) -> ResponseGenerator | Engine:
     """Make the engine of a name for a worker.
 
     Args:
@@ -53,27 +70,63 @@ def load_engine(
         directory: The actor's.
         device: The worker's.
         on_progress: The heartbeat.
+        config: The instance's, for a factory that names it.
 
     Returns:
         The engine.
 
     Raises:
-        ConfigError: If there is no such module or function, or its result lacks a method of `ResponseGenerator`.
+        ConfigError: If there is no such module or function, or its result lacks a method of `ResponseGenerator`, or
+            with a method ``submit`` one of `Engine`.
     """
-    module_name, _, function_name = name.partition(":")
-    if not function_name:
-        module_name, function_name = f"{__package__}.{name}", _FACTORY
-    try:
-        module = importlib.import_module(module_name)
-    # User code may raise any exception at import, and would again at the next start.
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}{user_modules.not_found(error, module_name)}"
-        raise ConfigError(f"rollout.engine: cannot import {module_name}: {problem}") from error
-    factory = getattr(module, function_name, None)
-    if not callable(factory):
-        raise ConfigError(f"rollout.engine: {module_name} has no function {function_name}")
-    engine: ResponseGenerator = factory(actor, directory=directory, device=device, on_progress=on_progress)
-    for method in ("generate", "update_weights", "pause", "resume"):
+    function_name = name if ":" in name else f"{__package__}.{name}:{_FACTORY}"
+    factory = user_modules.load_function("rollout.engine", function_name)
+    # By name alone: a factory that takes any keyword may pass them on to one that does not know this one.
+    extra = {"config": config} if "config" in inspect.signature(factory).parameters else {}
+    engine: ResponseGenerator | Engine = factory(
+        actor, directory=directory, device=device, on_progress=on_progress, **extra
+    )
+    for method in _STREAM_METHODS if is_stream(engine) else ("generate", "update_weights", "pause", "resume"):
         if not callable(getattr(engine, method, None)):
             raise ConfigError(f"rollout.engine: the {type(engine).__name__} of {name} has no method {method}")
     return engine
+
+
+def is_stream(engine: ResponseGenerator | Engine) -> TypeGuard[Engine]:
+    """Return whether an engine has the interface of a stream, by its method ``submit``."""
+    return callable(getattr(engine, "submit", None))
+
+
+def as_stream(
+    engine: ResponseGenerator | Engine, *, most_rows: int | None, on_out_of_memory: Callable[[], None]
+) -> Engine:
+    """Return an engine with the interface of a stream; a blocking one behind `BlockingEngine`, with these arguments."""
+    if is_stream(engine):
+        return engine
+    blocking = cast("ResponseGenerator", engine)
+    return BlockingEngine(blocking, most_rows=most_rows, on_out_of_memory=on_out_of_memory)
+
+
+def hand_over(engine: Engine, source: Any, fetched: WeightsVersion, targets: Mapping[str, Tensor]) -> None:
+    """Have a paused engine compute with the version that a worker has fetched.
+
+    An engine with weights of its own takes them from shared memory, if it has a method `fetch_weights` and the version
+    is held there still. One that took another version, because the trainer overwrote this one during the copy, takes
+    this one from the worker's tensors.
+
+    Args:
+        engine: The worker's.
+        source: The source of the fetch; a `WeightsReader` has the path of a weights file.
+        fetched: The version.
+        targets: The tensors that hold it now, by published name.
+    """
+    path, fetch = getattr(source, "path", None), getattr(engine, "fetch_weights", None)
+    if path is not None and fetch is not None:
+        try:
+            if fetch(path, fetched.age) == fetched.age:
+                return
+        except WeightsError:
+            # Overwritten since: `targets` have it.
+            pass
+    actor = {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}
+    engine.update_weights(actor, fetched.version)

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +31,8 @@ class GraphDevice(Protocol):
     def refuse_synchronization(self) -> AbstractContextManager[None]:
         """Return a context in which a call that waits for the device raises RuntimeError."""
 
-    def capture(self, step: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """Capture a step without running it; return the graph and the tensor of its result.
+    def capture(self, step: Callable[[], None]) -> Graph:
+        """Capture a step without running it.
 
         Raises:
             RuntimeError: If the step cannot be captured; the device is as before.
@@ -56,39 +55,41 @@ class GraphCapture:
         """Whether steps are captured, as far as is known."""
         return self._device is not None
 
-    def run_or_capture(self, step: Callable[[], Tensor]) -> tuple[Graph | None, Tensor]:
+    def run_or_capture(self, step: Callable[[], None]) -> Graph | None:
         """Run one step, and capture it if its model allows.
 
         The first call for an engine runs the step as the trial, and captures nothing.
 
         Args:
-            step: Runs over tensors of fixed address; if it raises it may be called again, with the same result.
+            step: Runs over tensors of fixed address, its result among them; if it raises it may be called again, with
+                the same result.
 
         Returns:
-            The graph, and the tensor that holds the step's result and that of each replay; None for the graph if the
-            step was not captured.
+            The graph; None if the step was not captured.
 
         Raises:
             torch.OutOfMemoryError: If the device has no memory for the step.
         """
         if self._device is None:
-            return None, step()
+            step()
+            return None
         try:
             if not self._is_tried:
                 with self._device.refuse_synchronization():
-                    result = step()
+                    step()
                 self._is_tried = True
-                return None, result
-            graph, result = self._device.capture(step)
+                return None
+            graph = self._device.capture(step)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             log.warning("no CUDA graph of this model, its tokens take longer: %s", str(error).partition("\n")[0])
             self._device = None
-            return None, step()
+            step()
+            return None
         # A capture computes nothing.
         graph.replay()
-        return graph, result
+        return graph
 
 
 class CudaDevice:
@@ -108,7 +109,7 @@ class CudaDevice:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    def capture(self, step: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def capture(self, step: Callable[[], None]) -> Graph:
         """Capture a step; see `GraphDevice.capture`.
 
         ``torch.cuda.graph`` would empty the allocator's cache at each capture, and leave its stream current after a
@@ -122,13 +123,14 @@ class CudaDevice:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    result = step()
+                    step()
                 finally:
                     graph.capture_end()
         except RuntimeError:
             self._leave_pool()
+            _renew_random_state()
             raise
-        return graph, result
+        return graph
 
     def _leave_pool(self) -> None:
         """End the allocator's use of the pool, which a capture whose end failed leaves on; the next pool is another."""
@@ -136,3 +138,14 @@ class CudaDevice:
             # Private, and without a public counterpart; it raises if the end of the capture did it already.
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         self._stream = self._pool = None
+
+
+def _renew_random_state() -> None:
+    """Give the GPU's generator a state of the same seed and offset that no capture has marked.
+
+    A capture marks the state, and its end clears the mark, but not if the end fails: every later draw would raise.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    with contextlib.suppress(RuntimeError):
+        # If this is refused, the error of the next draw says so.
+        generator.graphsafe_set_state(generator.clone_state())

@@ -1,5 +1,8 @@
 """The interface of a generation engine: prompts in, sampled responses out.
 
+`Engine` is the interface of a worker that schedules: requests are submitted, steps return those that have ended.
+`ResponseGenerator` is the blocking interface, one call a batch; an adapter puts it behind `Engine`.
+
 An engine takes each prompt once, not once a response. It makes `group_size` responses of it, contiguous, and returns
 their lengths. Its samples depend on the prompts and on `Sampling` alone, above all on the seed in it: not on the random
 state of the process, which the engine leaves unchanged, and not on the number of rows that run at a time.
@@ -15,8 +18,8 @@ response.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -63,6 +66,27 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class TurnColumns:
+    """What rows of several turns have beside their tokens.
+
+    Attributes:
+        observed: ``(B, A)`` bool, True for the tokens of the environment, which the actor did not sample.
+        rewards: ``(B, A)`` float32, the reward of each turn at its last token, else 0; NaN in a row without an answer.
+        cut: ``(B,)`` bool, the row ended at a limit of turns or tokens.
+        counts: ``(B,)`` int64, turns of each row.
+    """
+
+    observed: Tensor
+    rewards: Tensor
+    cut: Tensor
+    counts: Tensor
+
+    def rows(self, index: Tensor) -> TurnColumns:
+        """Return those of the rows at an index ``(rows,)`` int64."""
+        return TurnColumns(self.observed[index], self.rewards[index], self.cut[index], self.counts[index])
+
+
+@dataclasses.dataclass(frozen=True)
 class Responses:
     """The responses of an engine; row i * group_size + g is response g of prompt i.
 
@@ -71,11 +95,13 @@ class Responses:
         lengths: ``(B,)`` int64, tokens of each response, its stop included.
         log_probs: ``(B, max_length - P)`` float32, of the sampled tokens at the temperature, before top_k and top_p;
             zero after the end. None if the engine does not compute them.
+        turns: Those of rows of several turns, whose lengths count the observations; no engine sets them.
     """
 
     sequences: Tensor
     lengths: Tensor
     log_probs: Tensor | None = None
+    turns: TurnColumns | None = None
 
 
 class ResponseGenerator(Protocol):
@@ -122,3 +148,191 @@ class ResponseGenerator(Protocol):
     def resume(self) -> None:
         """Prepare for the next `generate`."""
         ...
+
+
+FinishReason = Literal["stop", "length"]
+"""Why a response ended: by a stop token or sequence, or because its room was used up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and its group of responses.
+
+    Attributes:
+        key: The caller's name of the request, unique among those in hand.
+        prompt_ids: ``(P,)`` int64 on the CPU, without padding.
+        group_size: Responses to sample (G).
+        max_new_tokens: Room for each response, its stop included.
+        sampling: The sampling parameters. `max_length` is not read. `seed` is that of the ticket.
+        first_row: Number of the request's first row within its ticket. Response g draws from a stream of its own,
+            chosen by `sampling.seed` and ``first_row + g``. Requests with the same seed are of one ticket.
+        vision: Images and videos of the prompt; None without.
+        draws_alone: Whether that stream must not depend on the other requests of the ticket either: of a later turn,
+            which not all rows of the ticket have.
+    """
+
+    key: int
+    prompt_ids: Tensor
+    group_size: int
+    max_new_tokens: int
+    sampling: Sampling
+    first_row: int = 0
+    vision: VisionRows | None = None
+    draws_alone: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of a response that were sampled with the weights of one version: ``start ... end - 1``.
+
+    The version is that of `Engine.update_weights`; -1 before the first call.
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One ended response.
+
+    Attributes:
+        token_ids: ``(n,)`` int64 on the CPU, its stop included.
+        finish_reason: Why it ended.
+        spans: The versions of its tokens, in order and without gaps.
+        log_probs: ``(n,)`` float32, of the sampled tokens at the temperature, before top_k and top_p. None if the
+            engine does not compute these.
+    """
+
+    token_ids: Tensor
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]
+    log_probs: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completed:
+    """An ended request.
+
+    Attributes:
+        key: The request's.
+        responses: Its `group_size` responses, in order.
+    """
+
+    key: int
+    responses: tuple[Response, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCounts:
+    """The work of an engine since its start.
+
+    Attributes:
+        tokens_in: Prompt tokens, once for each response that an engine computes by itself.
+        tokens_out: Tokens sampled, also those of responses that have not ended.
+        preemptions: Responses that lost their place in the key-value cache to others, and were computed again.
+        prefix_tokens: Prompt tokens that were looked up in the prefix cache.
+        prefix_hits: Of these, the tokens that it held.
+    """
+
+    tokens_in: int = 0
+    tokens_out: int = 0
+    preemptions: int = 0
+    prefix_tokens: int = 0
+    prefix_hits: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLoad:
+    """The work in hand of an engine.
+
+    Attributes:
+        running: Responses that advance with each step.
+        waiting: Responses that have been submitted and do not advance yet.
+        free_cache: Share of the key-value cache that is free, 0 to 1; 1.0 for an engine without one of fixed size.
+        room_rows: Responses that could run at a time, at most; None if the engine sets no limit.
+        counts: The work since its start; None if the engine does not count.
+    """
+
+    running: int
+    waiting: int
+    free_cache: float = 1.0
+    room_rows: int | None = None
+    counts: EngineCounts | None = None
+
+
+class Engine(Protocol):
+    """The interface of an engine to a worker that schedules.
+
+    A response depends on its request and on the weights: not on other requests, if the engine is `deterministic`, and
+    never on the random state of the process. An engine may compute the requests of one ticket together: it is
+    submitted whole, and its requests may depend on each other.
+
+    Attributes:
+        deterministic: Whether a ticket gets the same tokens alone and beside others.
+    """
+
+    deterministic: bool
+
+    @property
+    def load(self) -> EngineLoad:
+        """The work in hand."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Take a request over; it begins with one of the next steps.
+
+        Args:
+            request: Its key is not in hand.
+
+        Raises:
+            FieldError: If the engine lacks an option of the request, or the request can never fit into its cache.
+        """
+        ...
+
+    def step(self) -> list[Completed]:
+        """Advance the running requests; return those that have ended. Without requests it returns at once."""
+        ...
+
+    def cancel(self, keys: Sequence[int]) -> None:
+        """Drop requests, running or waiting; unknown keys are ignored. Dropped requests never come out of `step`."""
+        ...
+
+    def update_weights(self, actor: Mapping[str, Tensor], version: int) -> None:
+        """Compute with these weights from the next step on; key-value caches that are shared by requests are dropped.
+
+        Requests in hand go on: their next tokens are of the new version. A caller that wants none waits for them first.
+
+        Args:
+            actor: The actor's state dict under Hugging Face's names.
+            version: Of these weights.
+
+        Raises:
+            WeightsMismatchError: If a parameter of the engine was not given, or does not fit.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Return once no weight is being read; release memory that only generation needs."""
+        ...
+
+    def resume(self) -> None:
+        """Prepare for the next `step`."""
+        ...
+
+    def close(self) -> None:
+        """End its processes and release its memory."""
+        ...
+
+
+def row_seed(ticket_seed: int, row: int) -> int:
+    """Return the seed of one response: SplitMix64 of the ticket's seed and the row (Steele et al., OOPSLA 2014).
+
+    Rows of a ticket never share a seed, and rows of two tickets do so with a probability of 2**-63.
+    """
+    mask = (1 << 64) - 1
+    z = (ticket_seed + 0x9E3779B97F4A7C15 * (row + 1)) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

@@ -96,3 +96,21 @@ def _first_end(found: Tensor, columns: Tensor, otherwise: Tensor) -> Tensor:
     beyond = len(columns) + 1
     first = torch.where(found, columns, beyond).amin(dim=1)
     return torch.where(first == beyond, otherwise, first)
+
+
+def ends_with_stop(responses: Tensor, stop_sequences: Sequence[Sequence[int]], eos_token_ids: Sequence[int]) -> Tensor:
+    """Return which responses without padding end with a stop sequence or an eos token.
+
+    Args:
+        responses: ``(B, A)`` int64, without the prompts.
+        stop_sequences: The stop sequences.
+        eos_token_ids: Tokens that end a response on their own.
+
+    Returns:
+        ``(B,)`` bool.
+    """
+    eos = torch.tensor(list(eos_token_ids), dtype=responses.dtype, device=responses.device)
+    ended = torch.isin(responses[:, -1], eos)
+    for stop in stop_sequences:
+        ended |= _ends_of(responses, stop)[:, -1]
+    return ended

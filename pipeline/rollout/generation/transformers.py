@@ -8,8 +8,9 @@ measured about 50 times faster than coati's loop, and twice as fast as ``generat
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.inputs import accepted_keywords, model_inputs
+from pipeline.models.pass_size import width_multiple
 from pipeline.models.vision_inputs import plain_tokens, vision_backbone
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Responses, Sampling
@@ -27,13 +29,15 @@ from pipeline.rollout.progress import with_numbers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pipeline.config.schema import Config
+    from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder
     from pipeline.rollout.generation.graph_capture import GraphCapture
 
 _DROP_SHARE = 8
 """Finished rows leave the batch once they are one row in this many: to leave costs a copy of the others' cache."""
 
 _FIXED_DROP_SHARE = 2
-"""The same for steps of fixed shapes: each change of the batch is another graph."""
+"""The same for steps of fixed shapes: each change of the batch is a copy of the cache too, and another graph."""
 
 _SAMPLE_ELEMENTS = 2**24
 """Most probabilities in float64 at a time while a token is sampled: 128 MiB."""
@@ -46,26 +50,33 @@ def can_replace_generate(actor: object) -> bool:
         actor: Any object.
 
     Returns:
-        True for a decoder-only transformers model with the library's ``generate``; an actor's own ``generate`` is
-        always called.
+        True for a decoder-only transformers model with the library's ``generate``, whose layers all have attention: a
+        state of another kind (linear attention, convolution) has no rows to choose and repeat. An actor's own
+        ``generate`` is always called.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import GenerationMixin, PreTrainedModel
+    from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     if not isinstance(actor, PreTrainedModel) or not isinstance(actor, GenerationMixin):
         return False
     if "generate" in vars(actor) or type(actor).generate is not GenerationMixin.generate:
         return False
     cached: bool = type(actor)._supports_default_dynamic_cache()  # type: ignore[misc]
-    return cached and not actor.config.is_encoder_decoder
+    if not cached or actor.config.is_encoder_decoder:
+        return False
+    layers = DynamicCache(config=actor.config.get_text_config(decoder=True)).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 def new_engine(
-    actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None]
+    actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None], config: Config | None = None
 ) -> TransformersGenerator | ActorGenerator:
     """Return the engine for an actor; see `pipeline.rollout.generation.engines.EngineFactory`."""
     return (
-        TransformersGenerator(actor, on_progress)
+        TransformersGenerator(
+            actor, on_progress, width_multiple=None if config is None else config.trainer.width_multiple
+        )
         if can_replace_generate(actor)
         else ActorGenerator(actor, None, on_progress)
     )
@@ -79,8 +90,16 @@ class TransformersGenerator:
         on_progress: Called once a token, with those of the keywords of `pipeline.rollout.progress.ReportsProgress` that
             its signature has.
         fixed_shapes: Whether steps run over tensors of fixed shapes (`pipeline.rollout.generation.cuda_graphs`), if the
-            model allows it. None: on a GPU only, where the steps are CUDA graphs.
+            model allows it. None: on a GPU only, where the steps are CUDA graphs. Their buffers and graphs are kept
+            from call to call: replaced weights are used, but a change of the model's modules, such as a new hook, is
+            not seen by steps that were captured before.
+        width_multiple: Multiple to which the columns of prompts and buffers are rounded up; None: 64 on a GPU, else 1.
+
+    Attributes:
+        draws_by_row: True: `generate` takes a seed for each row.
     """
+
+    draws_by_row = True
 
     def __init__(
         self,
@@ -88,13 +107,16 @@ class TransformersGenerator:
         on_progress: Callable[..., None] = lambda: None,
         *,
         fixed_shapes: bool | None = None,
+        width_multiple: int | None = None,
     ) -> None:
         self._fixed_shapes = fixed_shapes
+        self._width_multiple = width_multiple
         self._model = model
         self._report = with_numbers(on_progress)
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
         self._vision_backbone = vision_backbone(model)
         self._capture: GraphCapture | None = None
+        self._decoder: CudaGraphDecoder | None = None
 
     @torch.no_grad()
     def generate(
@@ -106,14 +128,16 @@ class TransformersGenerator:
         group_size: int = 1,
         batch_rows: int | None = None,
         vision: VisionRows | None = None,
+        row_seeds: Sequence[int] | None = None,
     ) -> Responses:
-        """Sample responses; see `pipeline.rollout.generation.interface.ResponseGenerator`."""
+        """Sample responses; see `pipeline.rollout.generation.interface.ResponseGenerator`.
+
+        With `row_seeds` each row draws by its own seed, whatever the other rows and the room are.
+        """
         prompts, width = input_ids.shape
         num_actions = sampling.max_length - width
-        draws = torch.Generator().manual_seed(sampling.seed)
         shape = (prompts * group_size, num_actions)
-        # All draws at once and on the CPU: a row's draws are the same in any mini-batch and on any device.
-        noise = torch.rand(shape, generator=draws, dtype=torch.float64)
+        noise = _noise(shape, sampling.seed, row_seeds)
         device = self._model.device
         state = _State(
             tokens=torch.full(shape, sampling.pad_token_id, device=device),
@@ -146,7 +170,7 @@ class TransformersGenerator:
         """Do nothing: the engine computes with the model's own tensors."""
 
     def pause(self) -> None:
-        """Do nothing: no memory is held between calls."""
+        """Do nothing: graphs read the weights at their addresses, and the buffers of steps stay for the next call."""
 
     def resume(self) -> None:
         """Do nothing."""
@@ -162,11 +186,13 @@ class TransformersGenerator:
         state: _State,
     ) -> None:
         """Generate `repeats` responses of each prompt into the rows of `state`."""
-        from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder, can_run_fixed_shapes
+        from pipeline.rollout.generation.cuda_graphs import can_run_fixed_shapes
         from pipeline.rollout.generation.kv_cache import preallocated_cache
 
         first_real = int((attention_mask != 0).any(dim=0).nonzero()[0])
-        input_ids, mask = input_ids[:, first_real:], (attention_mask[:, first_real:] != 0).long()
+        missing = -(input_ids.shape[1] - first_real) % width_multiple(input_ids.device, self._width_multiple)
+        input_ids = functional.pad(input_ids[:, first_real:], (missing, 0), value=sampling.pad_token_id)
+        mask = functional.pad((attention_mask[:, first_real:] != 0).long(), (missing, 0))
         width = input_ids.shape[1]
         # One column more than the prompt, for the position of the first token to be sampled.
         inputs, others = model_inputs(
@@ -176,16 +202,18 @@ class TransformersGenerator:
         cache = preallocated_cache(self._model.config.get_text_config(decoder=True))
         logits = self._forward(inputs["input_ids"][:, :-1], mask, positions[..., :-1], cache, **pixels)
         logits = logits.repeat_interleave(repeats, dim=0)
-        if repeats > 1:
+        fixed = logits.is_cuda if self._fixed_shapes is None else self._fixed_shapes
+        fixed = fixed and can_run_fixed_shapes(self._model, cache)
+        if repeats > 1 and not fixed:
             cache.batch_repeat_interleave(repeats)
         # (rows, 1), or (3, rows, 1) if positions have three axes.
         next_position = positions[..., -1:].repeat_interleave(repeats, dim=-2)
         mask = functional.pad(mask, (0, state.tokens.shape[1]), value=1).repeat_interleave(repeats, dim=0)
         alive = torch.ones_like(rows, dtype=torch.bool)
-        fixed = logits.is_cuda if self._fixed_shapes is None else self._fixed_shapes
-        fixed = fixed and can_run_fixed_shapes(self._model, cache)
         drop_share = _FIXED_DROP_SHARE if fixed else _DROP_SHARE
-        steps: CudaGraphDecoder | None = None
+        decoder = self._decoder_on(mask.device) if fixed else None
+        # The row of each of these rows in the decoder, or before its first step in the cache; None if they are equal.
+        places: Tensor | None = torch.arange(len(input_ids), device=mask.device).repeat_interleave(repeats)
         started = living = len(rows)
         for step in range(state.tokens.shape[1]):
             self._report(rows_done=state.rows_done + started - living, rows=len(state.tokens), tokens=state.tokens_made)
@@ -198,29 +226,35 @@ class TransformersGenerator:
                 return
             if (len(rows) - living) * drop_share >= len(rows):
                 kept = alive.nonzero().squeeze(1)
-                cache.batch_select_indices(kept)
+                if decoder is None:
+                    cache.batch_select_indices(kept)
                 rows, tokens, mask, next_position = rows[kept], tokens[kept], mask[kept], next_position[..., kept, :]
                 alive = alive[kept]
-                steps = None
+                places = kept if places is None else places[kept]
             if self._vision_backbone is not None:
                 tokens = plain_tokens(self._vision_backbone, tokens)
-            if not fixed:
+            if decoder is None:
                 logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
                 continue
-            if steps is None or steps.full:
-                # The full buffers of the last one are released first, layer by layer.
-                steps = None
-                steps = CudaGraphDecoder(
-                    self._forward, cache, mask, width + step, next_position + step, self._graph_capture(mask.is_cuda)
-                )
-            logits = steps.step(tokens)
+            if step == 0:
+                assert places is not None
+                decoder.begin(cache, places, mask, next_position, logits)
+            elif places is not None or decoder.is_full:
+                chosen = torch.arange(len(rows), device=mask.device) if places is None else places
+                decoder.go_on(chosen, mask, next_position + step)
+            places = None
+            logits = decoder.step(self._forward, tokens)
 
-    def _graph_capture(self, on_gpu: bool) -> GraphCapture:
+    def _decoder_on(self, device: torch.device) -> CudaGraphDecoder:
+        from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder
         from pipeline.rollout.generation.graph_capture import CudaDevice, GraphCapture
 
-        if self._capture is None:
-            self._capture = GraphCapture(CudaDevice() if on_gpu else None)
-        return self._capture
+        if self._decoder is None:
+            self._capture = self._capture or GraphCapture(CudaDevice() if device.type == "cuda" else None)
+            self._decoder = CudaGraphDecoder(self._capture, width_multiple(device, self._width_multiple))
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        self._decoder.compute_with(tuple(tensor.data_ptr() for tensor in tensors))
+        return self._decoder
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, **pixels: Tensor) -> Tensor:
         """Return ``(rows, V)`` float32 logits after the last token."""
@@ -314,6 +348,20 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
     tokens = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     # Only NaN logits give an id beyond the vocabulary; on a GPU it would fail later, and hide the cause.
     return tokens.clamp_(max=probs.shape[1] - 1)
+
+
+def _noise(shape: tuple[int, int], seed: int, row_seeds: Sequence[int] | None) -> Tensor:
+    """Return ``(B, A)`` float64 in [0, 1).
+
+    All draws at once and on the CPU: a row's draws are the same in any mini-batch and on any device.
+    """
+    draws = torch.Generator()
+    if row_seeds is None:
+        return torch.rand(shape, generator=draws.manual_seed(seed), dtype=torch.float64)
+    columns = shape[1]
+    return torch.stack(
+        [torch.rand(columns, generator=draws.manual_seed(one), dtype=torch.float64) for one in row_seeds]
+    )
 
 
 def _mini_batches(prompts: int, group_size: int, batch_rows: int | None) -> list[tuple[slice, int, int]]:

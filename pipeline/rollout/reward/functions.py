@@ -5,25 +5,34 @@ A reward that is not a finite number ends the experience with `RewardError`; it 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.config import user_modules
+from pipeline.config.rewards import REWARD_NAMES, RewardConfig
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
+from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.signatures import Signature, awaited
+from pipeline.rollout.reward.wire import Problem, RowScore, row_score
 
 RewardFunction = Callable[..., Any]
 """``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
 
 A function with parameters named `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` or
-`raw_images` gets these of the row too, None where the row has none."""
+`raw_images` gets these of the row too, None where the row has none; one named `response`, the text of the response; any
+other one, the column of the prompt's row with this name (`pipeline.rollout.reward.signatures`)."""
+
+NAMED = "reward"
+"""The module that functions of this package show in errors: ``reward:exact``."""
 
 _VISION_PARAMETERS = (*MODEL_KEYWORDS.values(), "raw_images")
 
@@ -33,13 +42,27 @@ class FunctionReward:
 
     Args:
         functions: At least one; each is called once a row with right-padded ids and the columns of the response
-            (`response_end` exclusive, the stop included), and returns a number or a tensor with one element.
+            (`response_end` exclusive, the stop included), and returns a number or a tensor with one element. One that
+            is `batched` is called once for all rows; calls of an async one run at the same time.
         tokenizer: Passed to every function.
         on_progress: Called after each row: a function that never returns ends these calls.
-        on_row: Called with the results of the functions for a row, before `on_progress`.
+        on_row: Called with the weighted results of the functions for a row, before `on_progress`; None for a row
+            without a score.
+        weights: One a function; None: 1 each.
+        timeout_s: Limit of the calls of an async function, for all rows together; 0: none.
+        labels: A name of each function, of its column in an experience's `info`; without them there is no column.
+        problems: Logs the rows without a score, which then are NaN; None: the first of them ends the call.
+        on_problem: Called with the reason of each row without a score.
+
+    Attributes:
+        labels: As given.
+        parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without a
+            score.
+        problem: The first row without a score of the last call; None if all had one.
+        problems: As given.
 
     Raises:
-        ConfigError: If there are no functions.
+        ConfigError: If there are no functions, or not one weight a function.
     """
 
     def __init__(
@@ -47,19 +70,44 @@ class FunctionReward:
         functions: Sequence[RewardFunction],
         tokenizer: Any,
         on_progress: Callable[[], None] = lambda: None,
-        on_row: Callable[[Sequence[float]], None] = lambda parts: None,
+        on_row: Callable[[Sequence[float] | None], None] = lambda parts: None,
+        *,
+        weights: Sequence[float] | None = None,
+        timeout_s: float = 0.0,
+        labels: Sequence[str] = (),
+        problems: RewardProblems | None = None,
+        on_problem: Callable[[Problem], None] = lambda problem: None,
     ) -> None:
         if not functions:
             raise ConfigError("no reward functions: give at least one")
-        self._functions = [(function, _named(function, _VISION_PARAMETERS)) for function in functions]
+        if weights is not None and len(weights) != len(functions):
+            raise ConfigError(f"{len(weights)} weights for {len(functions)} reward functions")
+        self._functions = [(function, Signature(function, _VISION_PARAMETERS)) for function in functions]
         self._tokenizer = tokenizer
         self._on_progress = on_progress
         self._on_row = on_row
+        self._weights = list(weights or [1.0] * len(functions))
+        self._timeout_s = timeout_s
+        self.labels = list(labels)
+        self.problems = problems
+        self._on_problem = on_problem
+        self.problem: RowScore | None = None
+        self.parts = torch.empty(0, len(functions))
 
     @property
     def sees_images(self) -> bool:
         """Whether a function names images among its parameters."""
-        return any(names for _, names in self._functions)
+        return any(signature.vision for _, signature in self._functions)
+
+    @property
+    def wants_columns(self) -> bool:
+        """Whether a function takes further columns of the prompt's row."""
+        return any(signature.wants_columns for _, signature in self._functions)
+
+    @property
+    def together(self) -> list[int]:
+        """The numbers of the functions that score all rows of a call together: the batched and the async ones."""
+        return [at for at, (_, one) in enumerate(self._functions) if one.is_batched or one.is_async]
 
     def __call__(
         self,
@@ -69,6 +117,7 @@ class FunctionReward:
         response_end: Tensor,
         gt_answer: Sequence[Any],
         vision: VisionRows | None = None,
+        columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor:
         """Score rows.
 
@@ -79,32 +128,132 @@ class FunctionReward:
             response_end: ``(B,)`` int64, column after the last response token.
             gt_answer: One element a row.
             vision: Images and videos of the rows.
+            columns: The further columns of each row's prompt; None: there are none.
 
         Returns:
-            ``(B,)`` float32.
+            ``(B,)`` float32, NaN in a row without a score.
 
         Raises:
-            RewardError: If a function raises, or does not return one finite number.
+            RewardError: If a function raises, or does not return one finite number, without `problems`.
         """
-        scores = []
-        for row, (ids, mask, start, end, answer) in enumerate(
-            zip(input_ids, attention_mask, response_start.tolist(), response_end.tolist(), gt_answer, strict=True)
-        ):
-            keywords = {
-                "gt_answer": answer,
-                "response_start": start,
-                "response_end": end,
-                "tokenizer": self._tokenizer,
-            }
-            seen = _seen(None if vision is None else vision.rows([row]))
-            parts = [
-                _score(function, row, ids, mask, keywords | {name: seen[name] for name in names})
-                for function, names in self._functions
-            ]
-            scores.append(sum(parts))
-            self._on_row(parts)
+        scores, parts = [], []
+        which = range(len(self._functions))
+        missing: list[tuple[int, RowScore]] = []
+        rows = self.results(which, input_ids, attention_mask, response_start, response_end, gt_answer, vision, columns)
+        for row, found in enumerate(rows):
+            values = [part for part in found if not isinstance(part, RewardError)]
+            weighted: list[float] | None = None
+            if isinstance(error := found[-1], RewardError):
+                if self.problems is None:
+                    raise error
+                missing.append((row, row_score(found, is_joint=len(values) in self.together)))
+                self._on_problem(missing[-1][1].problem)
+                values = [math.nan] * len(which)
+            else:
+                weighted = [weight * part for weight, part in zip(self._weights, values, strict=True)]
+            parts.append(values)
+            scores.append(math.nan if weighted is None else sum(weighted))
+            self._on_row(weighted)
             self._on_progress()
+        self.problem = missing[0][1] if missing else None
+        if self.problems is not None:
+            self.problems.report(len(scores), missing)
+        self.parts = torch.tensor(parts, dtype=torch.float32).reshape(len(scores), len(which))
         return torch.tensor(scores, dtype=torch.float32)
+
+    def results(
+        self,
+        which: Sequence[int],
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_start: Tensor,
+        response_end: Tensor,
+        gt_answer: Sequence[Any],
+        vision: VisionRows | None = None,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[list[float | RewardError]]:
+        """Yield the results of some functions for each row: numbers, or numbers up to an error, which is the last.
+
+        Args:
+            which: Numbers of the functions.
+            input_ids: As for a call, as the other arguments.
+            attention_mask: ``(B, S)``.
+            response_start: ``(B,)``.
+            response_end: ``(B,)``.
+            gt_answer: One element a row.
+            vision: Images and videos of the rows.
+            columns: The further columns of each row's prompt.
+        """
+        given = [
+            {"gt_answer": answer, "response_start": start, "response_end": end, "tokenizer": self._tokenizer}
+            for start, end, answer in zip(response_start.tolist(), response_end.tolist(), gt_answer, strict=True)
+        ]
+
+        def keywords(signature: Signature, row: int) -> dict[str, Any]:
+            seen = _seen(None if vision is None else vision.rows([row])) if signature.vision else {}
+            start, end = given[row]["response_start"], given[row]["response_end"]
+            text = functools.partial(self._tokenizer_decode, input_ids[row, start:end])
+            return signature.keywords(given[row], seen, {} if columns is None else columns[row], text)
+
+        joint = {at: self._joint(at, input_ids, attention_mask, keywords) for at in self.together if at in which}
+        for row in range(len(given)):
+            found: list[float | RewardError] = []
+            for at in which:
+                function, signature = self._functions[at]
+                if at in joint:
+                    found.append(joint[at][row])
+                else:
+                    call = functools.partial(self._call, function, signature, keywords, row)
+                    found.append(_result(function, row, functools.partial(call, input_ids[row], attention_mask[row])))
+                if isinstance(found[-1], RewardError):
+                    break
+            yield found
+
+    def _tokenizer_decode(self, ids: Tensor) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    @staticmethod
+    def _call(
+        function: RewardFunction,
+        signature: Signature,
+        keywords: Callable[..., Any],
+        row: int,
+        ids: Tensor,
+        mask: Tensor,
+    ) -> Any:
+        return function(ids, mask, **keywords(signature, row))
+
+    def _joint(
+        self, at: int, input_ids: Tensor, attention_mask: Tensor, keywords: Callable[[Signature, int], dict[str, Any]]
+    ) -> list[float | RewardError]:
+        """Return the results of a batched or async function for all rows."""
+        function, signature = self._functions[at]
+        rows = range(len(input_ids))
+        try:
+            if signature.is_batched:
+                given = signature.together([keywords(signature, row) for row in rows])
+                call = functools.partial(function, input_ids, attention_mask, **given)
+                results = awaited([call], self._timeout_s)[0] if signature.is_async else call()
+                if isinstance(results, BaseException):
+                    raise results
+                if len(results) != len(rows):
+                    raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(rows)} rows")
+            else:
+
+                async def of_row(row: int) -> Any:
+                    return await function(input_ids[row], attention_mask[row], **keywords(signature, row))
+
+                results = awaited([functools.partial(of_row, row) for row in rows], self._timeout_s)
+        # User code may raise any exception; every row has it.
+        except Exception as error:  # noqa: BLE001
+            results = [error] * len(rows)
+        return [_result(function, row, functools.partial(_taken, result)) for row, result in enumerate(results)]
+
+
+def _taken(result: Any) -> Any:
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def vision_keywords(
@@ -130,11 +279,19 @@ def vision_keywords(
     return {name: known.get(name) for name in names}
 
 
-def load_reward_function(name: str, *, field: str = "rollout.reward_functions") -> RewardFunction:
+def takes_columns(reward_model: Callable[..., Any]) -> bool:
+    """Return whether a reward model's signature names `columns`, the further columns of each row's prompt."""
+    return bool(_named(reward_model, ("columns",)))
+
+
+def load_reward_function(
+    name: str, settings: RewardConfig | None = None, *, field: str = "rollout.reward_functions"
+) -> RewardFunction:
     """Import a reward function by its name.
 
     Args:
-        name: ``module:function``; the module is imported from ``sys.path``.
+        name: ``module:function``, the module imported from ``sys.path``; or one of `REWARD_NAMES`.
+        settings: The options of the latter; None: only the former is known.
         field: The configuration field with this name, for the error.
 
     Returns:
@@ -143,6 +300,11 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
     Raises:
         ConfigError: If the name has another form, does not import, or is not callable.
     """
+    if settings is not None and name in REWARD_NAMES:
+        # Only then: it needs libraries that other functions do not.
+        from pipeline.rollout.reward.named import named_reward
+
+        return named_reward(name, settings)
     module_name, separator, function_name = name.partition(":")
     if not (module_name and separator and function_name):
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")
@@ -156,6 +318,8 @@ def load_reward_function(name: str, *, field: str = "rollout.reward_functions") 
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{field}: {module_name} has no function {function_name}")
+    if problem := user_modules.problem_of_call(function):
+        raise ConfigError(f"{field}: {name} {problem}")
     loaded: RewardFunction = function
     return loaded
 
@@ -207,28 +371,47 @@ def _seen(vision: VisionRows | None) -> dict[str, Any]:
     return {**seen, "raw_images": vision.raw_images[0]}
 
 
-def _score(function: RewardFunction, row: int, ids: Tensor, mask: Tensor, keywords: dict[str, Any]) -> float:
-    name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
+def _told(name: str, row: int, error: RewardError) -> RewardError:
+    """Return the error of a function of this package, in its words, which quote a text only beside `bare`."""
+    bare = error.bare or str(error)
+    told = RewardError(f"{name}: {error} for row {row}", bare=f"{name}: {bare} for row {row}", cause=f"{name}: {bare}")
+    told.__cause__ = error.__cause__
+    return told
+
+
+def _name_of(function: RewardFunction) -> str:
+    return f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
+
+
+def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> float | RewardError:
+    """Return the number that a call gives, or its error, with the exception behind it as the cause."""
+    name = _name_of(function)
     try:
-        result = function(ids, mask, **keywords)
+        result = call()
     # User code may raise any exception; the error names the row.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
+        if isinstance(error, RewardError) and getattr(function, "__module__", "") == NAMED:
+            return _told(name, row, error)
         place = _place_of(function, error)
         cause = f"{name} raised {type(error).__name__}"
         message, bare = f"{name} raised {error!r} for row {row}{place}", f"{cause} for row {row}{place}"
-        raise RewardError(message, bare=bare, raised=True, cause=f"{cause}{place}") from error
+        found = RewardError(message, bare=bare, raised=True, cause=f"{cause}{place}")
+        found.__cause__ = error
+        return found
     try:
         score = float(result)
     # The result may be of any type.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         returned = "{} returned {} for row {}; a reward is a finite number{}".format
         kind, place = f"a {type(result).__name__}", _place_of(function)
         message, bare = returned(name, _shown(result), row, place), returned(name, kind, row, place)
-        raise RewardError(message, bare=bare, cause=f"{name} returned {kind}{place}") from error
+        found = RewardError(message, bare=bare, cause=f"{name} returned {kind}{place}")
+        found.__cause__ = error
+        return found
     if not math.isfinite(score):
         place = _place_of(function)
         message = f"{name} returned {score} for row {row}; a reward is a finite number{place}"
-        raise RewardError(message, cause=f"{name} returned {score}{place}")
+        return RewardError(message, cause=f"{name} returned {score}{place}")
     return score
 
 

@@ -1,8 +1,10 @@
 """Reward functions in processes that can be killed: a function that hangs or crashes costs its own row only.
 
+A batched function that hangs or crashes costs the rows of its call, which are all of a ticket's.
+
     worker                                      scorer (`pipeline.rollout.reward.process`), one row at a time
-      RowToScore                      ------>   calls the functions; over a socket of this scorer's own
-                                      <------   Loaded once, with that socket's other end, then a RowScore a row
+      RowsToScore                     ------>   calls the functions; over a socket of this scorer's own
+                                      <------   Loaded once, with that socket's other end, then RowsScored each time
                                       <------   Died: the scorer has ended, from the process that forked it
 
 A row that a scorer has read in part is lost with its socket: the next scorer never reads the rest. A scorer ends a row
@@ -25,14 +27,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from pipeline.config.rewards import RewardConfig
 from pipeline.errors import ConfigError, DeadlineError, RlhfdError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.rollout.environment.wire import frame, unframe
 from pipeline.rollout.reward import process as reward_process
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.wire import (
@@ -40,10 +45,10 @@ from pipeline.rollout.reward.wire import (
     Loaded,
     Problem,
     RowScore,
+    RowsScored,
+    RowsToScore,
     RowToScore,
     decoder,
-    frame,
-    unframe,
     with_images,
 )
 from pipeline.runtime.forking import ForkedChild, unfit_to_fork
@@ -62,9 +67,9 @@ class RewardPool:
     Not thread-safe; close it, or use it as a context manager. Its processes die with this one.
 
     Args:
-        functions: ``module:function`` each; their results add up.
+        functions: A name or ``module:function`` each; their results add up.
         tokenizer: Directory of the tokenizer that is passed to the functions.
-        timeout_s: Longest time the functions may take for one row.
+        timeout_s: Longest time the functions may take for one row, and one that is batched or async for all rows.
         processes: Rows that are scored at the same time.
         on_problem: Called with the reason of each row without a score.
         on_progress: Called at least once a second while rows are scored.
@@ -72,8 +77,14 @@ class RewardPool:
         problems: Logs the rows without a score.
         may_fork: Whether the processes may be forks of this one, which has torch loaded and no state that a function
             must not have; a fork is refused, and a new process started, where it has threads or a GPU.
+        settings: Options of the functions that are known by name.
+        weights: One a function; None: 1 each.
+        labels: A name of each function, of its column in an experience's `info`; without them there is no column.
 
     Attributes:
+        labels: As given.
+        parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without
+            a score.
         problem: The first row without a score of the last call; None if all had one.
         problems: Logs the rows without a score.
     """
@@ -90,7 +101,14 @@ class RewardPool:
         on_row: Callable[[Sequence[float] | None], None] = lambda parts: None,
         problems: RewardProblems | None = None,
         may_fork: bool = False,
+        settings: RewardConfig | None = None,
+        weights: Sequence[float] | None = None,
+        labels: Sequence[str] = (),
     ) -> None:
+        self.labels = list(labels)
+        self._count = len(functions)
+        self._weights = list(weights or [1.0] * len(functions))
+        self.parts = torch.empty(0, len(functions))
         self.problems = problems or RewardProblems()
         self.problem: RowScore | None = None
         self._timeout_s = timeout_s
@@ -99,7 +117,8 @@ class RewardPool:
         self._on_row = on_row
         pairs = [socket.socketpair() for _ in range(processes)]
         descriptors = [other.fileno() for _, other in pairs]
-        self._process = _started(descriptors, [list(functions), tokenizer, timeout_s], may_fork=may_fork)
+        options = (settings or RewardConfig()).model_dump_json()
+        self._process = _started(descriptors, [list(functions), tokenizer, timeout_s, options], may_fork=may_fork)
         for _, other in pairs:
             other.close()
         self._scorers = [_Scorer(link) for link, _ in pairs]
@@ -124,6 +143,7 @@ class RewardPool:
         response_end: Tensor,
         gt_answer: Sequence[Any],
         vision: VisionRows | None = None,
+        columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor:
         """Score rows.
 
@@ -134,6 +154,7 @@ class RewardPool:
             response_end: ``(B,)`` int64, column after the last response token.
             gt_answer: One JSON value a row.
             vision: Images and videos of the rows, for the functions that name them.
+            columns: The further columns of each row's prompt, JSON values; None: there are none.
 
         Returns:
             ``(B,)`` float32, NaN where the functions gave no finite number in time.
@@ -141,7 +162,10 @@ class RewardPool:
         Raises:
             RlhfdError: If the processes have ended or do not answer, or a new one cannot load the functions.
         """
-        columns = zip(
+        if all(scorer.together is None for scorer in self._scorers):
+            # Functions say once what they take, and a scorer that has ended has said so.
+            self.wait_ready()
+        fields = zip(
             input_ids.cpu().numpy(),
             (attention_mask != 0).cpu().numpy(),
             response_start.tolist(),
@@ -151,19 +175,31 @@ class RewardPool:
         )
         rows = [
             RowToScore(ids.tobytes(), mask.tobytes(), start, end, json.dumps(answer))
-            for ids, mask, start, end, answer in columns
+            for ids, mask, start, end, answer in fields
         ]
         if vision is not None and any(scorer.sees_images for scorer in self._scorers):
             rows = [with_images(row, vision.rows([place])) for place, row in enumerate(rows)]
+        if columns is not None and any(scorer.wants_columns for scorer in self._scorers):
+            rows = [
+                msgspec.structs.replace(row, columns=json.dumps(named))
+                for row, named in zip(rows, columns, strict=True)
+            ]
         scores = self._score(rows)
-        for score in scores:
-            self._on_row(None if score.problem else score.parts)
+        weighted = [
+            [weight * part for weight, part in zip(self._weights, score.parts, strict=False)] for score in scores
+        ]
+        for score, parts in zip(scores, weighted, strict=True):
+            self._on_row(None if score.problem else parts)
+        missing = [math.nan] * self._count
+        raw = [missing if score.problem else score.parts for score in scores]
+        self.parts = torch.tensor(raw, dtype=torch.float32).reshape(len(scores), self._count)
         problems = [(row, score) for row, score in enumerate(scores) if score.problem]
         self.problem = problems[0][1] if problems else None
         for _, score in problems:
             self._on_problem(score.problem)
         self.problems.report(len(scores), problems)
-        return torch.tensor([math.nan if score.problem else score.score for score in scores], dtype=torch.float32)
+        sums = [math.nan if score.problem else sum(parts) for score, parts in zip(scores, weighted, strict=True)]
+        return torch.tensor(sums, dtype=torch.float32)
 
     def close(self) -> None:
         """End the processes."""
@@ -180,32 +216,56 @@ class RewardPool:
         self.close()
 
     def _score(self, rows: list[RowToScore]) -> list[RowScore]:
-        scores: dict[int, RowScore] = {}
-        waiting = collections.deque(range(len(rows)))
+        together = next(scorer.together for scorer in self._scorers if scorer.together is not None)
+        alone = [at for at in range(self._count) if at not in together]
+        # All rows of a function that needs them first: it takes longest, beside the other rows in other processes.
+        work = [RowsToScore([at], rows) for at in together if rows]
+        work += [RowsToScore(alone, [row]) for row in rows if alone]
+        done = self._work(work)
+        joint = len(together) if rows else 0
+        scores = []
+        for row in range(len(rows)):
+            found = {at: done[number][row] for number, at in enumerate(together)}
+            own = done[joint + row][0] if alone else RowScore()
+            results = [*found.values(), own]
+            if problem := next((score for score in results if score.problem), None):
+                scores.append(problem)
+                continue
+            parts = {**{at: score.parts[0] for at, score in found.items()}, **dict(zip(alone, own.parts, strict=True))}
+            scores.append(RowScore(parts=[parts[at] for at in range(self._count)]))
+        return scores
+
+    def _work(self, work: list[RowsToScore]) -> list[list[RowScore]]:
+        """Return the scores of each piece of work."""
+        scores: dict[int, list[RowScore]] = {}
+        waiting = collections.deque(range(len(work)))
         tried_again: set[int] = set()
         timeouts = 0
-        while len(scores) < len(rows):
+        while len(scores) < len(work):
             for scorer in self._scorers:
-                if waiting and scorer.pid and scorer.row is None:
-                    scorer.begin(waiting.popleft(), rows, self._timeout_s)
-            for row, score, died in self._receive(self._scorers, min(scorer.deadline_s for scorer in self._scorers)):
-                if died and row not in tried_again:
-                    # The scorer may have died before it read the row.
-                    tried_again.add(row)
-                    waiting.appendleft(row)
+                if waiting and scorer.pid and scorer.work is None:
+                    scorer.begin((at := waiting.popleft()), work[at], self._timeout_s)
+            for at, found, died in self._receive(self._scorers, min(scorer.deadline_s for scorer in self._scorers)):
+                if died and at not in tried_again:
+                    # The scorer may have died before it read the rows.
+                    tried_again.add(at)
+                    waiting.appendleft(at)
                     continue
-                scores[row] = score
-                timeouts = timeouts + 1 if score.problem == "timeout" else 0
+                # A scorer that has ended gives one score for all rows.
+                scores[at] = found if len(found) == len(work[at].rows) else found * len(work[at].rows)
+                if len(found) == 1:
+                    timeouts = timeouts + 1 if found[0].problem == "timeout" else 0
             if timeouts >= _TIMEOUTS_IN_A_ROW:
                 text = f"not tried: {timeouts} rows in a row took longer than {self._timeout_s:g} s"
-                scores |= {row: RowScore(problem="timeout", text=text) for row in waiting}
+                late = RowScore(problem="timeout", text=text)
+                scores |= {at: [late] * len(work[at].rows) for at in waiting}
                 waiting.clear()
             for scorer in self._scorers:
                 scorer.kill_if_overdue()
-        return [scores[row] for row in range(len(rows))]
+        return [scores[at] for at in range(len(work))]
 
-    def _receive(self, scorers: list[_Scorer], deadline_s: float) -> list[tuple[int, RowScore, bool]]:
-        """Handle the messages of these scorers; wait for the first one until the deadline. Return the rows done."""
+    def _receive(self, scorers: list[_Scorer], deadline_s: float) -> list[tuple[int, list[RowScore], bool]]:
+        """Handle the messages of these scorers; wait for the first one until the deadline. Return the work done."""
         with selectors.DefaultSelector() as selector:
             for scorer in scorers:
                 selector.register(scorer.link, selectors.EVENT_READ, scorer)
@@ -244,30 +304,34 @@ class _Scorer:
     Attributes:
         pid: The scorer that is ready; 0 while none is.
         sees_images: Whether its functions name images among their parameters.
-        row: The row in work; None for none.
-        deadline_s: The end of the time for its row, or for its start.
+        wants_columns: Whether its functions take further columns.
+        together: Numbers of the functions that score all rows in one call; None before the first scorer is ready.
+        work: The number of the work in hand; None for none.
+        deadline_s: The end of the time for its work, or for its start.
     """
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
         self.pid = 0
         self.sees_images = False
-        self.row: int | None = None
+        self.wants_columns = False
+        self.together: list[int] | None = None
+        self.work: int | None = None
         self.deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
         self._began_s = 0.0
         self._kills = 0
         self._rows: socket.socket | None = None
         self._read = bytearray()
 
-    def begin(self, row: int, rows: list[RowToScore], timeout_s: float) -> None:
-        """Send a row to the scorer."""
+    def begin(self, number: int, work: RowsToScore, timeout_s: float) -> None:
+        """Send work to the scorer."""
         assert self._rows is not None, "no scorer has sent Loaded"
-        self.row = row
+        self.work = number
         self._began_s = time.monotonic()
         self.deadline_s = self._began_s + timeout_s + _GRACE_S
         # A stopped or dead scorer reads nothing, or a part; `kill_if_overdue` handles it.
         with contextlib.suppress(OSError):
-            self._rows.sendall(frame(rows[row]))
+            self._rows.sendall(frame(work))
 
     def close(self) -> None:
         """Close the sockets."""
@@ -275,8 +339,10 @@ class _Scorer:
         if self._rows is not None:
             self._rows.close()
 
-    def receive(self, timeout_s: float) -> list[tuple[int, RowScore, bool]]:
-        """Handle the messages of the link; return the rows done, each with its score and whether its scorer died.
+    def receive(self, timeout_s: float) -> list[tuple[int, list[RowScore], bool]]:
+        """Handle the messages of the link; return the work done, each with its scores and whether its scorer died.
+
+        A scorer that died has one score for all rows.
 
         Raises:
             ConfigError: If the functions cannot be loaded.
@@ -293,17 +359,18 @@ class _Scorer:
             match decoder.decode(body):
                 case Loaded(error=error) if error:
                     raise ConfigError(error)
-                case Loaded(pid=pid, sees_images=sees_images):
-                    self.pid, self.sees_images, self.deadline_s = pid, sees_images, math.inf
-                case RowScore() as answer if self.row is not None:
-                    done.append((self.row, answer, False))
-                    self.row, self.deadline_s = None, math.inf
+                case Loaded() as loaded:
+                    self.pid, self.sees_images, self.deadline_s = loaded.pid, loaded.sees_images, math.inf
+                    self.wants_columns, self.together = loaded.wants_columns, loaded.together
+                case RowsScored(rows=rows) if self.work is not None:
+                    done.append((self.work, rows, False))
+                    self.work, self.deadline_s = None, math.inf
                 case Died(code=code):
-                    if self.row is not None:
+                    if self.work is not None:
                         score = self._verdict(code, timeout_s)
-                        done.append((self.row, score, score.problem != "timeout"))
+                        done.append((self.work, [score], score.problem != "timeout"))
                     self._kills = 0
-                    self.pid, self.row, self.deadline_s = 0, None, time.monotonic() + STARTUP_TIMEOUT_S
+                    self.pid, self.work, self.deadline_s = 0, None, time.monotonic() + STARTUP_TIMEOUT_S
         return done
 
     def kill_if_overdue(self) -> None:

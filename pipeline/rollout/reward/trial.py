@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.config.rewards import reward_settings, weights_of
 from pipeline.config.schema import Config
 from pipeline.errors import PromptError, RewardError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_reward_model, load_tokenizer
-from pipeline.prompts import Prompt, render
+from pipeline.prompts.rendering import render, rendering_of
+from pipeline.prompts.types import Prompt
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
 
 MODEL = "model.reward"
@@ -25,7 +27,7 @@ class Trial(NamedTuple):
     """The reward of one row.
 
     Attributes:
-        parts: Result of each function by its name, and of the reward model; their sum is the reward.
+        parts: Weighted result of each function by its name, and of the reward model; their sum is the reward.
         tokens: Tokens of the response that the reward was given.
         is_cut: Whether the response did not fit beside its prompt, or was given as cut.
         problem: The reason why there is no reward; empty if there is one.
@@ -48,8 +50,11 @@ class RewardTrial:
         """
         self._config = config
         self._tokenizer: Any = load_tokenizer(config.model.actor)
+        self._rendering = rendering_of(config.prompts)
         self._device = process_device()
-        self._functions = [(name, load_reward_function(name)) for name in config.rollout.reward_functions]
+        settings = reward_settings(config)
+        named = zip(config.rollout.reward_functions, weights_of(config), strict=True)
+        self._functions = [(name, load_reward_function(name, settings), weight) for name, weight in named]
         self._model: Callable[..., Tensor] | None = None
         if config.model.reward is not None:
             self._model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=self._device)
@@ -61,7 +66,7 @@ class RewardTrial:
             ConfigError: If the prompts need a chat template and there is none.
         """
         try:
-            prompt_ids = render(prompt, self._tokenizer, self._config.prompts.template)
+            prompt_ids = render(prompt, self._tokenizer, self._rendering)
         except PromptError as error:
             return Trial({}, 0, is_cut, str(error))
         response_ids, is_cut = self._response_ids(response, len(prompt_ids), is_cut=is_cut)
@@ -79,12 +84,20 @@ class RewardTrial:
             "response_end": torch.tensor([ids.shape[1]]),
             "gt_answer": [prompt.answer],
         }
+        functions_row = {**row, "columns": [prompt.columns]}
         parts: dict[str, float] = {}
-        for name, function in self._functions:
-            results: list[float] = []
+        for name, function, weight in self._functions:
+            results: list[Sequence[float] | None] = []
             try:
-                FunctionReward([function], self._tokenizer, on_row=results.extend)(**row)
-                parts[name] = results[0]
+                FunctionReward(
+                    [function],
+                    self._tokenizer,
+                    on_row=results.append,
+                    weights=[weight],
+                    timeout_s=self._config.rollout.reward_timeout_s,
+                )(**functions_row)
+                # A row without a reward has raised.
+                parts[name] = (results[0] or [])[0]
             except RewardError as error:
                 return Trial(parts, len(response_ids), is_cut, str(error).replace(" for row 0", "", 1))
         if self._model is not None:

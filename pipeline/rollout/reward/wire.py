@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import struct
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 import torch
 
+from pipeline.errors import RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 
 Problem = Literal["", "timeout", "exception", "invalid"]
 """Why a row has no score: its function took too long, raised or died, or did not return a finite number."""
-
-_LENGTH = struct.Struct("<I")
 
 
 class Pixels(msgspec.Struct, frozen=True, array_like=True):
@@ -26,7 +25,7 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowToScore(msgspec.Struct, frozen=True, array_like=True):
-    """A row to score: int64 ids, one byte of mask a token, the answer as JSON."""
+    """A row to score: int64 ids, one byte of mask a token, the answer and the prompt's further columns as JSON."""
 
     ids: bytes
     mask: bytes
@@ -35,25 +34,46 @@ class RowToScore(msgspec.Struct, frozen=True, array_like=True):
     answer: str
     vision: list[Pixels | None] = []
     raw_images: str = "null"
+    columns: str = "{}"
+
+
+class RowsToScore(msgspec.Struct, frozen=True, array_like=True):
+    """Numbers of functions, and the rows that they score: one row, or all of them for functions that need them."""
+
+    functions: list[int]
+    rows: list[RowToScore]
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A scorer has loaded the functions, or failed with an error; whether a function takes images."""
+    """A scorer has loaded the functions, or failed with an error.
+
+    Attributes:
+        sees_images: Whether a function takes images.
+        wants_columns: Whether a function takes further columns of the prompt's row.
+        together: Numbers of the functions that score all rows in one call.
+    """
 
     pid: int
     error: str = ""
     sees_images: bool = False
+    wants_columns: bool = False
+    together: list[int] = []
 
 
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The score of a row and its parts by function; or a problem, its text, and text and cause without user data."""
+    """The parts of a row's reward by function; or a problem, its text, and text and cause without user data."""
 
-    score: float = 0.0
     problem: Problem = ""
     text: str = ""
     bare: str = ""
     parts: list[float] = []
     cause: str = ""
+
+
+class RowsScored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The results of `RowsToScore`, a row each."""
+
+    rows: list[RowScore]
 
 
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -62,23 +82,22 @@ class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
     code: int
 
 
-decoder = msgspec.msgpack.Decoder(Loaded | RowScore | Died)
+decoder = msgspec.msgpack.Decoder(Loaded | RowsScored | Died)
 
 
-def frame(message: msgspec.Struct) -> bytes:
-    """Return a message's bytes, preceded by their length."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+def row_score(found: Sequence[float | RewardError], *, is_joint: bool) -> RowScore:
+    """Return the result of a row, of the numbers of its functions up to an error, which is the last.
 
-
-def unframe(data: bytearray) -> bytes | None:
-    """Remove the first complete message from the bytes read, and return it; None if there is none yet."""
-    if len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
-        return None
-    end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    body = bytes(data[_LENGTH.size : end])
-    del data[:end]
-    return body
+    Args:
+        found: The numbers; at least one element.
+        is_joint: Whether the function of the error scores all rows together, with a limit of their time.
+    """
+    if isinstance(error := found[-1], RewardError):
+        problem: Problem = "exception" if error.raised else "invalid"
+        if is_joint and isinstance(error.__cause__, TimeoutError):
+            problem = "timeout"
+        return RowScore(problem=problem, text=str(error), bare=error.bare, cause=error.cause)
+    return RowScore(parts=[part for part in found if not isinstance(part, RewardError)])
 
 
 def with_images(row: RowToScore, vision: VisionRows) -> RowToScore:
@@ -97,15 +116,16 @@ def with_images(row: RowToScore, vision: VisionRows) -> RowToScore:
     return msgspec.structs.replace(row, vision=pixels, raw_images=json.dumps(vision.raw_images[0]))
 
 
-def vision_of(row: RowToScore) -> VisionRows | None:
-    """Return the images of a row; None if it has none."""
-    if not row.vision:
+def vision_of(rows: Sequence[RowToScore]) -> VisionRows | None:
+    """Return the images of rows; None if they have none."""
+    if not rows or not rows[0].vision:
         return None
-    tensors = [
-        None
-        if pixels is None
-        else torch.frombuffer(bytearray(pixels.data), dtype=getattr(torch, pixels.dtype)).reshape(pixels.shape)
-        for pixels in row.vision
-    ]
-    fields: dict[str, Any] = {name: [tensor] for name, tensor in zip(MODEL_KEYWORDS, tensors, strict=True)}
-    return VisionRows(**fields, raw_images=[json.loads(row.raw_images)])
+    tensors = [[None if pixels is None else _tensor(pixels) for pixels in row.vision] for row in rows]
+    fields: dict[str, Any] = {
+        name: list(column) for name, column in zip(MODEL_KEYWORDS, zip(*tensors, strict=True), strict=True)
+    }
+    return VisionRows(**fields, raw_images=[json.loads(row.raw_images) for row in rows])
+
+
+def _tensor(pixels: Pixels) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pixels.data), dtype=getattr(torch, pixels.dtype)).reshape(pixels.shape)

@@ -121,8 +121,8 @@ def test_a_worker_that_is_not_to_be_trusted_seals_nothing_and_is_counted(tmp_pat
     def refuse(version):
         raise WeightsMismatchError("no")
 
-    roller = bench.worker._roller
-    roller._weights = dataclasses.replace(roller._weights, check=refuse)
+    roller = bench.roller
+    roller.weights = dataclasses.replace(roller.weights, check=refuse)
     bench.ticket()
 
     with pytest.raises(WeightsMismatchError):

@@ -60,6 +60,19 @@ def test_what_is_written_is_read_with_the_fingerprint_of_a_slow_reference(small_
         assert torch.equal(target[name], expected), name
 
 
+def test_without_some_of_the_targets_the_fingerprint_is_of_all_tensors(small_blocks):
+    its, target = slot(), tensors(seed=1)
+    written = its.write(tensors())
+
+    del target["b"]
+    with pytest.raises(WeightsError, match="b: missing"):
+        its.read(target)
+
+    assert its.read(target, partial=True) == written
+    for name, found in target.items():
+        assert torch.equal(found, tensors()[name]), name
+
+
 def test_tensors_that_are_no_plain_copy_of_bytes_are_copied_by_value(small_blocks):
     given = tensors()
     expected = {name: tensor.clone() for name, tensor in given.items()}

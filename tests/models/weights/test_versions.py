@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline.models.weights import store
+from pipeline.models.weights import places, store
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage import weights_header
 from tests.storage.test_ledger import DyingMemory, Killed
@@ -42,7 +42,7 @@ class DyingSlot(store.Slot):
         return super().write(tensors)
 
 
-class DyingMapping(store._Mapping):
+class DyingMapping(store.WeightsMapping):
     """A mapping whose writer dies when the budget of stores is spent."""
 
     budget: ClassVar = [ENDLESS]
@@ -54,7 +54,7 @@ class DyingMapping(store._Mapping):
 
     def all_slots(self):
         memories = [self.slot_memory(slot) for slot in range(self.slots)]
-        return [DyingSlot(memory, store._views(memory, self.places)) for memory in memories]
+        return [DyingSlot(memory, places.tensor_views(memory, self.places)) for memory in memories]
 
     def close(self):
         self.marks = self.real_marks
@@ -66,7 +66,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.original, store._Mapping = store._Mapping, DyingMapping
+        self.original, store.WeightsMapping = store.WeightsMapping, DyingMapping
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "weights"
         self.values = 0
@@ -131,7 +131,7 @@ class VersionsMachine(RuleBasedStateMachine):
         assert all(tensor.eq(self.value).all() for tensor in into.values())
 
     def teardown(self):
-        store._Mapping = self.original
+        store.WeightsMapping = self.original
         self.folder.cleanup()
 
 
@@ -183,7 +183,7 @@ def test_the_newest_version_is_read_from_the_header_without_a_mapping(tmp_path, 
     assert trainer.newest() is None
     published = [trainer.publish(version, model(1.0), None, trained_through=0) for version in range(2)]
     mapped = []
-    monkeypatch.setattr(store, "_Mapping", mapped.append)
+    monkeypatch.setattr(store, "WeightsMapping", mapped.append)
 
     assert trainer.newest() == published[1]
     assert mapped == []

@@ -12,18 +12,21 @@ from pipeline.config.lengths import Lengths
 from pipeline.errors import ConfigError
 from pipeline.experience.codec import ExtentReader, gather
 from pipeline.models.weights.store import WeightsPublisher, flatten
-from pipeline.prompts import PromptSource
-from pipeline.rollout.generation.engines import load_engine
+from pipeline.prompts.source import PromptSource
+from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.engines import hand_over, load_engine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.ticket_stream import EngineStream
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Sealed, Ticket, Welcome
 from pipeline.storage.arena import Arena
-from pipeline.telemetry.metrics import SlotName
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_worker import Sent
 from tests.support import tiny, whole_rows
@@ -62,6 +65,32 @@ def test_another_engine_makes_the_same_experience():
     assert torch.equal(its.advantages, lean.advantages)
 
 
+WRAPPERS = """
+from tests.support.whole_rows import WholeRows
+
+def any_keyword(actor, **keywords):
+    assert sorted(keywords) == ["device", "directory", "on_progress"]
+    return WholeRows(actor)
+
+def by_name(actor, *, directory, device, on_progress, config):
+    assert config == "the configuration"
+    return WholeRows(actor)
+"""
+
+
+@pytest.mark.parametrize("factory", ["any_keyword", "by_name"])
+def test_a_factory_gets_the_configuration_only_if_it_names_it(tmp_path, monkeypatch, factory):
+    (tmp_path / "wrappers_of_engines.py").write_text(WRAPPERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    made = load_engine(
+        f"wrappers_of_engines:{factory}", tiny.llama(), directory=tmp_path, device=torch.device("cpu"),
+        on_progress=lambda: None, config="the configuration",
+    )  # fmt: skip
+
+    assert isinstance(made, WholeRows)
+
+
 class Letters:
     pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
 
@@ -81,15 +110,16 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     source, sent = PromptSource(tmp_path / "prompts.jsonl", 0), Sent()
     tensors = flatten(actor=actor.state_dict())
     roller = LocalRoller(
-        maker(actor, engine), source, Letters(), ModelWeights(tensors, engine), seed=7,
+        maker(actor, engine), source, Letters(), ModelWeights(tensors, BlockingEngine(engine)), seed=7,
         lengths=Lengths(12, 11, None), template="none",
         generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
     )  # fmt: skip
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
     publisher.publish(1, flatten(actor=published.state_dict()))
+    metrics = RolloutMetrics(slab.writer("rollout", 0), reward_source="function")
     worker = RolloutWorker(
-        roller, arena, tmp_path / "weights", sent,
-        RolloutMetrics(slab.writer("rollout", 0), reward_source="function"), index=0, clock=lambda: 0.0, group_size=4,
+        EngineStream(roller, roller.engine, metrics, 2), arena, tmp_path / "weights", sent, metrics,
+        index=0, clock=lambda: 0.0, group_size=4,
     )  # fmt: skip
     worker.handle(Welcome(1))
 
@@ -181,3 +211,25 @@ def test_a_daemon_runs_with_an_engine_of_ones_own(tmp_path, task):  # noqa: F811
         assert daemon.wait(150.0) == 0, daemon.errors
 
     assert int((tmp_path / "whole_rows.updates").read_text()) >= 2
+
+
+class Fetching:
+    """An engine that fetches some version, whichever it is asked for."""
+
+    def __init__(self, version):
+        self.version, self.updates = version, []
+
+    def fetch_weights(self, path, age):
+        return self.version
+
+    def update_weights(self, actor, version):
+        self.updates.append((list(actor), version))
+
+
+@pytest.mark.parametrize(("taken", "updates"), [((3, 0), []), ((9, 0), [(["a"], 3)]), ((3, 1), [(["a"], 3)])])
+def test_an_engine_that_took_another_version_than_its_worker_gets_the_workers(taken, updates):
+    engine, tensors = Fetching(taken), {"actor.a": torch.zeros(1), "critic.b": torch.zeros(1)}
+
+    hand_over(engine, SimpleNamespace(path=Path("weights")), WeightsVersion(3, 0), tensors)
+
+    assert engine.updates == updates

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.models.pass_size import release_memory
 from pipeline.rollout.generation import cuda_graphs
 from pipeline.rollout.generation.graph_capture import CudaDevice, GraphCapture
 from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny
 
@@ -25,25 +28,35 @@ SAMPLING = Sampling(max_length=94, pad_token_id=tiny.PAD, seed=3)
 
 
 class FakeGraph:
-    """Runs its step at each replay, into the tensor of its result."""
+    """Runs its step at each replay; it would compute with other tensors than at its capture, a card does not."""
 
-    def __init__(self, step: Callable[[], Tensor], result: Tensor) -> None:
-        self._step, self._result = step, result
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self.bucket = step.args[1]  # type: ignore[attr-defined]
+        self.addresses = self._addresses()
         self.replays = 0
 
     def replay(self) -> None:
         self.replays += 1
-        self._result.copy_(self._step())
+        assert self._addresses() == self.addresses
+        self._step()
+
+    def _addresses(self) -> list[int]:
+        bucket = self.bucket
+        tensors = [bucket.column, bucket.tokens, bucket.positions, bucket.mask, bucket.logits]
+        for layer in bucket.layers:
+            tensors += [layer.keys, layer.values, layer._column]
+        return [tensor.data_ptr() for tensor in tensors]
 
 
 class FakeDevice:
-    """A device with graphs; each capture raises `fails`, if given."""
+    """A device with graphs; each capture from the `good`-th on raises `fails`, if given."""
 
-    def __init__(self, *, fails: Exception | None = None) -> None:
+    def __init__(self, *, fails: Exception | None = None, good: int = 0) -> None:
         self.graphs: list[FakeGraph] = []
         self.trials = self.captures = 0
         self.is_refusing = False
-        self._fails = fails
+        self._fails, self._good = fails, good
 
     @contextlib.contextmanager
     def refuse_synchronization(self) -> Iterator[None]:
@@ -54,14 +67,17 @@ class FakeDevice:
         finally:
             self.is_refusing = False
 
-    def capture(self, step: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
+    def capture(self, step: Callable[[], None]) -> FakeGraph:
         self.captures += 1
-        if self._fails is not None:
+        if self._fails is not None and self.captures > self._good:
             raise self._fails
-        rows = len(step.__self__._tokens)  # type: ignore[attr-defined]
-        result = torch.full((rows, tiny.VOCABULARY_SIZE), torch.nan)
-        self.graphs.append(FakeGraph(step, result))
-        return self.graphs[-1], result
+        self.graphs.append(FakeGraph(step))
+        return self.graphs[-1]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and columns of each graph."""
+        return [(len(graph.bucket.tokens), graph.bucket.room) for graph in self.graphs]
 
 
 def engine_on(device: FakeDevice, model: Any) -> TransformersGenerator:
@@ -70,9 +86,18 @@ def engine_on(device: FakeDevice, model: Any) -> TransformersGenerator:
     return engine
 
 
-def assert_tokens_of_the_plain_loop(engine: TransformersGenerator) -> None:
-    expected = TransformersGenerator(tiny.llama()).generate(PROMPTS, MASK, SAMPLING, group_size=4)
-    made = engine.generate(PROMPTS, MASK, SAMPLING, group_size=4)
+def assert_tokens_of_the_plain_loop(
+    engine: TransformersGenerator,
+    *,
+    prompts: Tensor = PROMPTS,
+    sampling: Sampling = SAMPLING,
+    group_size: int = 4,
+    model: Any = None,
+) -> None:
+    mask = (prompts != 0).long()
+    plain = TransformersGenerator(model or tiny.llama())
+    expected = plain.generate(prompts, mask, sampling, group_size=group_size)
+    made = engine.generate(prompts, mask, sampling, group_size=group_size)
     assert torch.equal(made.sequences, expected.sequences)
     assert made.log_probs is not None and expected.log_probs is not None
     torch.testing.assert_close(made.log_probs, expected.log_probs, atol=1e-5, rtol=0)
@@ -97,8 +122,160 @@ def test_steps_are_replayed_after_one_trial_an_engine() -> None:
     assert_tokens_of_the_plain_loop(engine)
 
     assert device.trials == 1
-    assert device.captures == len(device.graphs) >= 4
+    # The room of the first batch needs more memory, for which its first graph is dropped.
+    assert device.sizes == [(16, 64), (16, 94), (16, 64)]
     assert sum(graph.replays for graph in device.graphs) > 100
+
+
+def test_batches_of_other_rows_and_widths_replay_the_graphs_of_their_buckets() -> None:
+    """14, 12 and 16 rows are 16 rows of a graph; prompts of 2, 4 and 7 tokens have rooms of 64 and of 94 columns."""
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama())
+    never = dataclasses.replace(SAMPLING, eos_token_ids=())
+    # The memory is as large as it becomes, and the trial is over.
+    assert_tokens_of_the_plain_loop(engine, sampling=never)
+    assert_tokens_of_the_plain_loop(engine, sampling=never)
+    assert set(device.sizes) == {(16, 64), (16, 94)}
+    captures = device.captures
+
+    for group_size in (4, 2):
+        rows = 16 // group_size
+        for width in (2, 4, 7):
+            prompts = torch.randint(
+                2, 20, (rows - (group_size == 2), width), generator=torch.Generator().manual_seed(7)
+            )
+            assert_tokens_of_the_plain_loop(engine, prompts=prompts, sampling=never, group_size=group_size)
+
+    assert device.captures == captures
+
+
+def test_rows_that_leave_go_on_in_a_graph_of_fewer_rows_that_is_kept() -> None:
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama())
+    most_end = dataclasses.replace(SAMPLING, eos_token_ids=tuple(range(1, 9)))
+    batches = [dataclasses.replace(most_end, seed=seed) for seed in range(12)]
+    for sampling in batches:
+        assert_tokens_of_the_plain_loop(engine, sampling=sampling, group_size=16)
+    captures = device.captures
+    assert {rows for rows, _ in device.sizes} >= {2, 4, 8, 16}
+
+    for sampling in batches:
+        assert_tokens_of_the_plain_loop(engine, sampling=sampling, group_size=16)
+
+    assert device.captures == captures
+
+
+def test_a_batch_that_needs_more_memory_than_there_is_captures_anew() -> None:
+    """A graph reads addresses: none may be replayed once its memory was given back (`FakeGraph` checks them)."""
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama())
+    for group_size in (1, 4, 1, 4):
+        assert_tokens_of_the_plain_loop(engine, group_size=group_size)
+    captures = device.captures
+
+    assert_tokens_of_the_plain_loop(engine, group_size=16)
+
+    assert device.captures > captures
+    assert_tokens_of_the_plain_loop(engine, group_size=4)
+    decoder = engine._decoder
+    assert decoder is not None
+    places = {bucket.layers[1].values.data_ptr() for bucket in decoder._buckets.values()}
+    assert places == {decoder._memory["values 1"].data_ptr()}, "no bucket holds memory of its own"
+
+
+def test_buffers_that_find_no_memory_leave_the_engine_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(FakeDevice(), tiny.llama())
+    assert_tokens_of_the_plain_loop(engine)
+    made = cuda_graphs.CudaGraphDecoder._new_layer
+
+    def full(self: Any, number: int, size: tuple[int, int], *others: Any) -> Any:
+        if number == 1 and size == (64, 94):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(self, number, size, *others)
+
+    monkeypatch.setattr(cuda_graphs.CudaGraphDecoder, "_new_layer", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(PROMPTS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=()), group_size=16)
+
+    assert_tokens_of_the_plain_loop(engine)
+
+
+def test_a_model_whose_weights_have_moved_is_captured_anew() -> None:
+    """A graph would read the weights of before; weights that are replaced in place are those of the next step."""
+    device, model, other = FakeDevice(), tiny.llama(), tiny.llama(seed=9)
+    engine = engine_on(device, model)
+    assert_tokens_of_the_plain_loop(engine)
+    assert_tokens_of_the_plain_loop(engine)
+    captures = device.captures
+    model.load_state_dict(other.state_dict())
+    assert_tokens_of_the_plain_loop(engine, model=other)
+    assert device.captures == captures
+
+    model.load_state_dict({name: tensor.clone() for name, tensor in other.state_dict().items()}, assign=True)
+
+    assert_tokens_of_the_plain_loop(engine, model=other)
+    assert device.captures > captures
+
+
+def test_a_pass_without_memory_gets_that_of_the_graphs() -> None:
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama())
+    assert_tokens_of_the_plain_loop(engine)
+    assert engine._decoder is not None
+    buckets = [weakref.ref(graph.bucket) for graph in device.graphs]
+    device.graphs.clear()
+
+    release_memory()
+    gc.collect()
+
+    assert len(buckets) == 2 and all(bucket() is None for bucket in buckets)
+    assert not engine._decoder._memory
+    assert_tokens_of_the_plain_loop(engine)
+
+
+def test_a_step_that_fails_leaves_the_engine_whole() -> None:
+    device, model = FakeDevice(), tiny.llama()
+    engine = engine_on(device, model)
+    assert_tokens_of_the_plain_loop(engine)
+    calls = itertools.count()
+
+    def fail(*_: object) -> None:
+        if next(calls) == 5:
+            raise RuntimeError("the card fell off the bus")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="fell off"):
+        engine.generate(PROMPTS, MASK, SAMPLING, group_size=2)
+    hook.remove()
+
+    assert_tokens_of_the_plain_loop(engine)
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (17, 32), (32, 32), (33, 64), (97, 128)])
+def test_rows_are_rounded_up_to_powers_of_two_then_to_multiples_of_32(rows: int, bucket: int) -> None:
+    assert cuda_graphs.row_bucket(rows) == bucket
+
+
+@pytest.mark.parametrize(
+    ("filled", "most", "multiple", "room"),
+    [(4, 2000, 1, 64), (33, 2000, 1, 128), (64, 2000, 1, 128), (1000, 2000, 1, 2000), (1000, 2000, 64, 2048),
+     (4, 2000, 48, 96), (4, 50, 1, 50), (4, 50, 64, 64)],
+)  # fmt: skip
+def test_room_doubles_up_to_the_most_and_is_a_multiple(filled: int, most: int, multiple: int, room: int) -> None:
+    assert cuda_graphs.room_bucket(filled, most, multiple) == room
+
+
+def test_the_graph_that_was_not_used_for_longest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MOST_BUCKETS", 1)
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama())
+
+    for _ in range(3):
+        assert_tokens_of_the_plain_loop(engine)
+        assert engine._decoder is not None and len(engine._decoder._buckets) == 1
+
+    # Each batch has two rooms or more, and only one graph is kept.
+    assert device.captures >= 5
 
 
 def test_a_model_that_reads_a_value_back_is_found_before_a_capture_and_only_once(
@@ -128,6 +305,19 @@ def test_a_capture_that_fails_costs_no_token_and_is_not_tried_again(caplog: pyte
     assert caplog.text.count("no CUDA graph of this model") == 1
 
 
+def test_a_later_capture_that_fails_costs_no_token_and_the_graphs_from_before_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = FakeDevice(fails=RuntimeError("operation not permitted when stream is capturing"), good=1)
+    engine = engine_on(device, tiny.llama())
+
+    assert_tokens_of_the_plain_loop(engine)
+    assert_tokens_of_the_plain_loop(engine)
+
+    assert (device.trials, device.captures) == (1, 2)
+    assert caplog.text.count("no CUDA graph of this model") == 1
+
+
 def test_a_device_that_is_full_is_no_answer_about_the_model() -> None:
     device = FakeDevice(fails=torch.OutOfMemoryError("CUDA out of memory"))
     engine = engine_on(device, tiny.llama())
@@ -139,24 +329,40 @@ def test_a_device_that_is_full_is_no_answer_about_the_model() -> None:
 
 
 def test_old_and_new_cache_are_never_held_at_once_by_more_than_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of the old cache is given back before the memory of its new layer is made."""
     layers = 5
-    old: list[weakref.ref[PreallocatedLayer]] = []
-    held: list[int] = []
+    old: list[weakref.ref[Any]] = []
+    alive: list[int] = []
 
-    class Watched(cuda_graphs.FixedShapeLayer):
-        def __init__(self, layer: PreallocatedLayer, *others: Any) -> None:
-            held.append(sum(one() is not None for one in old))
-            old.append(weakref.ref(layer))
-            super().__init__(layer, *others)
+    class Watched(cuda_graphs.CudaGraphDecoder):
+        def _loaded(self, source: Any, *others: Any) -> Any:
+            old[:] = [weakref.ref(layer) for layer in source.layers]
+            return super()._loaded(source, *others)
 
-    monkeypatch.setattr(cuda_graphs, "FixedShapeLayer", Watched)
+        def _new_layer(self, number: int, *others: Any) -> Any:
+            alive.append(sum(layer() is not None for layer in old[: number + 1]))
+            return super()._new_layer(number, *others)
+
+    monkeypatch.setattr(cuda_graphs, "CudaGraphDecoder", Watched)
     model = tiny.llama(num_hidden_layers=layers)
     TransformersGenerator(model, fixed_shapes=True).generate(
         PROMPTS, MASK, Sampling(max_length=100, pad_token_id=tiny.PAD, seed=3)
     )
 
-    assert len(held) == 2 * layers, "the prompt's cache is moved once, and once for more room"
-    assert max(held) <= 1
+    assert alive == [0] * 2 * layers, "the prompt's cache is moved once, and once for more room"
+
+
+class Generator:
+    """A generator whose state a capture has marked; a clone of the state is not marked."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def clone_state(self) -> str:
+        return "clone"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self._calls.append(f"draw from {state}")
 
 
 class Driver:
@@ -195,6 +401,7 @@ class Driver:
             ("graph_pool_handle", lambda: next(pools)),
             ("synchronize", lambda: calls.append("synchronize")),
             ("current_device", lambda: 0),
+            ("default_generators", (Generator(calls),)),
             ("empty_cache", lambda: calls.append("empty_cache")),
         ):
             monkeypatch.setattr(torch.cuda, name, value)
@@ -206,7 +413,7 @@ def test_a_failed_capture_leaves_stream_and_pool_and_names_the_error_of_the_step
 ) -> None:
     driver = Driver(monkeypatch)
 
-    def step() -> Tensor:
+    def step() -> None:
         raise RuntimeError("reads back")
 
     with pytest.raises(RuntimeError, match="previous error during capture") as raised:
@@ -214,4 +421,4 @@ def test_a_failed_capture_leaves_stream_and_pool_and_names_the_error_of_the_step
 
     assert "reads back" in str(raised.value.__context__)
     assert driver.current == "main"
-    assert driver.calls == ["synchronize", "begin in pool 1 on side", "end", "leave pool 1"]
+    assert driver.calls == ["synchronize", "begin in pool 1 on side", "end", "leave pool 1", "draw from clone"]

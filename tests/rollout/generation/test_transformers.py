@@ -101,6 +101,18 @@ def test_equal_calls_are_equal_bit_for_bit_and_leave_the_random_state_alone() ->
         assert torch.equal(first.log_probs, other.log_probs)
 
 
+def test_with_seeds_of_rows_a_row_depends_on_its_own_alone_and_not_on_the_room() -> None:
+    generator = TransformersGenerator(tiny.llama())
+    seeds = [31, 32, 33]
+
+    together = generator.generate(PROMPTS, MASK, sampling(max_length=24), row_seeds=seeds)
+    assert len(set(map(tuple, together.sequences[:, 4:].tolist()))) == 3
+    for row in range(3):
+        part = slice(row, row + 1)
+        alone = generator.generate(PROMPTS[part], MASK[part], sampling(seed=99), row_seeds=seeds[part])
+        assert alone.sequences[0].tolist() == together.sequences[row, :10].tolist()
+
+
 def test_another_seed_samples_other_tokens_and_so_does_each_response_of_a_group() -> None:
     generator = TransformersGenerator(tiny.llama())
 
@@ -253,7 +265,7 @@ def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_row
     TransformersGenerator(model, fixed_shapes=True).generate(PROMPTS, MASK, sampling(max_length=204, eos_token_ids=()))
 
     rooms = [place[-1] for place in places[1:]]
-    assert [rooms.count(room) for room in (68, 136, 204)] == [64, 68, 67]
+    assert [rooms.count(room) for room in (64, 128, 204)] == [60, 64, 75]
     assert len(set(places[1:])) == 3
 
 

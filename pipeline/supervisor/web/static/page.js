@@ -15,6 +15,7 @@ const bytes = (count) => {
 const digits = (value) => value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5) ? value.toExponential(1) : value.toLocaleString("en", { maximumSignificantDigits: 3 });
 const percent = (value) => `${digits(100 * value)} %`;
 const LEARNING = [
+  ["pass_at_1", "Share of right responses to held-out prompts", "share", percent],
   ["loss", "Loss of a step", "loss", digits], ["kl", "KL from the reference in nats a token", "nats", digits],
   ["entropy", "Entropy of the policy in nats a token", "nats", digits], ["response_length", "Mean response length in tokens", "tokens", fixed(1)],
   ["clipped", "Share of the trained tokens that the clip cut", "share", percent], ["gradient_norm", "Gradient norm of a step before clipping", "norm", digits],
@@ -59,6 +60,7 @@ function showRun({ status, why }) {
   const change = status.reward_trend;
   write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since step ${shown(status.reward_since_step, fixed(0))}`);
   for (const [key, , , format] of LEARNING) write(key, shown(status.learning[key], format));
+  showEvaluation(status.evaluation);
   write("speed", shown(status.tokens_per_s, fixed(0)));
   write("ready", shown(buffer.ready_items, fixed(0)));
   write("ready-of", buffer.capacity_items ? `of ${fixed(0)(buffer.capacity_items)} rows ready, ${fixed(0)(buffer.leased_items)} leased` : "rows ready");
@@ -70,14 +72,34 @@ function showRun({ status, why }) {
   if (lost) write("lost", `${lost} rows are unaccounted for: please report this.`);
   const rows = status.processes.map((process) => [
     process.name, process.state, NAMES[process.activity] ?? process.activity, process.pid ?? "–", device(process), process.restarts,
-    process.pid ? bytes(process.resident_bytes) : "–", process.pid ? ago(process.uptime_s) : "–",
+    process.pid ? bytes(process.resident_bytes) : "–", process.pid ? ago(process.uptime_s) : "–", engine(process),
   ]);
   showRows($("processes"), rows);
+}
+
+function showEvaluation(evaluation) {
+  $("held-out").hidden = !evaluation;
+  if (!evaluation) return;
+  // Not from the values of a step: version 0 is evaluated before the first one.
+  write("pass_at_1", shown(evaluation.pass_at_1, percent));
+  const passed = evaluation.version === null ? "not evaluated yet" : `right at version ${fixed(0)(evaluation.version)}, pass@k ${shown(evaluation.pass_at_k, percent)}`;
+  write("held-out-of", passed + (evaluation.prompts ? `; ${fixed(0)(evaluation.done)} of ${fixed(0)(evaluation.prompts)} prompts` : ""));
 }
 
 /** The number of a process's GPU with its name, or cpu. */
 function device(process) {
   return process.device && process.device !== process.devices ? `${process.devices}: ${process.device}` : process.devices;
+}
+
+/** The work in hand of a worker's engine, its cache and its speed. */
+function engine(process) {
+  if (!process.engine) return "–";
+  const { running, waiting, cache_ratio, preemptions, prefix_hit_ratio, tokens_in_per_s, tokens_out_per_s } = process.engine;
+  return [
+    `${fixed(0)(running)} run`, `${fixed(0)(waiting)} wait`, cache_ratio ? `cache ${fixed(0)(100 * cache_ratio)} %` : "",
+    preemptions ? `${fixed(0)(preemptions)} preempted` : "", prefix_hit_ratio ? `prefix hits ${fixed(0)(100 * prefix_hit_ratio)} %` : "",
+    `${fixed(0)(tokens_in_per_s)} tokens/s in, ${fixed(0)(tokens_out_per_s)} out`,
+  ].filter(Boolean).join(", ");
 }
 
 /** Updates cell by cell: replacing a row would lose the text selection in it. */

@@ -146,7 +146,7 @@ function mateOf(response) {
   const show = (from, to) => {
     for (let at = from; at < to; at++) {
       const token = make("span", "token", visible(response.pieces[at]), text);
-      token.title = `advantage ${number(COLOURS.advantages.of(response, at))}, log-ratio ${number(COLOURS.log_ratios.of(response, at))}, log p ${number(response.log_probs[at])}`;
+      token.title = response.observed[at] ? "from the environment" : `advantage ${number(COLOURS.advantages.of(response, at))}, log-ratio ${number(COLOURS.log_ratios.of(response, at))}, log p ${number(response.log_probs[at])}`;
       token.reading = [response, at];
     }
   };
@@ -186,6 +186,6 @@ function numbersOf(response) {
 function colourCard(card, mode) {
   for (const token of card.querySelectorAll(".token")) {
     const [response, at] = token.reading;
-    token.className = `token ${shade(COLOURS[mode].of(response, at), mode)}`;
+    token.className = `token ${response.observed[at] ? "observed" : shade(COLOURS[mode].of(response, at), mode)}`;
   }
 }

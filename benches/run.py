@@ -1,0 +1,263 @@
+"""The whole run: the embedded task by rlhfd, by TRL's `GRPOTrainer`, and by plain PyTorch in one process.
+
+All train the same model on the same prompts with the same reward, rows a step, learning rate, clip and KL, from a
+process of their own, until the mean reward of the last steps is .7 or the steps are over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benches.measure import Sample, interleaved
+from benches.peers import TRL, NotInstallableError, python_of_trl
+from benches.report import ROOT, Section, Table
+from pipeline.sort_digits import directory_of
+from pipeline.trainer.setup import prepare
+
+GOAL = 0.7
+_MEAN_STEPS = 5
+_FIRST_STEPS = 3
+_SEEDS, _STEPS, _LEAST_STEPS = 5, 250, 20
+_QUICK_SEEDS, _QUICK_STEPS = 1, 5
+_STEP_LIMIT_S = 300.0
+_POLL_S = 0.05
+_RLHFD = {"rlhfd, staleness 0": 0, "rlhfd, staleness 1": 1}
+_SCRIPTS = {"plain PyTorch": "benches.run_plain", "TRL": "benches.run_trl"}
+_THREADS = (1, 2)
+_TEXT = """The embedded task, a Llama of 0.86 M parameters that learns to sort digits by GRPO on a CPU: {rows} rows a
+step, 8 responses a prompt, learning rate 4e-4 after 10 steps of warm-up, clip .2, KL .01 to the initial model,
+float32. *rlhfd* is `rlhfd start`: one process samples, one trains, a thread each. *plain PyTorch* generates with
+transformers' `generate`, scores and steps in one process (benches/run_plain.py). *TRL* is `GRPOTrainer` of {trl} with
+the same torch and transformers (benches/run_trl.py). Each run is a command of its own; runs of a seed were made in
+turns, {seeds}. A step lasts from the end of a step to the end of the next one, the first {first} left out. The reward
+is the mean over all rows of the last {mean} steps. Seconds to {goal} count from the command, imports and start
+included; "less the start" counts from the beginning of the first step. {note}"""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps of a run.
+
+    Attributes:
+        ends_s: End of each step, in seconds since the command.
+        rewards: Mean reward of the rows of each step.
+    """
+
+    ends_s: tuple[float, ...]
+    rewards: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step, without the first ones."""
+        first = min(_FIRST_STEPS, len(self.ends_s) - 2)
+        return (self.ends_s[-1] - self.ends_s[first]) / (len(self.ends_s) - 1 - first)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from the command to the beginning of the first step, which is taken to last as long as the others."""
+        return max(0.0, self.ends_s[0] - self.step_s)
+
+    @property
+    def steps_to_goal(self) -> int | None:
+        """Steps up to the first at which the mean reward of the last steps is the goal; None if it never was."""
+        for end in range(_MEAN_STEPS, len(self.rewards) + 1):
+            if statistics.fmean(self.rewards[end - _MEAN_STEPS : end]) >= GOAL:
+                return end
+        return None
+
+    @property
+    def goal_s(self) -> float | None:
+        """Seconds from the command to the goal; None if it was not reached."""
+        return None if self.steps_to_goal is None else self.ends_s[self.steps_to_goal - 1]
+
+    def __str__(self) -> str:
+        """Return the figures in one line."""
+        goal = f"{self.goal_s:.1f} s" if self.goal_s is not None else "not reached"
+        return f"{len(self.ends_s)} steps of {self.step_s:.3f} s, to {GOAL:g}: {goal}"
+
+
+class RunError(Exception):
+    """A run ended without its steps; the message has the end of its output."""
+
+
+def run(*, quick: bool) -> Sequence[Section]:
+    """Run all ways with each seed."""
+    seeds, steps = (_QUICK_SEEDS, _QUICK_STEPS) if quick else (_SEEDS, _STEPS)
+    note = ""
+    with tempfile.TemporaryDirectory(prefix="rlhfd-bench-run-") as name:
+        folder = Path(name)
+        torch.set_num_threads(1)
+        prepare(directory_of(folder / "task"))
+        commands: dict[str, Callable[[int, Path], list[str]]] = {
+            label: _rlhfd_command(staleness, steps) for label, staleness in _RLHFD.items()
+        }
+        pythons = {"plain PyTorch": sys.executable}
+        try:
+            pythons["TRL"] = python_of_trl()
+        except (NotInstallableError, OSError, subprocess.SubprocessError) as error:
+            note = f"TRL could not be measured here: {error}"
+        for label, python in pythons.items():
+            for threads in _THREADS:
+                commands[_with_threads(label, threads)] = _script_command(
+                    python, _SCRIPTS[label], directory_of(folder / "task"), steps, threads
+                )
+        least = steps if quick else _LEAST_STEPS
+        ways = {label: _way(label, command, folder, steps, least) for label, command in commands.items()}
+        traces = interleaved(ways, seeds, report=lambda line: print(line, file=sys.stderr, flush=True))
+    return [
+        Section(
+            "run", "The whole run, from the command to a model that has learned", _text(seeds, note), tables(traces)
+        )
+    ]
+
+
+def tables(traces: Mapping[str, Sequence[Trace]]) -> list[Table]:
+    """Return the table of the ways' traces, each way's by seed; ratios are to plain PyTorch, the faster of its ways."""
+    plain = [label for label in traces if label.startswith("plain")]
+    seconds = {label: Sample.of(trace.step_s for trace in found) for label, found in traces.items()}
+    fastest = min(plain, key=lambda label: seconds[label].median)
+    rows = []
+    for label, found in traces.items():
+        reached = [trace for trace in found if trace.goal_s is not None]
+        goals = [trace.goal_s for trace in reached if trace.goal_s is not None]
+        cells = ("-", "-", "-")
+        if goals:
+            cells = (
+                str(Sample.of(goals)),
+                str(Sample.of(goal - trace.start_s for goal, trace in zip(goals, reached, strict=True))),
+                str(Sample.of(float(trace.steps_to_goal or 0) for trace in reached)),
+            )
+        speed = str(seconds[fastest].over(seconds[label]))
+        rows.append((label, str(seconds[label]), speed, *cells, f"{len(reached)} of {len(found)}"))
+    header = (
+        "`bin/bench run`", "s a step", "steps/s, times plain PyTorch's", f"s to {GOAL:g}", "less the start",
+        "steps", "seeds that reached it",
+    )  # fmt: skip
+    return [Table(header, rows)]
+
+
+def read_trace(lines: Sequence[str], began_unix_s: float) -> Trace:
+    """Return the trace of lines of JSON, ``time_unix_s`` and ``reward_mean``; a last line without end is left out."""
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return Trace(
+        tuple(step["time_unix_s"] - began_unix_s for step in found), tuple(step["reward_mean"] for step in found)
+    )
+
+
+def _text(seeds: int, note: str) -> str:
+    return " ".join(
+        _TEXT.format(
+            rows=256, trl=TRL, seeds=f"{seeds} seed{'s' if seeds > 1 else ''}", first=_FIRST_STEPS, mean=_MEAN_STEPS,
+            goal=f"{GOAL:g}", note=note,
+        ).split()
+    )  # fmt: skip
+
+
+def _with_threads(label: str, threads: int) -> str:
+    return f"{label}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _rlhfd_command(staleness: int, steps: int) -> Callable[[int, Path], list[str]]:
+    def command(seed: int, folder: Path) -> list[str]:
+        settings = {
+            "daemon.state_dir": folder,
+            "daemon.runtime_dir": folder / "run",
+            "daemon.seed": seed,
+            "daemon.run_name": "bench",
+            "buffer.max_staleness": staleness,
+            "trainer.max_steps": steps,
+            "trainer.resume": "never",
+            "metrics.port": 0,
+        }
+        program = "from pipeline.cli.main import main; main()"
+        sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        return [sys.executable, "-c", program, "start", *sets]
+
+    return command
+
+
+def _script_command(python: str, script: str, task: Path, steps: int, threads: int) -> Callable[[int, Path], list[str]]:
+    def command(seed: int, folder: Path) -> list[str]:
+        settings = {
+            "task": str(task), "trace": str(_trace_path(folder)), "steps": steps, "threads": threads, "seed": seed,
+            "folder": str(folder),
+        }  # fmt: skip
+        return [python, "-m", script, json.dumps(settings)]
+
+    return command
+
+
+def _trace_path(folder: Path) -> Path:
+    """Return the file with a line a step: rlhfd's own, and that of the scripts."""
+    return folder / "runs" / "bench" / "metrics.jsonl"
+
+
+def _way(
+    label: str, command: Callable[[int, Path], list[str]], folder: Path, steps: int, least: int
+) -> Callable[[], Trace]:
+    seeds = itertools.count()
+
+    def way() -> Trace:
+        seed = next(seeds)
+        place = folder / f"{label.replace(' ', '-').replace(',', '')}-{seed}"
+        _trace_path(place).parent.mkdir(parents=True)
+        if label in _RLHFD:
+            shutil.copytree(directory_of(folder / "task"), directory_of(place))
+        return _trace(command(seed, place), place, steps, least)
+
+    return way
+
+
+def _trace(command: list[str], folder: Path, steps: int, least: int) -> Trace:
+    """Run a command until it has the goal or its steps, then end it."""
+    path = _trace_path(folder)
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT),
+        "TRANSFORMERS_VERBOSITY": "error",
+    }  # fmt: skip
+    began_unix_s, seen, seen_s = time.time(), 0, time.monotonic()
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment
+        )
+        try:
+            while True:
+                has_ended = process.poll() is not None
+                lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+                trace = read_trace(lines, began_unix_s)
+                if len(trace.ends_s) >= steps or (trace.goal_s is not None and len(trace.ends_s) >= least):
+                    return trace
+                if len(trace.ends_s) > seen:
+                    seen, seen_s = len(trace.ends_s), time.monotonic()
+                if has_ended or time.monotonic() - seen_s > _STEP_LIMIT_S:
+                    raise RunError((folder / "output").read_text(errors="replace")[-2000:])
+                time.sleep(_POLL_S)
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End a process, in order if it does so within a minute."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

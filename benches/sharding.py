@@ -1,0 +1,320 @@
+"""Memory of trainer ranks with whole models and with shards, against `rlhfd plan`; time of a publish.
+
+A random Llama is trained by two ranks on CPUs, each a process: whole on each, then sharded. Each takes steps of GRPO on
+made-up rows and publishes into /dev/shm after each, as the daemon's ranks do: the sharded ones weights and training
+state, the whole ones weights alone, to save memory. A thread of each rank reads the process's memory every few
+milliseconds. It takes 16 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benches.report import ROOT, Section, Table
+from pipeline.config.plan import models_of, needs, process_bytes
+from pipeline.config.schema import Config
+from pipeline.experience.types import Experience
+from pipeline.models.lora import published
+from pipeline.models.weights.versions import PolicyVersions
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.process import whole_models
+from pipeline.trainer.sharding.sharding import Sharding, sharded_models
+from pipeline.trainer.state import Progress, tensors_of
+
+RANKS = 2
+STEPS = 2
+PROMPT_TOKENS = 16
+_READ_EVERY_S = 0.005
+_CPU = torch.device("cpu")
+
+
+class Shape(NamedTuple):
+    """Sizes of the model and of a rank's batch."""
+
+    hidden: int
+    inner: int
+    layers: int
+    vocabulary: int
+    rows: int
+    tokens: int
+
+
+SMALL = Shape(hidden=512, inner=1408, layers=8, vocabulary=8192, rows=4, tokens=64)
+LARGE = Shape(hidden=1024, inner=2816, layers=19, vocabulary=32_000, rows=4, tokens=64)
+"""The second has 310 M parameters."""
+
+
+class Memory:
+    """The largest memory of this process since `begin`, in bytes, read by a thread.
+
+    Attributes:
+        own: Memory that is not shared: that of RssAnon and RssFile.
+        resident: All resident memory, with the pages of shared memory that are mapped (VmRSS).
+    """
+
+    def __init__(self) -> None:
+        self.own = self.resident = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def begin(self) -> None:
+        """Forget the largest values."""
+        self.own = self.resident = 0
+
+    def now(self) -> tuple[int, int]:
+        """Return own and resident memory."""
+        found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        anonymous, file, whole = (int(found[key].split()[0]) << 10 for key in ("RssAnon", "RssFile", "VmRSS"))
+        return anonymous + file, whole
+
+    def report(self, what: str) -> None:
+        """Print memory, now and at its largest, to the standard error."""
+        own, resident = self.now()
+        print(f"{what:<12} own {own / 1e6:6.0f} MB, largest {self.own / 1e6:6.0f}; resident {resident / 1e6:6.0f}, "
+              f"largest {self.resident / 1e6:6.0f}", file=sys.stderr, flush=True)  # fmt: skip
+
+    def _read(self) -> None:
+        while not self._ended.wait(_READ_EVERY_S):
+            own, resident = self.now()
+            self.own, self.resident = max(self.own, own), max(self.resident, resident)
+
+
+def configured(model: Path, shape: Shape, sharding: str) -> Config:
+    """Return the configuration of the run whose ranks are measured."""
+    return Config.model_validate(
+        {
+            "model": {"actor": str(model)},
+            # Two micro-batches: gradients of the first exist beside the activations of the second.
+            "trainer": {
+                "world_size": RANKS,
+                "sharding": sharding,
+                "warmup_steps": 0,
+                "decay_steps": 0,
+                "micro_batch_size": shape.rows // 2,
+                # Without the training state of whole ranks in shared memory: both together take 20 GB.
+                "keep_state": "disk" if sharding == "none" else "memory",
+            },
+            "rollout": {"max_length": shape.tokens},
+            "buffer": {"sample_batch_size": shape.rows},
+        }
+    )
+
+
+def write_model(folder: Path, shape: Shape) -> int:
+    """Write a random Llama; return its parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.inner,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.hidden // 64,
+            max_position_embeddings=4096,
+        )
+    )
+    model.save_pretrained(folder)
+    return int(model.num_parameters())
+
+
+def rows_of(shape: Shape, seed: int) -> Experience:
+    """Return made-up rows of full length."""
+    drawn = torch.Generator().manual_seed(seed)
+    actions = shape.tokens - PROMPT_TOKENS
+    sequences = torch.randint(3, shape.vocabulary, (shape.rows, shape.tokens), generator=drawn)
+    log_probs = torch.full((shape.rows, actions), -float(torch.tensor(shape.vocabulary).log()))
+    return Experience(
+        sequences=sequences,
+        action_log_probs=log_probs,
+        attention_mask=torch.ones_like(sequences),
+        action_mask=torch.ones_like(log_probs, dtype=torch.bool),
+        values=None,
+        base_action_log_probs=log_probs,
+        advantages=torch.randn(shape.rows, generator=drawn)[:, None].expand(-1, actions).contiguous(),
+        reward=torch.rand(shape.rows, generator=drawn),
+        kl=torch.zeros_like(log_probs),
+    )
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """Train on one rank and print what it held and how long it took, as JSON."""
+    torch.set_num_threads(1)
+    shape = Shape(*options.shape)
+    folder, shared = Path(options.folder), Path(options.shared)
+    config = configured(folder / "model", shape, options.sharding)
+    store = f"file://{folder}/ranks-{options.sharding}"
+    dist.init_process_group("gloo", init_method=store, rank=options.rank, world_size=RANKS)
+    found: dict[str, Any] = {"step_s": [], "publish_s": []}
+    with Memory() as memory:
+        found["bare"] = memory.now()[0]
+        models = sharded_models(config, _CPU) if config.shards_trainer else whole_models(config, _CPU)
+        found["load"] = memory.own
+        if options.verbose:
+            print(f"bare {found['bare'] / 1e6:.0f} MB", file=sys.stderr)
+            memory.report("loaded")
+        learner = Learner(
+            config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef, process_group=dist.group.WORLD,
+            on_phase=lambda phase: options.verbose and memory.report(phase),
+        )  # fmt: skip
+        publish = _publisher(config, models["actor"], shared)
+        for step in range(STEPS):
+            memory.begin()
+            started_s = time.perf_counter()
+            learner.update([rows_of(shape, seed=step * RANKS + options.rank)])
+            found["step_s"].append(time.perf_counter() - started_s)
+            started_s = time.perf_counter()
+            publish(step, tensors_of(learner, Progress(step), _CPU))
+            found["publish_s"].append(time.perf_counter() - started_s)
+            found["own"], found["resident"] = memory.own, memory.resident
+            if options.verbose:
+                memory.report(f"published {step}")
+            dist.barrier()
+        found["between"], found["between_resident"] = memory.now()
+    dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+class _Connection:
+    """The part of a connection to the daemon that a sharded publish needs."""
+
+    def __init__(self, weights_path: Path) -> None:
+        self.weights_path = weights_path
+
+    def publish_with(self, together: Any, *, version: int, rollback: bool) -> Any:
+        return together(version, 0)
+
+
+def _publisher(config: Config, actor: Any, shared: Path) -> Any:
+    """Return a function that publishes a version and the training state, as the trainer does."""
+    if config.shards_trainer:
+        sharding = Sharding(config, {"actor": actor}, _Connection(shared / "weights"), _CPU, contextlib.nullcontext)
+        return lambda version, state: sharding.publish(state, version=version)
+    versions = PolicyVersions(shared / "weights")
+
+    def publish_whole(version: int, _: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            versions.publish(version, {"actor": published(actor)}, None, trained_through=0)
+
+    return publish_whole
+
+
+def measure(shape: Shape, sharding: str, folder: Path, *, verbose: bool = False) -> dict[str, Any]:
+    """Return what the ranks held and how long they took: lists with an element a rank, and /dev/shm.
+
+    Args:
+        shape: Sizes of the model in ``folder/model``, and of the batches.
+        sharding: "none" or "full".
+        folder: Folder of the model.
+        verbose: Whether ranks print each phase.
+    """
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        command = [
+            sys.executable, "-m", "benches.sharding", f"--sharding={sharding}", f"--folder={folder}",
+            f"--shared={shared}", "--shape", *map(str, shape), *(["--verbose"] if verbose else []),
+        ]  # fmt: skip
+        ranks = [
+            subprocess.Popen([*command, f"--rank={rank}"], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(RANKS)
+        ]
+        try:
+            found = [json.loads(rank.communicate(timeout=1200)[0]) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        held = sum(path.stat().st_blocks * 512 for path in Path(shared).iterdir())
+    return {**{key: [one[key] for one in found] for key in found[0]}, "shared": held}
+
+
+class Compared(NamedTuple):
+    """The largest own memory of a rank and the bytes in /dev/shm, measured and planned, and times of a step."""
+
+    rank_bytes: int
+    planned_rank_bytes: int
+    shared_bytes: int
+    planned_shared_bytes: int
+    step_s: float
+    publish_s: float
+
+
+def compared(shape: Shape, sharding: str, folder: Path) -> Compared:
+    """Measure a run and plan it; ``folder/model`` holds the model."""
+    found = measure(shape, sharding, folder)
+    config = configured(folder / "model", shape, sharding)
+    planned = needs(config, models_of(config), on_cards=False)
+    return Compared(
+        rank_bytes=max(found["own"]),
+        planned_rank_bytes=sum(planned.rank.values()) + process_bytes(config, "trainer"),
+        shared_bytes=found["shared"],
+        planned_shared_bytes=planned.shared["weights"] + planned.shared["training state"],
+        step_s=statistics.median(found["step_s"][0]),
+        publish_s=statistics.median(found["publish_s"][0]),
+    )
+
+
+def run(*, quick: bool) -> Sequence[Section]:
+    """Measure ranks with whole models, then with shards."""
+    shape = SMALL if quick else LARGE
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        parameters = write_model(folder / "model", shape)
+        found = {sharding: compared(shape, sharding, folder) for sharding in ("none", "full")}
+    rows = [
+        (
+            f'trainer.sharding = "{sharding}"',
+            f"{one.rank_bytes / 1e9:.2f} GB",
+            f"{one.planned_rank_bytes / 1e9:.2f} GB ({one.rank_bytes / one.planned_rank_bytes - 1:+.0%})",
+            f"{one.rank_bytes / found['none'].rank_bytes:.0%}",
+            f"{one.shared_bytes / 1e9:.2f} GB",
+            f"{one.planned_shared_bytes / 1e9:.2f} GB",
+            f"{one.step_s:.1f} s",
+            f"{one.publish_s / (one.step_s + one.publish_s):.1%}",
+        )
+        for sharding, one in found.items()
+    ]
+    text = (
+        f"A Llama of {parameters / 1e6:.0f} M parameters, float32, on {RANKS} ranks of a thread each; {shape.rows} rows"
+        f" of {shape.tokens} tokens a rank, in two micro-batches. Memory is the largest of any rank in a step and its"
+        " publish, without the mapped pages of /dev/shm."
+    )
+    header = (
+        "way", "a rank", "by `rlhfd plan`", "of whole ranks", "/dev/shm", "by `rlhfd plan`", "a step",
+        "share of a publish",
+    )  # fmt: skip
+    return [Section("sharding", "Memory of a trainer rank, whole and sharded", text, [Table(header, rows)])]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("sharding", "folder", "shared"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--shape", type=int, nargs=len(Shape._fields), required=True)
+    parser.add_argument("--verbose", action="store_true")
+    rank_main(parser.parse_args())
+
+
+if __name__ == "__main__":
+    _main()

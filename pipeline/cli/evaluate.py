@@ -1,0 +1,124 @@
+"""`rlhfd eval`: evaluates one model on held-out prompts, outside a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.cli.options import configured, load, replace_unknown_characters
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.config.load import LoadedConfig
+    from pipeline.config.schema import Config
+    from pipeline.telemetry.evaluations import Evaluation
+
+
+@click.command("eval", short_help="Evaluate a model on held-out prompts.")
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@configured
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The model: a checkpoint such as step-000070, or any folder for from_pretrained; else model.actor.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(
+    files: tuple[Path, ...], path: Path | None, sets: tuple[str, ...], model: Path | None, as_json: bool
+) -> None:
+    """Evaluate a model on held-out prompts: FILES, else evaluation.files of the configuration.
+
+    Sampling, rewards and numbers are those of an evaluation during a run with this configuration: for a checkpoint of
+    an evaluated version the results are the same. Lengths and dtype that nothing sets are those of the run that wrote
+    the checkpoint. Progress goes to standard error.
+
+    \b
+    Examples:
+      rlhfd eval --config grpo.toml --model state/runs/NAME/checkpoints/best
+      rlhfd eval held-out.jsonl --model step-000070 --set evaluation.num_generations=8
+      rlhfd eval --config grpo.toml --model step-000070 --json | jq .total.pass_at_1
+    """
+    from pipeline import sort_digits
+    from pipeline.config import user_modules
+
+    if model is not None:
+        sets = (*sets, f"model.actor={json.dumps(str(model))}")
+    if files:
+        sets = (*sets, f"evaluation.files={json.dumps([str(file) for file in files])}")
+    loaded = load(path, sets, files=True)
+    if not loaded.config.evaluation.files:
+        raise click.UsageError("give FILES of held-out prompts, or a configuration with evaluation.files")
+    config = sort_digits.with_paths(loaded.config if model is None else _as_its_run(loaded, model))
+    # As `start` does it: modules of the user are found beside the configuration file and in the current folder.
+    user_modules.use_folder_of(loaded.path)
+    user_modules.extend_path()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from pipeline.rollout.evaluation import alone
+    from pipeline.trainer import setup
+
+    if sort_digits.is_used(loaded.config):
+        setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
+    shown = sys.stderr.isatty()
+    try:
+        found = alone.evaluate(config, on_progress=_show_progress if shown else lambda done, prompts: None)
+    except ConfigError as error:
+        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
+    replace_unknown_characters()
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(found).decode())
+        return
+    for line in lines_of(found):
+        click.echo(line)
+
+
+def _as_its_run(loaded: LoadedConfig, model: Path) -> Config:
+    """Return the configuration with the defaults that the run of a checkpoint had; those of another model are its own.
+
+    They follow from the model that a run began with, and from the GPUs of its machine.
+    """
+    from pipeline.config.conflicts import conflicts
+    from pipeline.config.own_model import LENGTH_KEYS
+    from pipeline.runtime.run_folder import head_of
+
+    config, head = loaded.config, head_of(model)
+    if head is None:
+        return config
+    for keys in (("model.dtype",), LENGTH_KEYS):
+        if any(key in loaded.origins for key in keys):
+            continue
+        for section, _, name in (key.partition(".") for key in keys):
+            its = head.config.get(section, {})
+            update = {name: its[name]} if name in its else {}
+            config = config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+    if found := conflicts(config):
+        raise ConfigError("\n".join(f"{loaded.where(one.keys[0])}: {one.message}" for one in found))
+    return config
+
+
+def _show_progress(done: int, prompts: int) -> None:
+    click.echo(f"\r{done:,} of {prompts:,} prompts", nl=done == prompts, err=True)
+
+
+def lines_of(evaluation: Evaluation) -> list[str]:
+    """Return an evaluation as a table, a row a file and one for all of several."""
+    from pipeline.cli.status import table
+
+    columns = ("file", "prompts", "failed", "pass@1", f"pass@{evaluation.k}", "reward", "length", "cut")
+    rows = []
+    files = evaluation.files
+    for one in [*files, evaluation.total] if len(files) > 1 else files:
+        values = (
+            one.pass_at_1, one.pass_at_k, one.reward_mean, one.response_length_mean_tokens, one.cut_ratio
+        )  # fmt: skip
+        forms = ("{:.4f}", "{:.4f}", "{:.4f}", "{:.1f}", "{:.1%}")
+        cells = ["–" if value is None else form.format(value) for form, value in zip(forms, values, strict=True)]
+        rows.append((one.name, f"{one.prompts:,}", f"{one.failed:,}", *cells))
+    return table(columns, rows)

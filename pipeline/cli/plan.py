@@ -1,0 +1,112 @@
+"""`rlhfd plan`: the memory that a run needs, before anything is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.options import configured, load
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.config.plan import Models
+    from pipeline.config.schema import Config
+    from pipeline.supervisor.capacity.machine import Machine
+    from pipeline.supervisor.capacity.places import Place
+    from pipeline.supervisor.capacity.sharding import Choice
+
+
+class _Bytes(click.ParamType[int]):
+    name = "bytes"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        """Return the number of a size such as "80GB"."""
+        from pydantic import TypeAdapter, ValidationError
+
+        from pipeline.config.types import Bytes
+
+        if isinstance(value, int):
+            return value
+        try:
+            return TypeAdapter[int](Bytes).validate_python(_decimal(value))
+        except ValidationError:
+            self.fail(f"{value!r} is not a size such as 80GB, 141GiB or 1TB", parameter, context)
+
+
+@click.command(short_help="Print the memory that a run needs, before anything is loaded.")
+@configured
+@click.option("--gpus", type=click.IntRange(min=0), help="Number of GPUs; else those that a run may use here.")
+@click.option("--gpu-memory", type=_Bytes(), help="Memory of each GPU, such as 80GB; else of the smallest of these.")
+@click.option("--ram", type=_Bytes(), help="Host memory, such as 1TB, half of it for /dev/shm; else this machine's.")
+def plan(path: Path | None, sets: tuple[str, ...], gpus: int | None, gpu_memory: int | None, ram: int | None) -> None:
+    """Print the memory that a run needs on each device, from config.json and the headers of safetensors files alone.
+
+    Exit 1 if it does not fit; the changes that would make it fit are listed, those first that change training least.
+
+    \b
+    Examples:
+      rlhfd plan --config grpo.toml
+      rlhfd plan --gpus 8 --gpu-memory 80GB --ram 1TB --set trainer.world_size=4
+    """
+    from pipeline.config.plan import models_of
+    from pipeline.supervisor.capacity import machine as machines
+    from pipeline.supervisor.capacity.places import places_of, remedies
+    from pipeline.supervisor.capacity.sharding import choice
+
+    config = load(path, sets, files=False, on_cards=None if gpus is None else gpus > 0).config
+    _refuse_embedded(config)
+    machine = machines.described(gpus, gpu_memory, ram, os.environ)
+    models = models_of(config)
+    chosen = choice(config, models, machine)
+    is_auto, config = config.trainer.sharding == "auto", chosen.config
+    places = places_of(config, models, machine)
+    click.echo("\n".join(_lines(chosen, models, machine, places, is_auto=is_auto)))
+    if any(place.lacks_bytes for place in places):
+        for line in remedies(config, models, machine):
+            click.echo(f"  {line}")
+        raise click.exceptions.Exit(1)
+
+
+def _lines(chosen: Choice, models: Models, machine: Machine, places: list[Place], *, is_auto: bool) -> Iterator[str]:
+    from pipeline.config.plan import needs
+    from pipeline.supervisor.capacity.places import size
+
+    config, actor = chosen.config, models.actor
+    sizes = f"{actor.parameters:,} parameters, {actor.layers} layers, {config.model.dtype}"
+    yield f"model        {config.model.actor}: {sizes}"
+    cards = f"{machine.gpus} GPUs of {size(machine.gpu_bytes)}, " if machine.gpus else "no GPU, "
+    yield f"machine      {cards}{size(machine.ram_bytes)} of memory, {size(machine.shm_bytes)} of it for /dev/shm"
+    if config.trainer.world_size > 1:
+        yield f"sharding     {config.trainer.sharding}{f' by auto: {chosen.reason}' if is_auto else ''}"
+    for place in places:
+        yield ""
+        verdict = f"{size(place.lacks_bytes)} too much" if place.lacks_bytes else "fits"
+        yield f"{place.name}: {size(place.total_bytes)} of {size(place.capacity_bytes)}, {verdict}"
+        yield from (f"  {name:<44}{size(nbytes):>10}" for name, nbytes in place.terms.items() if nbytes)
+    written = needs(config, models, on_cards=machine.gpus > 0).publish
+    yield ""
+    yield f"a publish writes {size(sum(written.values()))}"
+    yield from (f"  {name:<44}{size(nbytes):>10}" for name, nbytes in written.items() if nbytes)
+    if lacking := [place.name for place in places if place.lacks_bytes]:
+        yield ""
+        yield f"does not fit: {', '.join(lacking)}"
+
+
+def _refuse_embedded(config: Config) -> None:
+    if str(config.model.actor).startswith("builtin:"):
+        raise ConfigError("model.actor: the embedded model is made at the first start; a plan needs a model's folder")
+
+
+def _decimal(text: str) -> str | int:
+    """Return the bytes of a size in powers of ten, such as "80GB"; other texts as they are."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    unit = text.strip()[-2:].upper()
+    with contextlib.suppress(ValueError):
+        if unit in units:
+            return round(float(text.strip()[:-2]) * units[unit])
+    return text

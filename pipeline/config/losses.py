@@ -1,0 +1,181 @@
+"""The keys of losses, advantages and log-probs: those of ``[trainer]`` and of ``[rollout]``; see docs/losses.md."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from pipeline.config.sections import Section
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+
+POLICY_LOSSES: Final = ("ppo", "gspo", "cispo", "reinforce")
+GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+ZERO_WITHOUT_SIGNAL: Final = ("grpo", "dr_grpo", "rloo")
+ADVANTAGES: Final = (*GROUP_ADVANTAGES, "gae")
+_FUNCTION: Final = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+
+
+def _named(names: tuple[str, ...]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names and re.fullmatch(_FUNCTION, value) is None:
+            message = f'must be {", ".join(names)}, or of the form "module:function"'
+            # "expected" as in an error about a Literal: the message then names the value that was meant.
+            raise PydanticCustomError("named", "{message}", {"message": message, "expected": str(names)})
+        return value
+
+    return AfterValidator(check)
+
+
+PolicyLossName = Annotated[
+    str, _named(POLICY_LOSSES), Field(json_schema_extra={"pattern": f"^({'|'.join(POLICY_LOSSES)}|{_FUNCTION})$"})
+]
+
+AdvantageName = Annotated[
+    str, _named(ADVANTAGES), Field(json_schema_extra={"pattern": f"^({'|'.join(ADVANTAGES)}|{_FUNCTION})$"})
+]
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+LossAggregation = Literal["token_mean", "sequence_mean", "dr_grpo"]
+
+LogProbsBy = Literal["engine", "worker", "trainer"]
+
+GapAction = Literal["warn", "resync", "stop"]
+
+ImportanceCorrection = Literal["token", "sequence", "token_mask", "sequence_mask", "icepop", "none"]
+
+
+class UpdateSection(Section):
+    """The updates of a step and the weight of its KL: part of ``[trainer]``."""
+
+    epochs: int = Field(
+        default=1, ge=1, le=1024, description="Passes over the rows of a step, each with updates of its own."
+    )
+    mini_batches: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Optimizer updates per epoch, each on an equal share of the rows of the step.",
+    )
+    target_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="KL of the policy that sampled to the trained one, in nats a token, above which a step takes no "
+        "further update; left out: no bound.",
+    )
+    kl_coef_target: float | None = Field(
+        default=None,
+        gt=0,
+        description="KL to the reference, in nats a token (rlhfd_kl_mean_nats), to which kl_coef is adapted after each "
+        "step; left out: kl_coef is constant.",
+    )
+    kl_coef_horizon: int = Field(
+        default=10_000,
+        ge=1,
+        description="Rows over which kl_coef is adapted: a step changes it by at most 0.2 times its rows / horizon.",
+    )
+
+
+class LossSection(UpdateSection):
+    """The policy loss of a step: part of ``[trainer]``."""
+
+    policy_loss: PolicyLossName = Field(
+        default="ppo",
+        description='Policy loss: ppo, gspo, cispo, reinforce, or your own as "module:function" (docs/losses.md).',
+    )
+    clip_low: float | None = Field(
+        default=None, gt=0, description="Clip range of the policy ratio below 1; left out: clip_range."
+    )
+    clip_high: float | None = Field(
+        default=None, gt=0, description="Clip range of the policy ratio above 1; left out: clip_range."
+    )
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="Maximum ratio of an action of negative advantage (ppo, gspo); left out: no maximum.",
+    )
+    loss_aggregation: LossAggregation = Field(
+        default="token_mean",
+        description="Mean over all actions of the step, over its responses, or sum over a constant length (dr_grpo).",
+    )
+    dr_grpo_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Constant length of dr_grpo, in tokens; left out: those of the longest response.",
+    )
+    kl_estimator: KlEstimator = Field(
+        default="k3", description="Estimator of the KL in the loss; the gradient of k1 is 0 on average."
+    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the loss.")
+    mask_cut_responses: bool = Field(
+        default=False, description="Whether responses that were cut at their maximum length are not trained (DAPO)."
+    )
+    importance_correction: ImportanceCorrection = Field(
+        default="token",
+        description="Correction for an engine that is not the trainer's own function, where rows carry the engine's "
+        "log-probs: weights truncated at the cap, or masked beyond it, by token or by sequence.",
+    )
+    importance_cap: float = Field(default=2.0, ge=1, description="Maximum weight of importance_correction.")
+    importance_floor: float = Field(default=0.5, ge=0, le=1, description="Weight below which icepop masks an action.")
+
+
+class LogProbsSection(Section):
+    """Log-probs of a rollout, and the proof that engine and trainer agree on these: part of ``[rollout]``."""
+
+    log_probs: LogProbsBy | None = Field(
+        default=None,
+        description="Source of the sampling policy's log-probs: the engine, a pass of the worker, or a pass of the "
+        "trainer before its step on the batch; left out: the engine for transformers in float32, else the worker.",
+    )
+    engine_gap_nats: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum mean difference of engine's and trainer's log-probs in the probe of a version, in nats a "
+        "token; left out: 0.001 in float32, 0.05 in float16, 0.25 in bfloat16.",
+    )
+    engine_gap_action: GapAction = Field(
+        default="resync",
+        description="Action on an engine whose probe differs by more, or that computes with old weights: a warning, "
+        "the weights once more and then the end of the worker, or its end.",
+    )
+
+
+class AdvantageSection(LogProbsSection):
+    """Rewards and advantages of a rollout: part of ``[rollout]``."""
+
+    advantages: AdvantageName | None = Field(
+        default=None,
+        description='Advantages: grpo, dr_grpo, rloo, reinforce_baseline, gae, or your own as "module:function" '
+        "(docs/losses.md); left out: grpo (GRPO), gae (PPO).",
+    )
+    kl_estimator: KlEstimator = Field(default="k1", description="Estimator of the KL in the reward.")
+    overlong_buffer_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens before the maximum length of a response over which its reward falls linearly (DAPO); "
+        "0: no penalty of length.",
+    )
+    max_refill: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="Dynamic sampling (DAPO): groups whose rewards are all equal are dropped and prompts issued in "
+        "their place, up to this many times the prompts of a version; 0: such groups stay in the batch.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="Reward that a response of the maximum length loses by overlong_buffer_tokens."
+    )
+
+
+def log_probs_by(config: Config) -> LogProbsBy:
+    """Return the source of the sampling policy's log-probs.
+
+    In float32 the log-probs of the engine `transformers` equal the trainer's up to rounding.
+    """
+    is_own = config.rollout.engine == "transformers" and config.model.dtype == "float32"
+    return config.rollout.log_probs or ("engine" if is_own else "worker")

@@ -1,0 +1,214 @@
+"""Bytes that a run needs on each device, computed from its configuration and the sizes of its models alone.
+
+The bytes a parameter are those of the table in docs/operations.md: tests compare both, and the table with real files.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.config.model_files import ModelSizes, model_sizes
+from pipeline.config.schema import Config
+
+WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+COPY_BYTES = {"bfloat16": 4, "float16": 4, "float32": 0}
+MOMENT_BYTES = 8
+GRADIENT_BYTES = {"bfloat16": 6, "float16": 6, "float32": 4}
+WEIGHT_SLOTS, STATE_SLOTS = 3, 2
+LEDGER_BYTES = 71_000_000
+METRICS_BYTES = 1 << 20
+DAEMON_BYTES, PROCESS_BYTES, SHARDING_BYTES = 100_000_000, 300_000_000, 200_000_000
+"""Host memory of supervisor and buffer, of a rank or worker without its models, and of torch's parts for shards."""
+
+_HIDDEN_STATES, _INNER_STATES = 15.25, 4.0
+"""Vectors that a layer keeps a token for its backward pass: of the hidden width, and of the MLP's. Fitted to the four
+models of the table; the sums are within 3 % of it."""
+_GPU_TOKENS = {False: 8_192, True: 16_384}
+"""Tokens of a micro-batch on a GPU, without and with checkpointed activations."""
+_CPU_TOKENS, _CPU_ROWS = 2_048, 48
+_CPU_OPERATIONS = 2**40
+_LOGITS = 2**26
+_SHARD_BYTES = 4
+VLLM_CPU_CACHE_BYTES = 1 << 30
+"""The key-value cache of vLLM on a CPU where `rollout.cache_bytes` is left out."""
+
+Terms = dict[str, int]
+"""Bytes by what needs them."""
+
+
+class Models(NamedTuple):
+    """The sizes of a run's models; None for a model that the run does not have."""
+
+    actor: ModelSizes
+    critic: ModelSizes | None
+    reference: ModelSizes | None
+    reward: ModelSizes | None
+
+
+class Needs(NamedTuple):
+    """The bytes that a run needs.
+
+    Attributes:
+        rank: Of each trainer rank, on its card or in host memory.
+        worker: Of each rollout worker, on its card or in host memory.
+        shared: In /dev/shm.
+        publish: Written by a publish.
+        rank_load: Host memory of a rank while it loads its models onto a card; 0 for shards.
+        worker_load: The same of a worker.
+    """
+
+    rank: Terms
+    worker: Terms
+    shared: Terms
+    publish: Terms
+    rank_load: int
+    worker_load: int
+
+
+def models_of(config: Config) -> Models:
+    """Read the sizes of a configuration's models.
+
+    Raises:
+        ConfigError: If a folder has no readable config.json or safetensors file.
+    """
+    model = config.model
+    actor = model_sizes(Path(model.actor), "model.actor")
+    critic = reference = None
+    if config.rollout.algorithm == "ppo":
+        critic = actor if model.critic is None else model_sizes(Path(model.critic), "model.critic")
+    if (config.rollout_kl_coef or config.trainer_kl_coef) and (model.reference is not None or not model.lora_rank):
+        reference = actor if model.reference is None else model_sizes(Path(model.reference), "model.reference")
+    reward = None if model.reward is None else model_sizes(Path(model.reward), "model.reward")
+    return Models(actor, critic, reference, reward)
+
+
+def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
+    """Return the bytes that a run needs.
+
+    Args:
+        config: The configuration.
+        models: The sizes of its models.
+        on_cards: Whether ranks and workers have GPUs, which sets the tokens of a micro-batch.
+    """
+    trained, frozen = _trained_and_frozen(config, models)
+    width = WEIGHT_BYTES[config.model.dtype]
+    state = _state_bytes(config) * trained if config.trainer.keep_state == "memory" else 0
+    is_ours = config.trainer.kind == "builtin"
+    return Needs(
+        rank=_rank(config, models, trained, frozen, on_cards=on_cards) if is_ours else {},
+        worker=_worker(config, models, on_cards=on_cards),
+        shared={
+            "arena and ledger": config.buffer.arena_bytes + LEDGER_BYTES + METRICS_BYTES,
+            "weights": WEIGHT_SLOTS * width * trained,
+            "training state": STATE_SLOTS * state,
+        },
+        publish={"weights": width * trained, "training state": state},
+        rank_load=width * _largest(models.actor, models.critic) if is_ours and not config.shards_trainer else 0,
+        worker_load=width * _largest(*models),
+    )
+
+
+def kept_bytes_a_token(sizes: ModelSizes, dtype: str, *, checkpointed: bool) -> int:
+    """Return the bytes that a pass keeps a token for its backward pass.
+
+    With checkpointed activations they are a hidden state a layer, and the activations of one layer.
+    """
+    a_layer = _HIDDEN_STATES * sizes.hidden + _INNER_STATES * sizes.inner
+    vectors = sizes.layers * sizes.hidden + a_layer if checkpointed else sizes.layers * a_layer
+    return round(WEIGHT_BYTES[dtype] * vectors)
+
+
+def process_bytes(config: Config, role: str) -> int:
+    """Return the host memory of a rank ("trainer") or worker without its models."""
+    return PROCESS_BYTES + (SHARDING_BYTES if role == "trainer" and config.shards_trainer else 0)
+
+
+def _state_bytes(config: Config) -> int:
+    return COPY_BYTES[config.model.dtype] + MOMENT_BYTES
+
+
+def _trained_and_frozen(config: Config, models: Models) -> tuple[int, int]:
+    trained, frozen = models.actor.parameters, 0
+    if config.model.lora_rank:
+        frozen = trained
+        trained = models.actor.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
+    if models.critic is not None:
+        trained += models.critic.backbone_parameters + models.critic.hidden + 1
+    return trained, frozen
+
+
+def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards: bool) -> Terms:
+    dtype, ranks, actor = config.model.dtype, config.trainer.world_size, models.actor
+    width = WEIGHT_BYTES[dtype]
+    length, logits = config.lengths.row, actor.vocabulary
+    wanted = config.trainer.activation_checkpointing
+    checkpointed = on_cards if wanted is None else wanted
+    tokens = _micro_batch_tokens(config, trained + frozen, on_cards=on_cards, checkpointed=checkpointed)
+    passes = {
+        "activations of a micro-batch": tokens * kept_bytes_a_token(actor, dtype, checkpointed=checkpointed),
+        # The logits, their gradient, and one chunk in float32.
+        "logits": 3 * 4 * min(_LOGITS, max(tokens - tokens // max(length, 1), 1) * logits),
+    }
+    if not config.shards_trainer:
+        return {
+            "weights": width * (trained + frozen),
+            "float32 copies": COPY_BYTES[dtype] * trained,
+            "moments": MOMENT_BYTES * trained,
+            "gradients": GRADIENT_BYTES[dtype] * trained,
+            **passes,
+        }
+    layer = actor.layer_parameters
+    root = max(actor.parameters - actor.layers * layer, 0)
+    return {
+        "weights": math.ceil((_SHARD_BYTES * trained + width * frozen) / ranks),
+        "moments": math.ceil(MOMENT_BYTES * trained / ranks),
+        "gradients": math.ceil(4 * trained / ranks),
+        # Two layers at once, and the root throughout, with their gradients.
+        "gathered layers and root": 2 * width * (root + 2 * layer),
+        **passes,
+    }
+
+
+def _largest(*models: ModelSizes | None) -> int:
+    """Return the parameters of the largest model: a process loads one after the other."""
+    return max(model.parameters for model in models if model is not None)
+
+
+def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
+    width = WEIGHT_BYTES[config.model.dtype]
+    adapters = _adapters(config, models)
+    terms = {"actor": width * (models.actor.parameters + adapters)}
+    a_row = width * config.lengths.row * models.actor.layers * models.actor.cached
+    if config.rollout.engine == "vllm":
+        terms["weights of the engine"] = width * models.actor.parameters
+        # On a card the cache is what is free there: a row is the least with which the engine starts.
+        terms["KV cache"] = config.rollout.cache_bytes or (a_row if on_cards else VLLM_CPU_CACHE_BYTES)
+    else:
+        ticket = config.prompts_per_ticket * config.group_size
+        terms["KV cache"] = min(config.rollout.inference_batch_size or ticket, ticket) * a_row
+    for name in ("reference", "critic", "reward"):
+        if (sizes := getattr(models, name)) is not None:
+            terms[name] = width * sizes.parameters
+    return terms
+
+
+def _adapters(config: Config, models: Models) -> int:
+    rank = config.model.lora_rank
+    return models.actor.adapter_parameters(rank, config.model.lora_targets) if rank else 0
+
+
+def _micro_batch_tokens(config: Config, parameters: int, *, on_cards: bool, checkpointed: bool) -> int:
+    """Return the tokens of a micro-batch, as `pipeline.models.pass_size` and the learner cut it."""
+    trainer, length, rows = config.trainer, config.lengths.row, config.sample_batch_size
+    if trainer.micro_batch_size is not None:
+        return trainer.micro_batch_size * length
+    if trainer.micro_batch_tokens is not None:
+        most = trainer.micro_batch_tokens
+    elif on_cards:
+        most = _GPU_TOKENS[checkpointed]
+    else:
+        most = min(_CPU_TOKENS, max(1, _CPU_OPERATIONS // max(1, 6 * parameters)))
+        rows = rows if trainer.packing else min(rows, _CPU_ROWS)
+    return min(max(most, length), rows * length)

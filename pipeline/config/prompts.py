@@ -1,0 +1,163 @@
+"""The section of the prompts: their files, columns, filters and template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from pipeline.config.sections import Section
+from pipeline.config.types import AnyPath, Source
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+
+CACHED_PREFIX: Final = "datasets:"
+"""Begin of a path that is the name of a data set in the local cache of Hugging Face."""
+
+# The arguments of `apply_chat_template` that rlhfd gives itself.
+_OWN_ARGUMENTS: Final = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "return_dict", "return_tensors",
+    "tokenize", "tools",
+)  # fmt: skip
+
+
+def _check_arguments(value: object) -> object:
+    if not isinstance(value, dict) or any(type(one) not in (bool, int, float, str) for one in value.values()):
+        raise PydanticCustomError("arguments", "must be a table of texts, numbers, true and false")
+    if own := [name for name in value if name in _OWN_ARGUMENTS]:
+        raise PydanticCustomError("arguments", "must not name {own}, which rlhfd sets itself", {"own": own[0]})
+    return value
+
+
+TemplateArguments = Annotated[
+    dict[str, Any], BeforeValidator(_check_arguments, json_schema_input_type=dict[str, bool | int | float | str])
+]
+
+
+class PromptSourceConfig(Section):
+    """One of several sources of prompts, which are mixed by weight."""
+
+    path: Source = Field(description="File, folder or name of a data set, as prompts.path.")
+    weight: float = Field(
+        default=1.0, gt=0, le=1e9, description="Share of the prompts, relative to the weights of the other sources."
+    )
+    split: str | None = Field(default=None, min_length=1, description="As prompts.split; left out: that key.")
+    prompt_column: str | None = Field(
+        default=None, min_length=1, description="As prompts.prompt_column; left out: that key."
+    )
+    answer_column: str | None = Field(
+        default=None, min_length=1, description="As prompts.answer_column; left out: that key."
+    )
+
+
+class PromptsConfig(Section):
+    """The prompts: their files, columns, filters and template."""
+
+    path: Source = Field(
+        default="builtin:sort-digits",
+        description='JSON lines of {"prompt": ..., "answer": ..., "images": [...]}, Parquet, Arrow, a folder of such '
+        'files, or "datasets:NAME" or "datasets:NAME:SUBSET" for a data set in the local cache (docs/data.md).',
+    )
+    template: Literal["auto", "none", "chat"] = Field(
+        default="auto",
+        description="Prompts that get the tokenizer's chat template: lists of messages (auto), none, or all (chat).",
+    )
+    sources: list[PromptSourceConfig] = Field(
+        default=[], description="Several sources in place of path, each with its weight."
+    )
+    split: str = Field(default="train", min_length=1, description="Split of a folder or of a data set by name.")
+    prompt_column: str = Field(
+        default="prompt", min_length=1, description="Column of the prompt; a dot enters a column of objects."
+    )
+    answer_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column of the answer, which every row must have; a dot enters a column of objects; left out: "
+        "answer, in the rows that have one.",
+    )
+    min_characters: int = Field(
+        default=0, ge=0, le=2**31, description="Minimum characters of a prompt; rows with fewer are left out."
+    )
+    max_characters: int | None = Field(
+        default=None, ge=1, le=2**31, description="Maximum characters of a prompt; rows with more are left out."
+    )
+    system_prompt: str | None = Field(
+        default=None,
+        min_length=1,
+        description="System message before each prompt that has none; all prompts then get the chat template.",
+    )
+    template_arguments: TemplateArguments = Field(
+        default={},
+        description="Further keywords of the chat template, such as {enable_thinking = false}; all prompts then get "
+        "it.",
+    )
+    tools_file: AnyPath | None = Field(
+        default=None,
+        description="JSON list of the functions that the chat template offers as tools; all prompts then get it.",
+    )
+    tools_column: str | None = Field(
+        default=None, min_length=1, description="Column with such a list, in the rows that have one."
+    )
+
+    @property
+    def files(self) -> list[PromptSourceConfig]:
+        """The sources in force, each with its own split and columns."""
+        sources = self.sources or [PromptSourceConfig(path=self.path)]
+        return [
+            source.model_copy(
+                update={
+                    "split": source.split or self.split,
+                    "prompt_column": source.prompt_column or self.prompt_column,
+                    "answer_column": source.answer_column or self.answer_column,
+                }
+            )
+            for source in sources
+        ]
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether a key is set that only the chat template reads."""
+        return bool(self.system_prompt or self.template_arguments or self.tools_file or self.tools_column)
+
+    def with_path(self, before: str, after: Path) -> PromptsConfig:
+        """Return the section with a path of its own or of its sources replaced."""
+        if not self.sources:
+            return self.model_copy(update={"path": str(after)}) if self.path == before else self
+        sources = [
+            source.model_copy(update={"path": str(after)}) if source.path == before else source
+            for source in self.sources
+        ]
+        return self.model_copy(update={"sources": sources})
+
+
+def identity_of_prompts(prompts: PromptsConfig) -> str:
+    """Return the part of a run's identity: a key that is not set is not part of it."""
+    first = prompts.model_dump_json(include={"path", "template"})
+    others = prompts.model_dump_json(exclude={"path", "template"}, exclude_defaults=True)
+    return first if others == "{}" else first + others
+
+
+def identifying_keys(prompts: PromptsConfig) -> dict[str, Any]:
+    """Return the keys and values of `identity_of_prompts`."""
+    others = prompts.model_dump(mode="json", exclude={"path", "template"}, exclude_defaults=True)
+    return {"path": prompts.path, "template": prompts.template, **others}
+
+
+def conflict_of_prompts(config: Config) -> tuple[tuple[str, ...], str] | None:
+    """Return the keys and the message of a conflict between keys of the prompts; None if none."""
+    prompts = config.prompts
+    keys: tuple[str, ...]
+    if prompts.sources and prompts.path != type(prompts).model_fields["path"].default:
+        return ("prompts.path", "prompts.sources"), "must be left out with prompts.sources, which take its place"
+    if prompts.max_characters is not None and prompts.max_characters < prompts.min_characters:
+        keys = ("prompts.max_characters", "prompts.min_characters")
+        least = f"the {prompts.min_characters} of prompts.min_characters"
+        return keys, f"must be at least {least}, got {prompts.max_characters}"
+    if prompts.template == "none" and prompts.needs_template:
+        keys = ("prompts.system_prompt", "prompts.template_arguments", "prompts.tools_file", "prompts.tools_column")
+        set_key = next(key for key in keys if getattr(prompts, key.partition(".")[2]))
+        return (set_key, "prompts.template"), 'must be left out with prompts.template = "none"'
+    return None

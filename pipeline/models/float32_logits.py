@@ -1,0 +1,169 @@
+"""Logits in float32 from a head and hidden states of 16 bits, for models whose log-probs would be too coarse.
+
+A bfloat16 number above 16 has steps of 0.125, and a log-prob is a difference of logits: the importance ratio of an
+unchanged policy then differs from 1 wherever two passes over a row round in another way. The products of 16-bit numbers
+are exact in float32 and summed in float32, so only the rounding of the result is left out: on a GPU at the speed of the
+16-bit product. The backward pass is that of 16 bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from pipeline.errors import ConfigError
+from pipeline.models.log_probs import action_log_probs
+
+MOST_SPREAD = 0.02
+"""Largest spread of the ratio of an unchanged policy with logits of 16 bits: a tenth of the usual clip range of 0.2."""
+
+_ROWS = 8
+_COLUMNS = 128
+_MORE_COLUMNS = 40
+
+log = logging.getLogger(__name__)
+
+
+def use_float32_logits(
+    model: nn.Module,
+    tokens: Sequence[int],
+    device: torch.device,
+    *,
+    dtype: str,
+    given: bool | None,
+    temperature: float = 1.0,
+    most_columns: int = _COLUMNS,
+    inside: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call(),
+) -> bool:
+    """Have a model compute its logits in float32, if it is configured or the spread of its log-probs asks for it.
+
+    Worker and trainer ask with the same weights and tokens, those of the start of the run, and get the same answer.
+
+    Args:
+        model: A causal language model, with the weights of the start of the run.
+        tokens: Token ids that rows are made of, such as a prompt; none: nothing is measured.
+        device: The model's.
+        dtype: Dtype of the model's passes, as "bfloat16"; in float32 there is nothing to do.
+        given: `model.float32_logits`; None: on a GPU, where the spread is above `MOST_SPREAD`.
+        temperature: The sampling temperature.
+        most_columns: Most tokens of a row.
+        inside: Calls a function whose passes use parts of the model.
+
+    Returns:
+        Whether the model's logits are float32 because of this call.
+
+    Raises:
+        ConfigError: If `given` is True and the model has no linear layer that makes its logits.
+    """
+    if dtype == "float32" or given is False:
+        return False
+    if given is None and (device.type == "cpu" or len(tokens) < 2 or most_columns < 4 or _head_of(model) is None):
+        return False
+    if given is None:
+        spread = log_prob_spread(
+            model, tokens, device, temperature=temperature, most_columns=most_columns, inside=inside
+        )
+        log.info("ratio of the unchanged policy: spread=%.4f float32_logits=%s", spread, spread > MOST_SPREAD)
+        if spread <= MOST_SPREAD:
+            return False
+    compute_in_float32(model)
+    return True
+
+
+def compute_in_float32(model: nn.Module) -> None:
+    """Have the linear layer that makes a model's logits return float32, whatever the dtype of the model.
+
+    Raises:
+        ConfigError: If the model has no such layer.
+    """
+    head = _head_of(model)
+    if head is None:
+        raise ConfigError(f"model.float32_logits: a {type(model).__name__} has no linear layer that makes its logits")
+    # The method, not the layer: its hooks stay, such as adapters.
+    head.forward = types.MethodType(_float32_forward, head)  # type: ignore[method-assign]
+
+
+def log_prob_spread(
+    model: nn.Module,
+    tokens: Sequence[int],
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
+    most_columns: int = _COLUMNS,
+    inside: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call(),
+) -> float:
+    """Return the spread of the importance ratio of an unchanged policy, by rounding alone.
+
+    It is the root mean square of the ratio less 1, between log-probs of the same rows in one pass, and in two passes
+    with more padding.
+
+    Args:
+        model: A causal language model.
+        tokens: Token ids, repeated to rows.
+        device: The model's.
+        temperature: The sampling temperature.
+        most_columns: Most tokens of a row, at least 4.
+        inside: As for `use_float32_logits`.
+    """
+    columns = min(_COLUMNS, most_columns)
+    rows = [[tokens[(row + column) % len(tokens)] for column in range(columns)] for row in range(_ROWS)]
+    sequences = torch.tensor(rows, device=device)
+    # Rows of several lengths, so that there is padding in the first pass too.
+    mask = (torch.arange(columns) >= torch.arange(_ROWS).unsqueeze(1) % (columns // 2)).long().to(device)
+
+    def passed(ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return inside(lambda: action_log_probs(model, ids, attention_mask, columns // 2, temperature=temperature))
+
+    more = (min(_MORE_COLUMNS, columns), 0)
+    with torch.no_grad():
+        whole = passed(sequences, mask)
+        halves = zip(sequences.split(_ROWS // 2), mask.split(_ROWS // 2), strict=True)
+        parts = torch.cat([passed(functional.pad(ids, more), functional.pad(kept, more)) for ids, kept in halves])
+    return float((parts.double() - whole.double()).expm1().square().mean().sqrt())
+
+
+def _head_of(model: Any) -> nn.Linear | None:
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    return head if isinstance(head, nn.Linear) else None
+
+
+def _float32_forward(head: nn.Linear, states: Tensor) -> Tensor:
+    logits: Tensor = _Float32Linear.apply(states, head.weight, head.bias)  # type: ignore[no-untyped-call]
+    return logits
+
+
+class _Float32Linear(torch.autograd.Function):
+    """``states @ weight.T + bias`` in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        rows = states.flatten(0, -2)
+        if states.is_cuda and states.dtype == weight.dtype and weight.dtype.itemsize == 2:
+            logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        else:
+            logits = rows.float() @ weight.float().t()
+        if bias is not None:
+            logits += bias.float()
+        return logits.view(*states.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        states, weight = ctx.saved_tensors
+        of_states, of_weight, of_bias = ctx.needs_input_grad
+        rounded = gradient.to(weight.dtype)
+        return (
+            rounded @ weight if of_states else None,
+            rounded.flatten(0, -2).t() @ states.flatten(0, -2) if of_weight else None,
+            gradient.flatten(0, -2).sum(dim=0).to(ctx.bias_dtype) if of_bias else None,
+        )

@@ -1,0 +1,168 @@
+"""Attention of packed rows, each row by itself: no mask of T x T tokens, no product with padding or with another row.
+
+    flash-attn     its varlen kernel, if the package is installed: GPU, 16 bits
+    torch varlen   `torch.nn.attention.varlen`: GPU, 16 bits
+    sdpa by rows   one call of torch's fused attention for each run of rows of equal length: CPUs, and the rest
+
+The kernels take causal attention over whole rows alone. A model that also caps scores or slides a window keeps its own
+attention, for which transformers makes the block mask from the position ids.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.errors import FieldError
+
+NAME: Final = "rlhfd_varlen"
+"""The attention's name in transformers' registry."""
+
+_MOST_HEAD_SIZE: Final = 256
+_OTHER_ATTENTION: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+log = logging.getLogger(__name__)
+
+
+def use_varlen_attention(model: Any) -> bool:
+    """Let a model compute the attention of packed rows by a kernel of this module; that of other passes stays sdpa.
+
+    Args:
+        model: A model of transformers, changed in place; any other model is left as it is.
+
+    Returns:
+        Whether it does; False for a model whose attention is not sdpa, or slides a window.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    if not isinstance(model, PreTrainedModel):
+        return False
+    text = model.config.get_text_config()
+    slides = any("full" not in kind for kind in getattr(text, "layer_types", None) or [])
+    if text._attn_implementation != "sdpa" or slides or getattr(text, "sliding_window", None) is not None:
+        return False
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+    return uses_varlen_attention(model)
+
+
+def uses_varlen_attention(model: Any) -> bool:
+    """Return whether a model's packed rows go through a kernel of this module."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """Return the name of the kernel for a device, a dtype and a size of the heads."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_size > _MOST_HEAD_SIZE:
+        return "sdpa by rows"
+    if importlib.util.find_spec("flash_attn") is not None:
+        return "flash-attn"
+    return "torch varlen" if importlib.util.find_spec("torch.nn.attention.varlen") is not None else "sdpa by rows"
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    row_lengths: list[int] | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of packed rows, ``(1, T, heads, size)``; called by the layers of a model of transformers.
+
+    Args:
+        module: The attention layer.
+        query: ``(1, heads, T, size)``.
+        key: ``(1, KV heads, T, size)``; each serves as many heads as there are for one of its.
+        value: As `key`.
+        attention_mask: Read in a padded pass alone.
+        scaling: Factor of the scores; None for 1 / sqrt(size).
+        cu_seq_lens_q: ``(B + 1,)`` int32, the starts of the rows, and T; None in a padded pass, which sdpa computes.
+        max_length_q: Tokens of the longest row.
+        row_lengths: Tokens of each row.
+        **keywords: Other arguments of transformers' attention.
+
+    Raises:
+        FieldError: If the layer slides a window, caps its scores or adds to them.
+    """
+    if cu_seq_lens_q is None or row_lengths is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        padded: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **keywords
+        )
+        return padded
+    if other := [name for name in _OTHER_ATTENTION if keywords.get(name) is not None]:
+        raise FieldError(f"{type(module).__name__} has {other[0]}, with which rows cannot be packed")
+    kernel = kernel_of(query.device, query.dtype, query.shape[-1])
+    if kernel == "sdpa by rows":
+        return _by_rows(query, key, value, row_lengths, scaling), None
+    by_token = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return attend_by(kernel)(*by_token, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
+
+
+def attend_by(kernel: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]:
+    """Return a kernel of a card, one of `kernel_of`.
+
+    It is called with query, key and value, each ``(T, heads, size)``, the ``(B + 1,)`` int32 starts of the rows, the
+    tokens of the longest row and the factor of the scores, None for 1 / sqrt(size); it returns ``(T, heads, size)``.
+    """
+    if kernel == "flash-attn":
+        from flash_attn import flash_attn_varlen_func
+
+        def by_flash_attn(
+            query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
+        ) -> Tensor:
+            output: Tensor = flash_attn_varlen_func(
+                query, key, value, starts, starts, longest, longest, softmax_scale=scaling, causal=True
+            )
+            return output
+
+        return by_flash_attn
+    from torch.nn.attention.varlen import varlen_attn
+
+    def by_torch(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
+    ) -> Tensor:
+        causal = (-1, 0)
+        output = varlen_attn(
+            query, key, value, starts, starts, longest, longest, scale=scaling, window_size=causal, enable_gqa=True
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    return by_torch
+
+
+def _by_rows(query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], scaling: float | None) -> Tensor:
+    """Return the attention, ``(1, T, heads, size)``; rows of equal length that follow each other are one call."""
+    runs = [(length, sum(1 for _ in run)) for length, run in groupby(row_lengths)]
+    tokens = [length * count for length, count in runs]
+    split = query.split(tokens, dim=2), key.split(tokens, dim=2), value.split(tokens, dim=2)
+    outputs = []
+    for (length, count), q, k, v in zip(runs, *split, strict=True):
+        rows = (count, length)
+        output = functional.scaled_dot_product_attention(
+            q[0].unflatten(1, rows).transpose(0, 1),  # (rows, heads, length, size)
+            k[0].unflatten(1, rows).transpose(0, 1),
+            v[0].unflatten(1, rows).transpose(0, 1),
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)

@@ -1,0 +1,146 @@
+"""JSON lines files: an object a line, blank lines skipped."""
+
+from __future__ import annotations
+
+import array
+import bisect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_FORMAT_BYTES = 4096
+_FORMATS = {b"\x1f\x8b": "compressed by gzip", b"PK\x03\x04": "a zip archive"}
+
+
+class LineRows:
+    """The objects of a file by number; keeps line offsets in memory (8 bytes a row), never texts.
+
+    The file is held open, so that a file renamed into its place does not mix with it during a run.
+
+    Attributes:
+        path: The file.
+        left_out: Columns that are not read: none.
+    """
+
+    left_out: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, *, field: str = "prompts.path") -> None:
+        """Index the file's lines.
+
+        Args:
+            path: The JSON lines file.
+            field: The configuration field that names the file, for the error.
+
+        Raises:
+            ConfigError: If the file cannot be read.
+        """
+        self.path = path
+        self._offsets = array.array("q")
+        # For each blank line, the index of the first row behind it: a few in most files.
+        self._blanks = array.array("q")
+        for line_number, offset, _ in prompt_lines(path, field=field):
+            blanks = line_number - 1 - len(self._offsets) - len(self._blanks)
+            self._blanks.extend([len(self._offsets)] * blanks)
+            self._offsets.append(offset)
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._offsets)
+
+    def line(self, index: int) -> int:
+        """Return the number of a row's line, from 1."""
+        return index + 1 + bisect.bisect_right(self._blanks, index)
+
+    def record(self, index: int) -> dict[str, Any]:
+        """Return a row, read from the file at this call.
+
+        Raises:
+            ConfigError: If the line is broken, or missing because the file was changed in place.
+        """
+        self._file.seek(self._offsets[index])
+        return decoded(self._file.readline(), f"{self.path}:{self.line(index)}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def prompt_lines(path: Path, *, field: str = "prompts.path") -> Iterator[tuple[int, int, bytes]]:
+    """Yield (line number from 1, byte offset, line) of each line that is not blank.
+
+    Args:
+        path: A JSON lines file.
+        field: The configuration field that names the file, for the error; empty if none does.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            offset = 0
+            for line_number, line in enumerate(file, start=1):
+                if line.strip(b" \t\r\n" if line_number > 1 else b" \t\r\n" + _BYTE_ORDER_MARK):
+                    yield line_number, offset, line
+                offset += len(line)
+    except OSError as error:
+        raise ConfigError(f"{field + ': ' if field else ''}cannot read {path}: {error.strerror}") from error
+
+
+def lines_at_most(path: Path) -> int:
+    """Return an upper bound of the rows of a file: its lines."""
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")) + 1
+
+
+def decoded(line: bytes, where: str) -> dict[str, Any]:
+    """Return the object of a line; `where` is the file and line for errors.
+
+    Raises:
+        ConfigError: If the line is not one JSON object.
+    """
+    try:
+        record = json.loads(
+            line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode("utf-8"), parse_constant=_refuse_constant
+        )
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}:{error.colno}: not JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}:{error.start + 1}: not UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}:1: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f'{where}:1: {kind_of(record)}, but a line is an object like {{"prompt": "..."}}')
+    return record
+
+
+def kind_of(value: object) -> str:
+    """Return the kind of a JSON value for a message, with its article."""
+    kinds = {str: "a text", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def problem_of_format(path: Path) -> str:
+    """Return the problem of a file of another format as a whole, in place of one for each of its lines."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_FORMAT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    except OSError:
+        return ""
+    for magic, name in _FORMATS.items():
+        if begin.startswith(magic):
+            return f'the file is {name}, not JSON lines: one object like {{"prompt": "..."}} a line'
+    first = begin.partition(b"\n")[0].strip()
+    if first.startswith(b"[") and (first == b"[" or first.startswith(b"[{")):
+        return f"the file is one JSON array, not JSON lines: jq -c '.[]' {path.name} prints it as one object a line"
+    if first == b"{":
+        return f"an object over several lines, not JSON lines: jq -c . {path.name} prints it as one object a line"
+    return ""
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,204 @@
+"""Random access to the endless sequence of prompts, of one source or of several by weight."""
+
+from __future__ import annotations
+
+import array
+import bisect
+import contextlib
+import itertools
+import os
+from typing import NamedTuple
+
+from pipeline.config.prompts import PromptsConfig, PromptSourceConfig
+from pipeline.errors import ConfigError
+from pipeline.prompts.files import Rows, files_of, open_rows, rows_at_most
+from pipeline.prompts.lines import LineRows
+from pipeline.prompts.order import Mixture, permuted, source_seed
+from pipeline.prompts.rows import ColumnNames, Row, row_of
+from pipeline.prompts.types import Prompt
+
+AnyPrompts = str | os.PathLike[str] | PromptsConfig
+"""The section of the configuration, or the path of one file with the defaults."""
+
+
+class PromptSource:
+    """Random access to the endless sequence of prompts; keeps places of rows in memory, of JSON lines never texts."""
+
+    def __init__(self, prompts: AnyPrompts, seed: int) -> None:
+        """Open and index the files; `pipeline.prompts.check` validates them.
+
+        Args:
+            prompts: The prompts.
+            seed: Seed of the order, any int; the same seed gives the same order everywhere.
+
+        Raises:
+            ConfigError: If a file cannot be read or a source has no prompt.
+        """
+        parts = parts_of(prompts)
+        self._mixture = Mixture([part.weight for part in parts], seed)
+        self._seeds = [source_seed(seed, number, len(parts)) for number in range(len(parts))]
+        self._parts: list[OpenedPart] = []
+        with contextlib.ExitStack() as undone:
+            undone.callback(self.close)
+            for part in parts:
+                self._parts.append(OpenedPart(part))
+            undone.pop_all()
+
+    def __len__(self) -> int:
+        """Return the number of prompts of all sources."""
+        return sum(map(len, self._parts))
+
+    def at(self, position: int) -> Prompt:
+        """Return the prompt at a place of the endless sequence.
+
+        Args:
+            position: Place in the sequence, 0 or more.
+
+        Returns:
+            The prompt, read from the file at this call.
+
+        Raises:
+            ConfigError: If the row is broken, or missing because the file was changed in place.
+            ValueError: If `position` is negative.
+        """
+        if position < 0:
+            raise ValueError(f"position {position} is negative")
+        which, number = self._mixture.place(position)
+        part = self._parts[which]
+        epoch, slot = divmod(number, len(part))
+        index = part.index_of(permuted(slot, len(part), seed=self._seeds[which], epoch=epoch))
+        rows, at = part.rows_at(index)
+        row = part.read(rows, at)
+        paths = tuple(str(rows.path.parent / image) for image in row.images)
+        return Prompt(
+            position, epoch, index, row.prompt, row.answer, paths, str(rows.path), rows.line(at), row.columns, row.tools
+        )
+
+    def close(self) -> None:
+        """Close the files; later calls of `at` fail."""
+        for part in self._parts:
+            part.close()
+
+
+class Part(NamedTuple):
+    """One source of prompts.
+
+    Attributes:
+        source: Its path, weight and split.
+        field: The configuration field that names it.
+        names: Its columns.
+        least: Minimum characters of a prompt.
+        most: Maximum characters of a prompt; None for no maximum.
+    """
+
+    source: PromptSourceConfig
+    field: str = "prompts.path"
+    names: ColumnNames = ColumnNames()
+    least: int = 0
+    most: int | None = None
+
+    @property
+    def weight(self) -> float:
+        """Its weight."""
+        return self.source.weight
+
+    @property
+    def filters(self) -> bool:
+        """Whether some rows may be left out."""
+        return self.least > 0 or self.most is not None
+
+    def takes(self, row: Row) -> bool:
+        """Return whether a row's prompt has a length that is wanted."""
+        return self.least <= row.characters and (self.most is None or row.characters <= self.most)
+
+
+class OpenedPart:
+    """The rows of one source, all its files in a row.
+
+    Attributes:
+        part: The source.
+        files: The rows of each file.
+    """
+
+    def __init__(self, part: Part, *, filtered: bool = True) -> None:
+        """Open the files.
+
+        Args:
+            part: The source.
+            filtered: Whether rows whose length is not wanted are left out; every row is read then.
+
+        Raises:
+            ConfigError: If a file cannot be read, or the source has no prompt.
+        """
+        self.part = part
+        self.files: list[Rows] = []
+        self._kept: array.array[int] | None = None
+        with contextlib.ExitStack() as undone:
+            undone.callback(self.close)
+            paths = files_of(part.source, field=part.field)
+            for path in paths:
+                self.files.append(open_rows(path, field=part.field))
+            self._starts = list(itertools.accumulate(map(len, self.files), initial=0))
+            if not self._starts[-1]:
+                raise ConfigError(f"{paths[0]}:1:1: no prompt in the file, at least one is needed")
+            if filtered and part.filters:
+                rows = range(self._starts[-1])
+                self._kept = array.array("q", (at for at in rows if part.takes(self.read(*self.rows_at(at)))))
+                if not self._kept:
+                    raise ConfigError(f"{paths[0]}:1:1: no prompt has the length that is wanted: {lengths_of(part)}")
+            undone.pop_all()
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return self._starts[-1] if self._kept is None else len(self._kept)
+
+    def index_of(self, number: int) -> int:
+        """Return the place of a prompt among all rows, those left out included."""
+        return number if self._kept is None else self._kept[number]
+
+    def rows_at(self, index: int) -> tuple[Rows, int]:
+        """Return the file of a row, and its number there."""
+        which = bisect.bisect_right(self._starts, index) - 1
+        return self.files[which], index - self._starts[which]
+
+    def read(self, rows: Rows, at: int) -> Row:
+        """Return a row of a file.
+
+        Raises:
+            ConfigError: If the row is broken.
+        """
+        where, is_table = f"{rows.path}:{rows.line(at)}", not isinstance(rows, LineRows)
+        return row_of(rows.record(at), where, self.part.names, is_table=is_table)
+
+    def close(self) -> None:
+        """Close the files."""
+        for rows in self.files:
+            rows.close()
+
+
+def parts_of(prompts: AnyPrompts) -> list[Part]:
+    """Return the sources of prompts."""
+    section = prompts if isinstance(prompts, PromptsConfig) else PromptsConfig(path=os.fspath(prompts))
+    field = "prompts.sources" if section.sources else "prompts.path"
+    return [
+        Part(
+            source,
+            field,
+            ColumnNames(source.prompt_column or "prompt", source.answer_column, section.tools_column),
+            section.min_characters,
+            section.max_characters,
+        )
+        for source in section.files
+    ]
+
+
+def lengths_of(part: Part) -> str:
+    """Return the wanted lengths of a source in words."""
+    bounds = [f"prompts.min_characters = {part.least}"] if part.least else []
+    return ", ".join([*bounds, *([f"prompts.max_characters = {part.most}"] if part.most is not None else [])])
+
+
+def prompts_at_most(prompts: PromptsConfig) -> int:
+    """Return an upper bound of the prompts of all sources; 0 while the embedded file is still to be made."""
+    counts = [rows_at_most(path) for part in parts_of(prompts) for path in files_of(part.source, field=part.field)]
+    return sum(counts) if all(counts) else 0

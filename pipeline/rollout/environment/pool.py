@@ -1,0 +1,335 @@
+"""Environments in processes that can be killed: a step that hangs or crashes costs its own row only.
+
+    worker                                process (`pipeline.rollout.environment.process`), many rows at a time
+      Step, for each response     ----->  makes the row's environment with the first one, calls `step`
+      Forget, of dropped rows     ----->
+                                  <-----  Ready once, then an Answer for each Step, as it ends
+
+A row stays with one process. A process that ends is replaced, and each step carries all responses of its row: the
+successor repeats them. Steps that a process had in hand when it ended are tried again one at a time, so that the row
+at fault is found; it has no answer, the others have theirs. A process ends by itself when a step takes too long; the
+worker waits a little longer, then kills it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeline.errors import ConfigError, DeadlineError
+from pipeline.rollout.environment import process as environment_process
+from pipeline.rollout.environment.wire import Answer, Forget, Problem, Ready, Step, frame, to_pool, unframe
+from pipeline.runtime.lifeline import PARENT_VARIABLE
+
+STARTUP_TIMEOUT_S = 120.0
+_GRACE_S = 3.0
+_READ_BYTES = 1 << 16
+_TIMEOUTS_IN_A_ROW = 3
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class EnvironmentCounts:
+    """The work of a pool since its start.
+
+    Attributes:
+        answers: Steps that were answered.
+        tools_failed: Of these, those whose response called a tool in vain.
+        problems: Rows without an answer, by reason.
+    """
+
+    answers: int = 0
+    tools_failed: int = 0
+    problems: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+class EnvironmentPool:
+    """The environments of a worker's rows, each in one of some processes.
+
+    Not thread-safe; close it. Its processes die with this one.
+
+    Args:
+        name: ``module:Factory``.
+        timeout_s: Longest time of a step.
+        processes: Number of processes.
+        on_progress: Called at least once a second while steps are waited for.
+        log_texts: Whether the log quotes exceptions.
+
+    Attributes:
+        counts: The work so far.
+        problem: The last row without an answer; None if there was none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout_s: float,
+        processes: int = 1,
+        on_progress: Callable[[], None] = lambda: None,
+        log_texts: bool = False,
+    ) -> None:
+        self.counts = EnvironmentCounts()
+        self.problem: Answer | None = None
+        self._on_progress = on_progress
+        self._log_texts = log_texts
+        self._new_row = itertools.count().__next__
+        self._callbacks: dict[int, Callable[[Answer], None]] = {}
+        self._processes = [_Process(name, timeout_s) for _ in range(processes)]
+
+    def wait_ready(self, timeout_s: float = STARTUP_TIMEOUT_S) -> None:
+        """Wait until every process has imported the environment.
+
+        Raises:
+            ConfigError: If it cannot be imported, or is no environment.
+            DeadlineError: If that takes longer than `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not all(process.is_ready for process in self._processes):
+            self.step(max(0.0, deadline_s - time.monotonic()))
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(f"the environment was not imported within {timeout_s:g} s")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is waited for."""
+        return bool(self._callbacks)
+
+    def new_row(self) -> int:
+        """Return the number of a new row."""
+        return self._new_row()
+
+    def submit(
+        self, row: int, row_json: str, responses: Sequence[str], callback: Callable[[Answer], None], *, is_last: bool
+    ) -> None:
+        """Have a response answered; `step` calls `callback` with the answer.
+
+        Args:
+            row: A number of `new_row`, the same for all steps of a row.
+            row_json: Prompt, answer and columns of the row as JSON.
+            responses: All its responses so far.
+            callback: Called once.
+            is_last: Whether the row has no further step, whatever the answer.
+        """
+        self._callbacks[row] = callback
+        self._process_of(row).submit(Step(row, row_json, list(responses), is_last))
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Drop rows; their answers are not reported any more."""
+        for row in rows:
+            self._callbacks.pop(row, None)
+        for process in self._processes:
+            process.forget([row for row in rows if self._process_of(row) is process])
+
+    def step(self, timeout_s: float) -> None:
+        """Report the answers that are there; without one wait for the first, at most a second.
+
+        Raises:
+            ConfigError: If a process that was started anew cannot import the environment.
+            DeadlineError: If one is not ready in time.
+        """
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                selector.register(process.link, selectors.EVENT_READ, process)
+            ready = selector.select(min(1.0, timeout_s))
+        self._on_progress()
+        answers = [answer for key, _ in ready for answer in key.data.receive()]
+        for process in self._processes:
+            process.kill_if_overdue()
+        for answer in answers:
+            self._report(answer)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+    def _process_of(self, row: int) -> _Process:
+        return self._processes[row % len(self._processes)]
+
+    def _report(self, answer: Answer) -> None:
+        callback = self._callbacks.pop(answer.row, None)
+        if callback is None:
+            return
+        if answer.problem:
+            self.problem = answer
+            self.counts.problems[answer.problem] += 1
+            # The first one, then the tenth, the hundredth...
+            if str(count := self.counts.problems[answer.problem]).strip("0") == "1":
+                text = answer.text if self._log_texts else answer.bare
+                log.warning("environment errored: reason=%s times=%d: %s", answer.problem, count, text)
+        else:
+            self.counts.answers += 1
+            self.counts.tools_failed += answer.tool_failed
+        callback(answer)
+
+
+class _Process:
+    """A process and its successors.
+
+    Attributes:
+        link: The socket to it.
+        is_ready: Whether it has imported the environment.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._waiting: collections.deque[Step] = collections.deque()
+        self._sent: dict[int, Step] = {}
+        # Rows whose process ended while it had several steps in hand.
+        self._alone: set[int] = set()
+        self._timeouts = 0
+        self._start()
+
+    def submit(self, step: Step) -> None:
+        """Send a step, now or when the process is ready."""
+        self._waiting.append(step)
+        self._send()
+
+    def forget(self, rows: list[int]) -> None:
+        """Drop rows."""
+        if not rows:
+            return
+        self._waiting = collections.deque(step for step in self._waiting if step.row not in rows)
+        self._alone.difference_update(rows)
+        # Those that were sent are answered still.
+        if self.is_ready:
+            self._write(frame(Forget(rows)))
+
+    def receive(self) -> list[Answer]:
+        """Return the answers that have come; replace a process that has ended.
+
+        Raises:
+            ConfigError: If the process cannot import the environment.
+        """
+        answers = []
+        try:
+            data = self.link.recv(_READ_BYTES)
+        except ConnectionError:
+            data = b""
+        self._read += data
+        while (body := unframe(self._read)) is not None:
+            match to_pool.decode(body):
+                case Ready(error=error) if error:
+                    raise ConfigError(error)
+                case Ready():
+                    self.is_ready = True
+                case Answer() as answer:
+                    self._timeouts = self._timeouts + 1 if answer.problem == "timeout" else 0
+                    self._sent.pop(answer.row, None)
+                    self._alone.discard(answer.row)
+                    answers.append(answer)
+        if data:
+            # The time of a step begins anew: the process answers, it does not hang.
+            self._deadline_s = time.monotonic() + self._timeout_s + _GRACE_S
+        else:
+            answers += self._replace()
+        self._send()
+        return answers
+
+    def kill_if_overdue(self) -> None:
+        """Kill a process that does not answer; `receive` then finds its end.
+
+        Raises:
+            DeadlineError: If it has not imported the environment in time.
+        """
+        if time.monotonic() < self._deadline_s or (self.is_ready and not self._sent):
+            return
+        if not self.is_ready:
+            raise DeadlineError(f"the environment was not imported within {STARTUP_TIMEOUT_S:g} s")
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process."""
+        self.link.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> None:
+        self.link, other = socket.socketpair()
+        # So that a full socket does not keep the worker from its watch.
+        self.link.settimeout(_GRACE_S)
+        self._read = bytearray()
+        self.is_ready = False
+        self._deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
+        with other:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", environment_process.__name__),
+                    *(str(other.fileno()), self._name, str(self._timeout_s)),
+                ],
+                stdin=subprocess.DEVNULL,
+                # The output of environments goes into the worker's log.
+                stdout=2,
+                pass_fds=[other.fileno()],
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            )
+
+    def _send(self) -> None:
+        """Send the steps that wait; those to be tried alone one by one, when no other is in hand."""
+        while self.is_ready and self._waiting:
+            is_alone = self._waiting[0].row in self._alone
+            if self._sent and (is_alone or self._alone & self._sent.keys()):
+                return
+            step = self._waiting.popleft()
+            if not self._sent:
+                self._deadline_s = time.monotonic() + self._timeout_s + _GRACE_S
+            self._sent[step.row] = step
+            self._write(frame(step))
+
+    def _write(self, data: bytes) -> None:
+        # A process that is stopped or dead reads nothing, or a part; it is killed, and its successor gets the steps.
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            self.link.sendall(data)
+
+    def _replace(self) -> list[Answer]:
+        """Start a successor of a process that has ended; return the answers of rows that it took with it.
+
+        Raises:
+            ConfigError: If it ended before it had imported the environment.
+        """
+        took_s = time.monotonic() - (self._deadline_s - self._timeout_s - _GRACE_S)
+        self.link.close()
+        self._process.kill()
+        code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if not self.is_ready:
+            raise ConfigError(f"rollout.environment: the process that imports {self._name} {how}")
+        lost, self._sent = list(self._sent.values()), {}
+        self._start()
+        if len(lost) > 1:
+            self._alone.update(step.row for step in lost)
+            self._waiting.extendleft(reversed(lost))
+            return []
+        problem: Problem = "timeout" if took_s >= self._timeout_s else "exception"
+        text = f"no answer within {self._timeout_s:g} s" if problem == "timeout" else f"the process of the row {how}"
+        self._timeouts = self._timeouts + 1 if problem == "timeout" else 0
+        answers = [Answer(step.row, problem, text, text) for step in lost]
+        if self._timeouts >= _TIMEOUTS_IN_A_ROW:
+            text = f"not tried: {self._timeouts} rows in a row took longer than {self._timeout_s:g} s"
+            late = [step for step in self._waiting if step.row in self._alone]
+            self._waiting = collections.deque(step for step in self._waiting if step.row not in self._alone)
+            answers += [Answer(step.row, "timeout", text, text) for step in late]
+            self._timeouts = 0
+        self._alone.difference_update(answer.row for answer in answers)
+        return answers
+
+
+def row_json(prompt: Any, answer: Any, columns: Any) -> str:
+    """Return what `Environment.reset` gets, as JSON."""
+    return json.dumps([prompt, answer, dict(columns)])

@@ -1,0 +1,167 @@
+"""A process with the environments of some rows: each step in turn or, where they await something, at the same time.
+
+A step that does not return ends the process, which the pool replaces; see `pipeline.rollout.environment.pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import math
+import socket
+import sys
+from typing import Any
+
+import setproctitle
+
+from pipeline.config import user_modules
+from pipeline.errors import ConfigError, ExitCode
+from pipeline.rollout.environment.types import Environment, Turn
+from pipeline.rollout.environment.wire import Answer, Forget, Ready, Step, frame, to_process, unframe
+from pipeline.runtime.lifeline import die_with_parent
+
+CONCURRENCY = 64
+"""Steps at the same time in a process."""
+
+BLOCKED_GRACE_S = 1.0
+_READ_BYTES = 1 << 16
+
+
+class Environments:
+    """The environments of the rows, and their steps.
+
+    Args:
+        factory: Makes an environment.
+        timeout_s: Longest time of a step, those before it included if they have to be repeated.
+    """
+
+    def __init__(self, factory: Any, timeout_s: float) -> None:
+        self._factory = factory
+        self._timeout_s = timeout_s
+        self._rows: dict[int, tuple[Environment, int]] = {}
+
+    async def answer(self, step: Step) -> Answer:
+        """Return the answer to a step's last response."""
+        # A step may hang with the GIL held: only a C timer runs then. It is armed anew by each step that begins.
+        faulthandler.dump_traceback_later(self._timeout_s + BLOCKED_GRACE_S, exit=True)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                turn = await self._turn(step)
+        except TimeoutError:
+            return self._failed(step, "timeout", f"no answer within {self._timeout_s:g} s", "")
+        # The code of the user may raise anything.
+        except Exception as error:  # noqa: BLE001
+            kind = type(error).__name__
+            return self._failed(step, "exception", f"{kind}: {error}", f"raised {kind}")
+        if problem := _problem_of(turn):
+            return self._failed(step, "invalid", problem, problem)
+        if step.is_last or turn.done:
+            self._rows.pop(step.row, None)
+        return Answer(
+            step.row,
+            observation=turn.observation,
+            reward=float(turn.reward),
+            done=bool(turn.done),
+            tool_failed=bool(turn.tool_failed),
+        )
+
+    def forget(self, rows: list[int]) -> None:
+        """Drop the environments of rows."""
+        for row in rows:
+            self._rows.pop(row, None)
+
+    async def _turn(self, step: Step) -> Any:
+        environment, done = self._rows.get(step.row, (None, 0))
+        if environment is None or done != len(step.responses) - 1:
+            environment, done = self._factory(), 0
+            await _awaited(environment.reset(*json.loads(step.row_json)))
+        for response in step.responses[done:]:
+            turn = await _awaited(environment.step(response))
+        self._rows[step.row] = environment, len(step.responses)
+        return turn
+
+    def _failed(self, step: Step, problem: Any, text: str, bare: str) -> Answer:
+        self._rows.pop(step.row, None)
+        return Answer(step.row, problem, text, bare or text)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _problem_of(turn: Any) -> str:
+    if not isinstance(turn, Turn):
+        return f"step returned a {type(turn).__name__}, not a Turn"
+    if not isinstance(turn.observation, str):
+        return f"the observation is a {type(turn.observation).__name__}, not a str"
+    reward = turn.reward
+    if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
+        return "the reward is not a finite number"
+    return ""
+
+
+async def serve(link: socket.socket, environments: Environments) -> None:
+    """Answer the steps of a pool until it closes its end of the link."""
+    loop, room, read = asyncio.get_running_loop(), asyncio.Semaphore(CONCURRENCY), bytearray()
+    writing = asyncio.Lock()
+    under_way: set[asyncio.Task[None]] = set()
+    link.setblocking(False)
+
+    async def one(step: Step) -> None:
+        async with room:
+            answer = await environments.answer(step)
+        async with writing:
+            await loop.sock_sendall(link, frame(answer))
+
+    def ended(task: asyncio.Task[None]) -> None:
+        under_way.discard(task)
+        if not under_way:
+            faulthandler.cancel_dump_traceback_later()
+
+    while data := await loop.sock_recv(link, _READ_BYTES):
+        read += data
+        while (body := unframe(read)) is not None:
+            match to_process.decode(body):
+                case Forget(rows=rows):
+                    environments.forget(rows)
+                case Step() as step:
+                    task = loop.create_task(one(step))
+                    under_way.add(task)
+                    task.add_done_callback(ended)
+
+
+def main(descriptor: int, name: str, timeout_s: float) -> ExitCode:
+    """Import the environment and answer steps until the worker exits."""
+    setproctitle.setproctitle("rlhfd: environment")
+    link = socket.socket(fileno=descriptor)
+    # As in the worker.
+    user_modules.extend_path()
+    try:
+        factory = user_modules.load_function("rollout.environment", name)
+        _check(factory, name)
+    except ConfigError as error:
+        link.sendall(frame(Ready(str(error))))
+        return ExitCode.BAD_CONFIG
+    link.sendall(frame(Ready()))
+    asyncio.run(serve(link, Environments(factory, timeout_s)))
+    return ExitCode.OK
+
+
+def _check(factory: Any, name: str) -> None:
+    """Refuse a factory whose object is no environment."""
+    try:
+        environment = factory()
+    # The code of the user may raise anything.
+    except Exception as error:
+        raise ConfigError(f"rollout.environment: {name}() raised {type(error).__name__}: {error}") from error
+    for method in ("reset", "step"):
+        if not callable(getattr(environment, method, None)):
+            kind = type(environment).__name__
+            raise ConfigError(f"rollout.environment: the {kind} of {name} has no method {method}")
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3])))

@@ -1,0 +1,141 @@
+"""The evaluation of one model outside a run: engine, rewards and numbers are those of a run's evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from pipeline.config.evaluation import held_out
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError
+from pipeline.models.device import process_device
+from pipeline.models.loading import load_actor, load_tokenizer, refuse_large_tokenizer, sees_images
+from pipeline.prompts.rendering import first_tokens, rendering_of
+from pipeline.prompts.source import PromptSource
+from pipeline.rollout.evaluation.roller import EvaluationRoller
+from pipeline.rollout.generation.engine_probe import Verdict
+from pipeline.rollout.generation.engines import as_stream, load_engine
+from pipeline.rollout.loader import load_environment, load_reward, reward_functions, watch, with_float32_logits
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.reward.functions import FunctionReward
+from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.vision_prompts import VisionPrompts
+from pipeline.runtime.evaluation_plan import EvaluationPlan
+from pipeline.telemetry.evaluations import Evaluation, PromptResult
+
+log = logging.getLogger(__name__)
+
+
+class _Unwatched:
+    """The progress callbacks of a roller that no supervisor watches."""
+
+    def activity(self, name: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        pass
+
+    def sampled(self, tokens: int) -> None:
+        pass
+
+    def out_of_memory(self, during: str) -> None:
+        pass
+
+    def reward_errored(self, reason: str) -> None:
+        pass
+
+    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
+        pass
+
+
+def evaluate(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, prompts: None) -> Evaluation:
+    """Return the evaluation of `model.actor` on `evaluation.files`.
+
+    Args:
+        config: A configuration with at least one file; critic and reference are not read, of the training prompts the
+            first one.
+        on_progress: Called after each ticket with the prompts done and all prompts.
+
+    Raises:
+        ConfigError: If a model, a file or a reward function cannot be loaded, or no prompt gets a result.
+    """
+    plan = EvaluationPlan.of(config)
+    assert plan is not None
+    with contextlib.ExitStack() as stack:
+        roller, functions = _roller(config, stack)
+        results: list[list[PromptResult]] = [[] for _ in plan.names]
+        done, problem = 0, ""
+        for file, position, prompts in plan.tickets():
+            try:
+                rolled = roller.roll(position, prompts, evaluation=file)
+                results[file] += rolled.results
+                reward_problem = functions and functions.problem
+                problem = problem or (reward_problem.text if reward_problem else str(rolled.refused or ""))
+            except (RewardError, FieldError, ShapeError) as error:
+                problem = problem or str(error)
+                log.warning("held-out prompts without a result: file=%s position=%d prompts=%d reason=%s",
+                            plan.names[file], position, prompts, error)  # fmt: skip
+            done += prompts
+            on_progress(done, sum(plan.prompts))
+    if not any(results):
+        raise ConfigError(f"evaluation.files: no prompt has a result: {problem or 'no row has a reward'}")
+    return plan.evaluation(-1, "", results, unix_s=time.time())
+
+
+def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, FunctionReward | RewardPool | None]:
+    """Return a roller with those of the held-out files, and the reward functions; `stack` closes them."""
+    telemetry, rollout = _Unwatched(), config.rollout
+    tokenizer = load_tokenizer(config.model.actor)
+    functions = reward_functions(config, tokenizer, telemetry) if rollout.reward_functions else None
+    if isinstance(functions, RewardPool):
+        stack.callback(functions.close)
+    device = process_device()
+    reward = load_reward(config, device, functions)
+    actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
+    with_float32_logits(config, actor, first_tokens(config.prompts, config.daemon.seed, tokenizer), device)
+    refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
+    loaded = load_engine(
+        rollout.engine,
+        actor,
+        directory=Path(config.model.actor),
+        device=device,
+        on_progress=telemetry.beat,
+        config=config,
+    )
+    engine = as_stream(loaded, most_rows=rollout.inference_batch_size, on_out_of_memory=lambda: None)
+    # GRPO needs no critic; `EvaluationRoller` sets the number of responses.
+    maker = NaiveExperienceMaker(
+        actor,
+        None,
+        reward,
+        None,
+        tokenizer,
+        kl_coef=0.0,
+        use_grpo=True,
+        num_generation=2,
+        inference_batch_size=rollout.inference_batch_size,
+        drop_errored=True,
+    )
+    roller = LocalRoller(
+        maker,
+        PromptSource(held_out(config, config.evaluation.files[0]), config.daemon.seed),
+        tokenizer,
+        ModelWeights({}, engine),
+        seed=config.daemon.seed,
+        lengths=config.lengths,
+        vocabulary=actor.config.get_text_config().vocab_size,
+        template=rendering_of(config.prompts),
+        generate_kwargs={},
+        vision=VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None,
+        log_texts=True,
+    )
+    roller.turns = load_environment(config, telemetry.beat)
+    roller.evaluations = [EvaluationRoller(roller, maker, config, file) for file in range(len(config.evaluation.files))]
+    stack.callback(roller.close)
+    watch(roller, config, telemetry, functions)
+    return roller, functions

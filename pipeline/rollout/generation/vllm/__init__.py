@@ -1,0 +1,14 @@
+"""The vLLM engine: vLLM in a child process of the worker, which cannot outlive it.
+
+core           vLLM itself; the only module that imports it
+engine         the worker's side
+places         the places of published tensors in vLLM's parameters
+process        the child's process
+step_progress  tokens so far, and whether the steps advance
+weights        published weights from shared memory into vLLM's parameters
+wire           messages between worker and child
+"""
+
+from pipeline.rollout.generation.vllm.engine import new_engine
+
+__all__ = ["new_engine"]

@@ -1,0 +1,299 @@
+"""vLLM in this process: requests in, ended requests out, a step at a time; the only module that imports vLLM.
+
+`VLLM_ENABLE_V1_MULTIPROCESSING=0` keeps scheduler and, with one card, the model in this process. The step is
+synchronous (`async_scheduling=False`): weights are replaced between two steps, when no kernel reads them and no sampled
+token is on its way.
+
+An update while requests run takes them back to the waiting queue: their keys and values are computed again with the new
+weights, the tokens they have stay. So a token's log-prob is that of its version given the whole sequence before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any, Literal
+
+import msgspec
+import vllm._custom_ops as custom_operators
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from pipeline.models.weights.places import TensorPlace
+from pipeline.rollout.generation.vllm.step_progress import StepProgress
+from pipeline.rollout.generation.vllm.wire import Ended, Row, Settings, Stepped, Submit, Updated
+
+_EXTENSION = "pipeline.rollout.generation.vllm.weights.FeedsWeights"
+_FETCH_ATTEMPTS = 16
+# The worker's own passes run on the same card.
+_GPU_SHARE = 0.6
+
+
+class UpdateError(Exception):
+    """Weights that could not be taken; `kind` as in `wire.Failed`."""
+
+    def __init__(self, kind: Literal["mismatch", "version", "engine"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclasses.dataclass
+class _Request:
+    """A request in hand: its rows that have ended, and vLLM's names of all."""
+
+    submit: Submit
+    rows: list[Row | None]
+    names: list[str]
+
+
+@dataclasses.dataclass
+class _Growing:
+    """A response that is watched for stop sequences token by token."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    spans: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+
+
+class Core:
+    """The engine: vLLM, and the requests in hand.
+
+    Attributes:
+        version: Of the weights; -1 for those of the directory.
+        taken: Requests submitted so far.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.on_cpu:
+            # Weights stay as they are: packed copies could not be updated in place.
+            custom_operators._supports_onednn = False
+        arguments: dict[str, Any] = {
+            "model": settings.directory,
+            "skip_tokenizer_init": True,
+            "dtype": settings.dtype,
+            "max_model_len": settings.max_length,
+            "max_num_seqs": settings.max_rows,
+            "seed": 0,
+            "enforce_eager": settings.on_cpu,
+            "async_scheduling": False,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": _EXTENSION,
+        }
+        if settings.cache_bytes:
+            arguments["kv_cache_memory_bytes"] = settings.cache_bytes
+        if not settings.on_cpu:
+            arguments["gpu_memory_utilization"] = _free_share()
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._requests: dict[int, _Request] = {}
+        self._rows: dict[str, tuple[int, int, _Growing | None]] = {}
+        self._ended: list[Ended] = []
+        self._progress = StepProgress()
+        self._preempted: dict[str, int] = {}
+        self._preemptions = 0
+        self._tokens_in = 0
+        self._prefix_tokens = 0
+        self._prefix_hits = 0
+        self.version = -1
+        self.taken = 0
+        self._engine.set_weight_version(str(self.version))
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        configuration = self._engine.vllm_config.cache_config
+        return int(configuration.num_gpu_blocks * configuration.block_size)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the model; ids are below it."""
+        return int(self._engine.model_config.get_vocab_size())
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in hand."""
+        return bool(self._requests)
+
+    def submit(self, submit: Submit) -> None:
+        """Take a request over, one of vLLM's for each response."""
+        request = self._requests[submit.key] = _Request(submit, [None] * len(submit.seeds), [])
+        self.taken += 1
+        self._tokens_in += len(submit.prompt) * len(submit.seeds)
+        single = [sequence[0] for sequence in submit.stop_sequences if len(sequence) == 1]
+        watched = any(len(sequence) > 1 for sequence in submit.stop_sequences)
+        for row, seed in enumerate(submit.seeds):
+            parameters = SamplingParams(
+                n=1,
+                seed=None if submit.greedy else seed,
+                max_tokens=submit.max_new_tokens,
+                temperature=0.0 if submit.greedy else submit.temperature,
+                top_p=1.0 if submit.greedy else submit.top_p,
+                top_k=0 if submit.greedy else submit.top_k,
+                stop_token_ids=sorted({*submit.stop_tokens, *single}),
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0 if submit.log_probs else None,
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.DELTA if watched else RequestOutputKind.FINAL_ONLY,
+            )
+            name = f"{submit.key}:{row}"
+            prompt = TokensPrompt(prompt_token_ids=submit.prompt)
+            request.names.append(self._engine.add_request(name, prompt, parameters))
+            self._rows[name] = submit.key, row, _Growing() if watched else None
+
+    def cancel(self, keys: list[int]) -> None:
+        """Drop requests."""
+        self._progress.look(self._live_tokens(), 0)
+        for key in keys:
+            if (request := self._requests.pop(key, None)) is not None:
+                self._engine.abort_request(request.names, internal=True)
+                for row in range(len(request.rows)):
+                    self._rows.pop(f"{key}:{row}", None)
+        self._progress.drop(self._live_tokens())
+        dropped = set(keys)
+        self._ended = [ended for ended in self._ended if ended.key not in dropped]
+
+    def step(self) -> bool:
+        """Advance the requests by one step; return whether a request has ended."""
+        outputs = self._engine.step()
+        self._preemptions += self._newly_preempted()
+        for output in outputs:
+            known = self._rows.get(output.request_id)
+            if known is None:
+                continue
+            key, row, growing = known
+            completion = output.outputs[0]
+            if output.finished if growing is None else not growing.token_ids:
+                self._prefix_tokens += len(output.prompt_token_ids or ())
+                self._prefix_hits += output.num_cached_tokens or 0
+            if growing is not None:
+                self._grow(key, row, growing, completion, finished=output.finished)
+            elif output.finished:
+                spans = [(int(span.version), span.start, span.end) for span in completion.weight_versions or ()]
+                log_probs = None if completion.logprobs is None else [float(v) for v in completion.logprobs.logprobs]
+                stopped = completion.finish_reason == "stop"
+                self._put(key, row, Row(list(completion.token_ids), log_probs, stopped, spans))
+        return bool(self._ended)
+
+    def stepped(self) -> Stepped | None:
+        """Return the report of the steps since the last one; None if nothing has advanced."""
+        computed = sum(request.num_computed_tokens for request in self._scheduler.requests.values())
+        if not self._progress.look(self._live_tokens(), computed) and not self._ended:
+            return None
+        ended, self._ended = self._ended, []
+        return self.report(ended)
+
+    def report(self, ended: list[Ended]) -> Stepped:
+        """Return a report with the present load."""
+        waiting = len(self._scheduler.waiting) + len(getattr(self._scheduler, "skipped_waiting", ()))
+        free = 1.0 - float(self._scheduler.kv_cache_manager.usage)
+        return Stepped(
+            ended, self.taken, len(self._scheduler.running), waiting, free, self._preemptions, self._tokens_in,
+            self._progress.tokens, self._prefix_tokens, self._prefix_hits,
+        )  # fmt: skip
+
+    def _live_tokens(self) -> int:
+        return sum(request.num_output_tokens for request in self._scheduler.requests.values())
+
+    def _newly_preempted(self) -> int:
+        """Return the responses that lost their place in the cache since the last call."""
+        before, now = self._preempted, self._scheduler.requests.items()
+        self._preempted = {name: request.num_preemptions for name, request in now if request.num_preemptions}
+        return sum(count - before.get(name, 0) for name, count in self._preempted.items())
+
+    def fetch(self, path: str, age: tuple[int, int] | None) -> Updated:
+        """Take a version out of a weights file; None for the newest.
+
+        Raises:
+            UpdateError: If the weights do not fit, or the version is not held.
+        """
+        started = time.monotonic()
+        for _ in range(_FETCH_ATTEMPTS):
+            # One age for all cards: each would find a newest version of its own.
+            wanted = age or self._engine.collective_rpc("rlhfd_newest", args=(path,))[0]
+            if wanted is None:
+                raise UpdateError("version", "no weights were published yet")
+            found = self._engine.collective_rpc("rlhfd_fetch", args=(path, tuple(wanted)))
+            kinds = {kind: message for kind, message, _ in found}
+            if set(kinds) == {""}:
+                return self._updated(found[0][2], started)
+            if "mismatch" in kinds:
+                raise UpdateError("mismatch", kinds["mismatch"])
+            if set(kinds) == {"version"} and age is not None:
+                raise UpdateError("version", kinds["version"])
+            # Overwritten meanwhile, and the parameters are of no version now: only a whole one helps.
+            age = None
+        raise UpdateError("engine", f"no whole version of the weights in {_FETCH_ATTEMPTS} attempts")
+
+    def take(self, path: str, places: list[TensorPlace], version: int) -> Updated:
+        """Take tensors out of a file, as weights of a version.
+
+        Raises:
+            UpdateError: If the weights do not fit.
+        """
+        started = time.monotonic()
+        for kind, message, _ in self._engine.collective_rpc("rlhfd_take", args=(path, msgspec.msgpack.encode(places))):
+            if kind:
+                raise UpdateError("mismatch", message)
+        return self._updated((version, 0, 0), started)
+
+    def _updated(self, found: tuple[int, int, int], started: float) -> Updated:
+        self.version, fingerprint, history = found
+        # Keys and values of the former weights are of no use; a request that runs has its own computed again.
+        self._engine.engine_core.reset_prefix_cache(reset_running_requests=True)
+        # They lost their place to the update, not to each other.
+        self._newly_preempted()
+        self._progress.look(self._live_tokens(), 0)
+        self._progress.drop(self._live_tokens())
+        self._engine.set_weight_version(str(self.version))
+        return Updated(self.version, fingerprint, history, time.monotonic() - started)
+
+    def _grow(self, key: int, row: int, growing: _Growing, completion: Any, *, finished: bool) -> None:
+        request = self._requests[key]
+        before = len(growing.token_ids)
+        cut = False
+        for place, token in enumerate(completion.token_ids):
+            growing.token_ids.append(token)
+            if completion.logprobs is not None:
+                growing.log_probs.append(float(completion.logprobs.logprobs[place]))
+            if cut := any(growing.token_ids[-len(stop) :] == stop for stop in request.submit.stop_sequences):
+                break
+        _extend(growing.spans, self.version, before, len(growing.token_ids))
+        if cut and not finished:
+            self._engine.abort_request([request.names[row]], internal=True)
+        if cut or finished:
+            stopped = cut or completion.finish_reason == "stop"
+            log_probs = growing.log_probs if request.submit.log_probs else None
+            self._put(key, row, Row(growing.token_ids, log_probs, stopped, growing.spans))
+
+    def _put(self, key: int, row: int, ended: Row) -> None:
+        request = self._requests[key]
+        del self._rows[f"{key}:{row}"]
+        request.rows[row] = ended
+        self._progress.end(len(ended.token_ids))
+        rows = [row for row in request.rows if row is not None]
+        if len(rows) == len(request.rows):
+            del self._requests[key]
+            self._ended.append(Ended(key, rows))
+
+
+def _extend(spans: list[tuple[int, int, int]], version: int, start: int, end: int) -> None:
+    if spans and spans[-1][0] == version:
+        spans[-1] = version, spans[-1][1], end
+    elif end > start:
+        spans.append((version, start, end))
+
+
+def _free_share() -> float:
+    """Return the share of the card's memory that the engine may use: a share of its free part."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return _GPU_SHARE * free / total

@@ -1,0 +1,389 @@
+"""The worker's side of the vLLM engine: an `Engine` in front of a process that runs vLLM.
+
+The process is a child of the worker and dies with it, by whatever signal. vLLM changes threads, random state and
+environment of the process that imports it: none of the worker's is touched. The worker sends requests and gets those
+that have ended, with the load of the engine; weights go from shared memory into the engine's parameters, and never
+through the worker.
+
+The engine returns log-probs only where vLLM's are those of the interface: without top_p and top_k, and for greedy
+sampling at temperature 1.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import setproctitle
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import Config
+from pipeline.errors import (
+    ConfigError,
+    EngineKilledError,
+    FieldError,
+    RlhfdError,
+    TokenError,
+    WeightsError,
+    WeightsMismatchError,
+)
+from pipeline.models.weights.places import tensor_places, tensor_views
+from pipeline.rollout.generation.interface import (
+    Completed,
+    EngineCounts,
+    EngineLoad,
+    Request,
+    Response,
+    Span,
+    row_seed,
+)
+from pipeline.rollout.generation.vllm import wire
+from pipeline.rollout.progress import with_numbers
+from pipeline.runtime.lifeline import PARENT_VARIABLE
+from pipeline.storage.weights_header import Age
+
+_PROCESS = "pipeline.rollout.generation.vllm.process"
+_INSTALL = "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
+_MAX_ROWS = 256
+_CPU_CACHE_BYTES = 1 << 30
+_POLL_S = 0.05
+_CALL_S = 1.0
+_KILL_S = 10.0
+# vLLM samples with a higher temperature in place of a lower one.
+_LEAST_TEMPERATURE = 0.01
+
+_R = TypeVar("_R", wire.Ready, wire.Updated, wire.Paused)
+
+
+def new_engine(
+    actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None], config: Config
+) -> VllmEngine:
+    """Make the vLLM engine of a worker; see `pipeline.rollout.generation.engines.EngineFactory`.
+
+    Raises:
+        ConfigError: If vLLM is not installed, cannot load the model, or has too little memory for one row.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f'rollout.engine: "vllm" is not installed here: {_INSTALL}')
+    on_cpu = device.type == "cpu"
+    return VllmEngine(
+        wire.Settings(
+            str(directory),
+            dtype=config.model.dtype,
+            on_cpu=on_cpu,
+            max_length=config.lengths.row,
+            max_rows=config.rollout.inference_batch_size or _MAX_ROWS,
+            cache_bytes=config.rollout.cache_bytes or (_CPU_CACHE_BYTES if on_cpu else 0),
+            log_level=config.daemon.log_level,
+            log_json=config.daemon.log_format == "json",
+            title=f"{setproctitle.getproctitle()} vllm",
+        ),
+        threads=config.rollout.threads,
+        on_progress=on_progress,
+    )
+
+
+class VllmEngine:
+    """An `Engine` (`pipeline.rollout.generation.interface`).
+
+    Attributes:
+        deterministic: Whether a request gets the same tokens alone and beside others: vLLM's batch invariance.
+        cache_tokens: Tokens that the key-value cache holds.
+    """
+
+    def __init__(
+        self, settings: wire.Settings, *, threads: int = 1, on_progress: Callable[..., None] = lambda: None
+    ) -> None:
+        """Start the process and wait until it is ready.
+
+        Args:
+            settings: Of the process: directory and dtype of the model, `max_length` tokens of a row, `max_rows` that
+                run at a time, `cache_bytes` of the key-value cache (0: what the card has left).
+            threads: Threads of its numeric libraries.
+            on_progress: Called during the start and at each report of steps with progress, with the tokens sampled
+                since the start if its signature has `tokens`.
+
+        Raises:
+            ConfigError: If vLLM cannot load the model, or has too little memory for one row.
+            RlhfdError: If the process fails in another way.
+        """
+        self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not settings.on_cpu
+        self._settings = settings
+        self._on_progress = with_numbers(on_progress)
+        # By a number of their own: a late report of a cancelled request must not end one that has its key now.
+        self._keys: dict[int, int] = {}
+        self._completed: list[Completed] = []
+        self._submitted = 0
+        self._rows_not_taken: collections.deque[tuple[int, int]] = collections.deque()
+        self._report = wire.Stepped([], 0, 0, 0, 1.0)
+        self._version = -1
+        # Messages after one that raised an error wait here.
+        self._inbox: collections.deque[wire.Report] = collections.deque()
+        ours, theirs = socket.socketpair()
+        self._link: wire.Link[wire.Report] = wire.Link(ours, wire.reports)
+        self._process = _started(theirs, settings, threads)
+        theirs.close()
+        try:
+            ready = self._answer(wire.Ready, on_wait=on_progress)
+        except BaseException:
+            self.close()
+            raise
+        self.cache_tokens = ready.cache_tokens
+        self._vocabulary = ready.vocabulary
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def load(self) -> EngineLoad:
+        """The work in hand, as of the last report."""
+        report = self._report
+        on_its_way = sum(rows for _, rows in self._rows_not_taken)
+        counts = EngineCounts(
+            report.tokens_in, report.tokens_out, report.preemptions, report.prefix_tokens, report.prefix_hits
+        )
+        return EngineLoad(
+            report.running, report.waiting + on_its_way, report.free_cache, self._settings.max_rows, counts
+        )
+
+    def submit(self, request: Request) -> None:
+        """Take a request over; see `pipeline.rollout.generation.interface.Engine`."""
+        sampling, tokens = request.sampling, len(request.prompt_ids)
+        if request.key in self._keys.values():
+            raise FieldError(f"request {request.key} is in hand already")
+        if request.vision is not None:
+            raise FieldError('rollout.engine "vllm" takes text alone; the prompt has images')
+        if not tokens or request.max_new_tokens < 1 or tokens + request.max_new_tokens > self._settings.max_length:
+            raise FieldError(
+                f"a prompt of {tokens} tokens and a response of {request.max_new_tokens} do not fit the engine's rows "
+                f"of {self._settings.max_length}"
+            )
+        if not 0 <= int(request.prompt_ids.min()) <= int(request.prompt_ids.max()) < self._vocabulary:
+            raise TokenError(
+                f"a prompt has the token {int(request.prompt_ids.max())}; the model has {self._vocabulary}"
+            )
+        if sampling.do_sample and sampling.temperature < _LEAST_TEMPERATURE:
+            raise FieldError(f"temperature is {sampling.temperature}; vLLM samples from {_LEAST_TEMPERATURE} on")
+        filtered = sampling.do_sample and (sampling.top_p < 1 or sampling.top_k > 0)
+        rows = range(request.first_row, request.first_row + request.group_size)
+        self._submitted += 1
+        self._keys[self._submitted] = request.key
+        self._rows_not_taken.append((self._submitted, request.group_size))
+        self._send(
+            wire.Submit(
+                self._submitted,
+                request.prompt_ids.tolist(),
+                [row_seed(sampling.seed, row) for row in rows],
+                request.max_new_tokens,
+                list(sampling.eos_token_ids),
+                [list(sequence) for sequence in sampling.stop_sequences],
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+                not sampling.do_sample,
+                not filtered and (sampling.do_sample or sampling.temperature == 1),
+            )
+        )
+
+    def step(self) -> list[Completed]:
+        """Return the requests that have ended; without one, wait for it for a moment.
+
+        Raises:
+            RlhfdError: If the engine has failed or its process has ended.
+        """
+        if not self._completed:
+            # Without requests only for a report of the load.
+            self._receive(_POLL_S if self._keys else 0.0)
+        completed, self._completed = self._completed, []
+        return completed
+
+    def cancel(self, keys: Sequence[int]) -> None:
+        """Drop requests; see `pipeline.rollout.generation.interface.Engine`."""
+        unwanted = set(keys)
+        numbers = [number for number, key in self._keys.items() if key in unwanted]
+        for number in numbers:
+            del self._keys[number]
+        self._completed = [completed for completed in self._completed if completed.key not in unwanted]
+        if numbers:
+            self._send(wire.Cancel(numbers))
+
+    def fetch_weights(self, path: Path, age: Age | None = None) -> Age:
+        """Take a version from shared memory into the engine's parameters.
+
+        Args:
+            path: The weights file (`pipeline.models.weights.store`).
+            age: Of the version; None for the newest.
+
+        Returns:
+            The age of the version that the engine computes with from the next step on, its fingerprint verified.
+
+        Raises:
+            WeightsError: If the version is not held; the engine computes with the one before.
+            WeightsMismatchError: If the weights do not fit the engine's model, or leave a part of it out.
+        """
+        self._send(wire.Fetch(str(path), age))
+        updated = self._answer(wire.Updated)
+        self._version = updated.version
+        return updated.version, updated.history
+
+    def update_weights(self, actor: Mapping[str, Tensor], version: int | None = None) -> None:
+        """Compute with these weights from the next step on; see `pipeline.rollout.generation.interface.Engine`.
+
+        Args:
+            actor: The actor's state dict under Hugging Face's names.
+            version: Of these weights; None for the one after the present.
+        """
+        version = self._version + 1 if version is None else version
+        tensors = {name: tensor.detach() for name, tensor in actor.items()}
+        places = tensor_places(tensors)
+        descriptor = os.memfd_create("rlhfd-actor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, places[-1].offset + max(places[-1].nbytes, 1))
+            memory = mmap.mmap(descriptor, 0)
+            for name, view in tensor_views(memoryview(memory), places).items():
+                view.copy_(tensors[name])
+            self._send(wire.Take(f"/proc/{os.getpid()}/fd/{descriptor}", places, version))
+            self._answer(wire.Updated)
+        finally:
+            os.close(descriptor)
+        self._version = version
+
+    def pause(self) -> None:
+        """Return once no step is being taken, and none will be."""
+        self._send(wire.Pause())
+        self._answer(wire.Paused)
+
+    def resume(self) -> None:
+        """Go on."""
+        self._send(wire.Resume())
+
+    def close(self) -> None:
+        """End the process."""
+        self._link.close()
+        self._process.kill()
+        self._process.wait()
+        self._keys.clear()
+        self._completed.clear()
+        self._rows_not_taken.clear()
+        self._report = msgspec.structs.replace(self._report, ended=[], running=0, waiting=0, free_cache=1.0)
+
+    def _send(self, message: wire.Order) -> None:
+        try:
+            self._link.send(message)
+        except (OSError, EOFError):
+            raise self._death() from None
+
+    def _receive(self, timeout_s: float) -> list[wire.Report]:
+        """Handle the reports that have arrived, and return the answers to orders among them.
+
+        Raises:
+            RlhfdError: If the engine has failed or its process has ended.
+        """
+        try:
+            self._inbox += self._link.receive(0.0 if self._inbox else timeout_s)
+        except EOFError:
+            if not self._inbox:
+                raise self._death() from None
+        answers: list[wire.Report] = []
+        while self._inbox:
+            match message := self._inbox.popleft():
+                case wire.Stepped():
+                    self._stepped(message)
+                case wire.Failed(kind="config"):
+                    raise ConfigError(_configuration_advice(message.message, self._settings))
+                case wire.Failed(kind="mismatch"):
+                    raise WeightsMismatchError(f"engine vllm: {message.message}")
+                case wire.Failed(kind="version"):
+                    raise WeightsError(f"engine vllm: {message.message}")
+                case wire.Failed():
+                    raise RlhfdError(f"engine vllm: {message.message}")
+                case _:
+                    answers.append(message)
+        return answers
+
+    def _answer(self, kind: type[_R], *, on_wait: Callable[[], None] = lambda: None) -> _R:
+        """Wait for the answer to an order. Only hang detection bounds the wait: large weights take their time."""
+        while True:
+            for answer in self._receive(_CALL_S):
+                if isinstance(answer, kind):
+                    return answer
+            on_wait()
+
+    def _stepped(self, report: wire.Stepped) -> None:
+        self._report = report
+        while self._rows_not_taken and self._rows_not_taken[0][0] <= report.taken:
+            self._rows_not_taken.popleft()
+        for ended in report.ended:
+            # Cancelled ones are not in hand any more.
+            if (key := self._keys.pop(ended.key, None)) is not None:
+                self._completed.append(Completed(key, tuple(_response(row) for row in ended.rows)))
+        self._on_progress(rows_done=0, rows=0, tokens=report.tokens_out)
+
+    def _death(self) -> RlhfdError:
+        try:
+            code = self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            return RlhfdError("engine vllm: its process has closed the link and does not end; the log may say why")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        kind = EngineKilledError if code == -signal.SIGKILL else RlhfdError
+        return kind(f"engine vllm: its process {how}; the log may say why")
+
+
+def _response(row: wire.Row) -> Response:
+    return Response(
+        torch.tensor(row.token_ids, dtype=torch.int64),
+        "stop" if row.stopped else "length",
+        tuple(Span(*span) for span in row.spans),
+        None if row.log_probs is None else torch.tensor(row.log_probs, dtype=torch.float32),
+    )
+
+
+def _configuration_advice(message: str, settings: wire.Settings) -> str:
+    """Return vLLM's message with the key that helps."""
+    if "KV cache" in message or "cache blocks" in message:
+        return f"rollout.cache_bytes: too little for rows of {settings.max_length:,} tokens: {message}"
+    if "max_model_len" in message or "max seq len" in message:
+        return f"rollout.max_length: {message}"
+    return f'rollout.engine: "vllm" cannot load {settings.directory}: {message}'
+
+
+def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> subprocess.Popen[bytes]:
+    variables = {
+        PARENT_VARIABLE: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads),
+        # Scheduler and model in one process: a grandchild would be known to vLLM alone.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # vLLM reports its use to its makers otherwise.
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        # Its records go through this package's handler.
+        "VLLM_CONFIGURE_LOGGING": "0",
+    }
+    if settings.on_cpu:
+        # Otherwise all engines of a machine bind their threads to the same cores.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Two functions of the sampler would be compiled by a C++ compiler at the first token.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _PROCESS, str(theirs.fileno()), msgspec.json.encode(settings).decode()],
+        stdin=subprocess.DEVNULL,
+        # vLLM's output belongs into the worker's log.
+        stdout=2,
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, **variables},
+    )

@@ -1,0 +1,144 @@
+"""The process of a vLLM engine: a `Core`, and a loop that takes orders and steps while a request is in hand.
+
+It ends with the worker: by SIGKILL from the kernel at the worker's death, or when the worker's end of the link is
+closed. Its output goes into the worker's log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+
+if TYPE_CHECKING:
+    from pipeline.rollout.generation.vllm.core import Core
+    from pipeline.rollout.generation.vllm.wire import Failed, Link, Order, Settings
+
+_IDLE_S = 1.0
+_REPORT_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+def main(descriptor: int, settings_json: str) -> None:
+    """Run the engine until the worker closes the link."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    # Workers of vLLM that this process starts die with it (`pipeline.rollout.generation.vllm.weights`).
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    import msgspec
+    import setproctitle
+
+    from pipeline.rollout.generation.vllm.wire import Failed, Link, Ready, Settings, orders
+    from pipeline.telemetry import log as log_settings
+
+    settings = msgspec.json.decode(settings_json, type=Settings)
+    setproctitle.setproctitle(settings.title)
+    log_settings.configure("vllm", level=settings.log_level, json=settings.log_json)
+    # The start of vLLM alone has a dozen warnings, none of which its user can act on.
+    _set_levels(settings, logging.ERROR)
+    link = Link(socket.socket(fileno=descriptor), orders)
+    started = time.monotonic()
+    try:
+        core = _core(settings)
+    # Any error of vLLM: its message is the worker's.
+    except Exception as error:
+        log.exception("the engine did not start")
+        link.send(_refusal(error))
+        return
+    _set_levels(settings, logging.WARNING)
+    link.send(Ready(time.monotonic() - started, core.cache_tokens, core.vocabulary))
+    try:
+        _serve(core, link)
+    except EOFError:
+        # The worker has closed the link.
+        return
+    except Exception as error:
+        log.exception("the engine failed")
+        link.send(Failed("engine", _one_line(error)))
+
+
+def _core(settings: Settings) -> Core:
+    from pipeline.rollout.generation.vllm.core import Core
+
+    # vLLM imports Ray where it is installed, which adds fields of its own to each record.
+    logging.setLogRecordFactory(logging.LogRecord)
+    return Core(settings)
+
+
+def _set_levels(settings: Settings, level: int) -> None:
+    for name in ("vllm", "py.warnings"):
+        logging.getLogger(name).setLevel(logging.NOTSET if settings.log_level == "debug" else level)
+
+
+def _serve(core: Core, link: Link[Order]) -> None:
+    paused, reported_s = False, 0.0
+    while True:
+        working = core.busy and not paused
+        for order in link.receive(0.0 if working else _IDLE_S):
+            paused = _obey(core, link, order, paused=paused)
+        if not core.busy or paused:
+            continue
+        ended, now_s = core.step(), time.monotonic()
+        # A report is a heartbeat of the worker: an engine that steps without progress makes none.
+        if (ended or now_s - reported_s >= _REPORT_S) and (report := core.stepped()) is not None:
+            reported_s = now_s
+            link.send(report)
+
+
+def _obey(core: Core, link: Link[Order], order: Order, *, paused: bool) -> bool:
+    """Carry out an order; return whether the engine is paused.
+
+    Raises:
+        SystemExit: If the weights of the engine are of no version any more; the worker was told.
+    """
+    from pipeline.rollout.generation.vllm.core import UpdateError
+    from pipeline.rollout.generation.vllm.wire import Cancel, Failed, Fetch, Pause, Paused, Resume, Submit, Take
+
+    match order:
+        case Submit():
+            core.submit(order)
+        case Cancel(keys=keys):
+            core.cancel(keys)
+            link.send(core.report([]))
+        case Fetch() | Take():
+            try:
+                if isinstance(order, Fetch):
+                    link.send(core.fetch(order.path, order.age))
+                else:
+                    link.send(core.take(order.path, order.places, order.version))
+            except UpdateError as error:
+                link.send(Failed(error.kind, str(error)))
+                if error.kind != "version":
+                    sys.exit(1)
+        case Pause():
+            link.send(Paused())
+            return True
+        case Resume():
+            return False
+    return paused
+
+
+def _refusal(error: Exception) -> Failed:
+    """Return the report of a failed start; what another configuration or model cures is no reason for a restart."""
+    from pipeline.rollout.generation.vllm.wire import Failed
+
+    wrong = isinstance(error, ValueError | TypeError | OSError | NotImplementedError | ImportError | AssertionError)
+    return Failed("config" if wrong else "engine", _one_line(error))
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main(int(sys.argv[1]), sys.argv[2])

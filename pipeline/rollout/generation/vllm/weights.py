@@ -1,0 +1,192 @@
+"""Published weights, from shared memory into the parameters of vLLM's model, without a copy in between.
+
+vLLM makes `FeedsWeights` a base of its workers: there is one on each card, in the engine's process or in a child of it.
+Each maps the weights file itself and copies its own part.
+
+At the first update with given names every element of every parameter is marked before the copy, and a mark that is left
+over afterwards is a stale parameter: vLLM's loader alone reports the names that it met, and counts a fused parameter of
+which one part is missing. This update also shows the place of each tensor (`places`): further ones are copied there
+block by block, with the fingerprint taken on the way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pipeline.errors import WeightsError, WeightsMismatchError
+from pipeline.models.weights.places import TensorPlace, tensor_views
+from pipeline.models.weights.store import WeightsReader
+from pipeline.rollout.generation.vllm.places import watched
+from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+
+if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
+    # A worker that vLLM started: it holds a card, and must not outlive the engine.
+    die_with_parent()
+
+_ACTOR = "actor."
+_MARKS = {4: 0x7FC0DEAD, 2: 0x7FDE}
+_INTEGERS = {4: torch.int32, 2: torch.int16}
+_PLAIN_METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+
+Outcome = tuple[str, str, tuple[int, int, int]]
+"""Kind of the error ("" for none), its message, and version, fingerprint and history of the weights.
+
+Kinds: "mismatch", weights of another model; "version", a version that is not held, with the parameters as before;
+"torn", no whole version, with parameters of no version.
+"""
+
+
+_Identity = tuple[str, int]
+"""Path and inode: a trainer with another model makes a new weights file under the same name."""
+
+
+class FeedsWeights:
+    """Methods of a vLLM worker, called through `collective_rpc`; they return an `Outcome` in place of raising."""
+
+    model_runner: Any
+
+    def rlhfd_newest(self, path: str) -> tuple[int, int] | None:
+        """Return the age of the newest version in a weights file; None without one."""
+        try:
+            newest = self._rlhfd_reader(path).newest()
+        except (WeightsError, OSError):
+            return None
+        return None if newest is None else newest.age
+
+    def rlhfd_fetch(self, path: str, age: tuple[int, int] | None) -> Outcome:
+        """Load the actor of a version; None for the newest."""
+        begun = False
+
+        def load(tensors: Mapping[str, torch.Tensor]) -> None:
+            nonlocal begun
+            begun = True
+            self._rlhfd_load(_actor_of(tensors), learn=known is None)
+
+        try:
+            reader = self._rlhfd_reader(path)
+            known = self._rlhfd_known(path)
+            if known and (age is None or reader.holds(age)):
+                begun = True
+                found = reader.fetch(known, age=age, partial=True)
+            else:
+                found = reader.feed(load, age=age)
+                if known is None:
+                    places = {f"{_ACTOR}{name}": place for name, place in (self._rlhfd_learned or {}).items()}
+                    self._rlhfd_places = _identity(path), self._rlhfd_addresses(), places
+        except WeightsMismatchError as error:
+            return "mismatch", str(error), (0, 0, 0)
+        except (WeightsError, OSError) as error:
+            return ("torn" if begun else "version"), str(error), (0, 0, 0)
+        return "", "", (found.version, found.fingerprint, found.history)
+
+    def rlhfd_take(self, path: str, places: bytes) -> Outcome:
+        """Load tensors that lie in a file."""
+        with open(path, "rb") as file:
+            memory = memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
+        try:
+            self._rlhfd_load(tensor_views(memory, msgspec.msgpack.decode(places, type=list[TensorPlace])))
+        except WeightsMismatchError as error:
+            return "mismatch", str(error), (0, 0, 0)
+        return "", "", (0, 0, 0)
+
+    def _rlhfd_reader(self, path: str) -> WeightsReader:
+        identity = _identity(path)
+        known: tuple[_Identity, WeightsReader] | None = getattr(self, "_rlhfd_open", None)
+        if known is None or known[0] != identity:
+            if known is not None:
+                known[1].close()
+            known = self._rlhfd_open = identity, WeightsReader(Path(path))
+        return known[1]
+
+    def _rlhfd_known(self, path: str) -> Mapping[str, torch.Tensor] | None:
+        """Return the places of a file's tensors; {} if the loader has to place them, None if that is not known."""
+        known: tuple[_Identity, list[int], Mapping[str, torch.Tensor]] | None = getattr(self, "_rlhfd_places", None)
+        if known is None or known[:2] != (_identity(path), self._rlhfd_addresses()):
+            return None
+        return known[2]
+
+    def _rlhfd_addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.model_runner.get_model().parameters()]
+
+    def _rlhfd_load(self, tensors: Mapping[str, torch.Tensor], *, learn: bool = False) -> None:
+        """Copy tensors into the model's parameters by vLLM's loader.
+
+        Args:
+            tensors: The actor's, by name.
+            learn: Whether to look for their places.
+
+        Raises:
+            WeightsMismatchError: If a tensor is of another model, or a parameter is not covered.
+        """
+        model = self.model_runner.get_model()
+        names = frozenset(tensors)
+        parameters = dict(model.named_parameters())
+        checked = learn or names != getattr(self, "_rlhfd_names", None)
+        self._rlhfd_learned = None
+        try:
+            if not _is_plain(model, parameters):
+                self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+                return
+            with torch.no_grad():
+                if checked:
+                    _mark(parameters)
+                if learn:
+                    self._rlhfd_learned = watched(model.load_weights, tensors, parameters.values())
+                else:
+                    model.load_weights(iter(tensors.items()))
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+            problem = " ".join(str(error).split()) or type(error).__name__
+            raise WeightsMismatchError(f"the weights do not fit the engine's model: {problem}") from error
+        if checked:
+            for name, parameter in parameters.items():
+                if left := _marked(parameter):
+                    raise WeightsMismatchError(
+                        f"the weights do not cover the engine's model: {left:,} of {parameter.numel():,} values of "
+                        f"{name} were not loaded"
+                    )
+            self._rlhfd_names = names
+
+
+def _identity(path: str) -> _Identity:
+    return path, os.stat(path).st_ino
+
+
+def _actor_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(_ACTOR): tensor for name, tensor in tensors.items() if name.startswith(_ACTOR)}
+
+
+def _is_plain(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> bool:
+    """Return whether the parameters are laid out as loaded; otherwise vLLM has repacked them and must do so again."""
+    methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
+    if not methods <= _PLAIN_METHODS or any(not parameter.numel() for parameter in parameters.values()):
+        return False
+    # On CPUs some kernels compute with a packed copy of weights of lower precision.
+    return all(tensor.device.type != "cpu" or tensor.dtype == torch.float32 for tensor in parameters.values())
+
+
+def _bits(parameter: torch.Tensor) -> torch.Tensor | None:
+    size = parameter.element_size()
+    if not parameter.is_floating_point() or size not in _MARKS:
+        return None
+    return parameter.data.view(_INTEGERS[size])
+
+
+def _mark(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        if (bits := _bits(parameter)) is not None:
+            bits.fill_(_MARKS[parameter.element_size()])
+
+
+def _marked(parameter: torch.Tensor) -> int:
+    """Return the number of elements that still hold the mark."""
+    bits = _bits(parameter)
+    return 0 if bits is None else int((bits == _MARKS[parameter.element_size()]).sum())

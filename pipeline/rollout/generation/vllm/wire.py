@@ -1,0 +1,244 @@
+"""Messages between a worker and the process of its vLLM engine, and the socket that carries them.
+
+The worker sends requests and orders, the engine answers each order once and reports its steps. A message is msgpack,
+preceded by its length.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from pipeline.models.weights.places import TensorPlace
+
+_LENGTH = struct.Struct("<Q")
+_READ_BYTES = 1 << 18
+_M = TypeVar("_M")
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Settings of the engine's process; see `pipeline.rollout.generation.vllm.engine` for their meaning."""
+
+    directory: str
+    dtype: str
+    on_cpu: bool
+    max_length: int
+    max_rows: int
+    cache_bytes: int
+    log_level: str
+    log_json: bool
+    title: str
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request; each seed is that of one response."""
+
+    key: int
+    prompt: list[int]
+    seeds: list[int]
+    max_new_tokens: int
+    stop_tokens: list[int]
+    stop_sequences: list[list[int]]
+    temperature: float
+    top_p: float
+    top_k: int
+    greedy: bool
+    log_probs: bool
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Drop these requests."""
+
+    keys: list[int]
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take the newest version, or the version of a given age, out of a weights file."""
+
+    path: str
+    age: tuple[int, int] | None
+
+
+class Take(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take tensors out of a file of no other content."""
+
+    path: str
+    places: list[TensorPlace]
+    version: int
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take no step until `Resume`."""
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Go on after `Pause`."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The engine is ready: seconds of its start, tokens that its cache holds, and tokens of its model's vocabulary."""
+
+    start_s: float
+    cache_tokens: int
+    vocabulary: int
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One ended response; `spans` are (version, start, end)."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    stopped: bool
+    spans: list[tuple[int, int, int]]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """An ended request."""
+
+    key: int
+    rows: list[Row]
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Steps with progress since the last report.
+
+    Attributes:
+        ended: Requests that have ended.
+        taken: Requests received since the engine's start.
+        running: Responses that advance with each step.
+        waiting: Responses that do not advance yet.
+        free_cache: Free share of the key-value cache.
+        preemptions: Responses that lost their place in the cache to others, since the engine's start.
+        tokens_in: Tokens of the prompts of all responses taken over, since the engine's start.
+        tokens_out: Tokens sampled since the engine's start, those of cancelled requests included.
+        prefix_tokens: Prompt tokens of ended responses, since the engine's start.
+        prefix_hits: Of these, the tokens found in the prefix cache.
+    """
+
+    ended: list[Ended]
+    taken: int
+    running: int
+    waiting: int
+    free_cache: float
+    preemptions: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    prefix_tokens: int = 0
+    prefix_hits: int = 0
+
+
+class Updated(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Fetch` and `Take`: the version that the engine computes with now, and the seconds it took."""
+
+    version: int
+    fingerprint: int
+    history: int
+    seconds: float
+
+
+class Paused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Pause`."""
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An error: of the configuration, of weights that do not fit, of a version that is not held, or of vLLM.
+
+    After each but "version" the process ends.
+    """
+
+    kind: Literal["config", "mismatch", "version", "engine"]
+    message: str
+
+
+Order = Submit | Cancel | Fetch | Take | Pause | Resume
+Report = Ready | Stepped | Updated | Paused | Failed
+
+orders = msgspec.msgpack.Decoder(Order)
+reports = msgspec.msgpack.Decoder(Report)
+
+
+class Link(Generic[_M]):
+    """One end of the socket.
+
+    It reads while it writes: two ends that both write would otherwise wait for each other.
+
+    Args:
+        end: A stream socket; closed with the link.
+        decoder: Decodes the messages of the other end.
+    """
+
+    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[_M]) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._decoder = decoder
+        self._read = bytearray()
+        self._poll = select.poll()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message.
+
+        Raises:
+            EOFError: If the other end is closed.
+        """
+        body = msgspec.msgpack.encode(message)
+        data = memoryview(_LENGTH.pack(len(body)) + body)
+        while data:
+            for event in self._wait(select.POLLIN | select.POLLOUT, None):
+                if event & select.POLLIN:
+                    self._take()
+                if event & select.POLLOUT:
+                    data = data[self._socket.send(data) :]
+
+    def receive(self, timeout_s: float) -> list[_M]:
+        """Return the messages that have arrived; without one, wait for it for `timeout_s` at most.
+
+        Raises:
+            EOFError: If the other end is closed and all its messages were returned.
+        """
+        messages: list[_M] = []
+        while True:
+            while (message := self._next()) is not None:
+                messages.append(message)
+            if not self._wait(select.POLLIN, 0.0 if messages else timeout_s):
+                return messages
+            try:
+                self._take()
+            except EOFError:
+                if messages:
+                    return messages
+                raise
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _next(self) -> _M | None:
+        if len(self._read) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._read)[0]
+        if len(self._read) < end:
+            return None
+        message = self._decoder.decode(bytes(self._read[_LENGTH.size : end]))
+        del self._read[:end]
+        return message
+
+    def _wait(self, events: int, timeout_s: float | None) -> list[int]:
+        self._poll.register(self._socket, events)
+        ready = self._poll.poll(None if timeout_s is None else 1000.0 * timeout_s)
+        # POLLHUP and POLLERR come unasked: a read finds the end.
+        return [event if event & events else select.POLLIN for _, event in ready]
+
+    def _take(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError("the other end is closed")
+        self._read += data

@@ -1,0 +1,163 @@
+"""Requests of rewards to a service: in parallel, repeated after failures, within a deadline, and not to a dead one.
+
+A request that fails by the connection, by time, or with 408, 429 or 5xx is repeated after a random delay, which doubles
+(AWS, "Exponential Backoff and Jitter": full jitter). Any other answer that is not the expected one is an error at once.
+After five requests in a row without an answer, in all of their attempts, the circuit is open: requests fail at once,
+for 1 s; then one request tries again, and doubles the time if it fails, to at most 60 s. Requests that were under way
+when the circuit opened do not lengthen it, and one that was never sent is no failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import httpx
+
+from pipeline.config.rewards import RewardConfig
+from pipeline.errors import ConfigError, RewardError
+
+T = TypeVar("T")
+_REPEATED: Final = frozenset((408, 429, 500, 502, 503, 504))
+_FIRST_DELAY_S: Final = 0.2
+_MOST_BYTES: Final = 1 << 20
+_FAILURES: Final = 5
+_OPEN_S: Final = 1.0
+_MOST_OPEN_S: Final = 60.0
+
+
+class Breaker:
+    """The circuit to a service.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._open_until_s = 0.0
+        self._open_s = _OPEN_S
+        self._is_trial = False
+
+    def admit(self) -> None:
+        """Admit a request, of an open circuit the first one after its time.
+
+        Raises:
+            RewardError: If the circuit is open.
+        """
+        left_s = self._open_until_s - self._clock()
+        if self._failures >= _FAILURES:
+            if left_s > 0:
+                raise RewardError(f"the service is not asked: {self._failures} requests in a row had no answer")
+            # The others wait for the outcome of this one.
+            self._is_trial = True
+            self._open_until_s = self._clock() + self._open_s
+
+    def answered(self) -> None:
+        """Close the circuit."""
+        self._failures, self._open_s, self._is_trial = 0, _OPEN_S, False
+
+    def failed(self) -> None:
+        """Count a request without an answer."""
+        self._failures += 1
+        # A burst of requests at the same time opens the circuit once.
+        if self._failures == _FAILURES or self._is_trial:
+            self._is_trial = False
+            self._open_until_s = self._clock() + self._open_s
+            self._open_s = min(_MOST_OPEN_S, 2 * self._open_s)
+
+
+class Service:
+    """An HTTP service that is sent JSON and answers with JSON.
+
+    Args:
+        url: Where each request is posted to.
+        settings: Limits of the requests, and the variable with the key.
+    """
+
+    def __init__(self, url: str, settings: RewardConfig) -> None:
+        self._url = url
+        self._settings = settings
+        self._breaker = Breaker()
+        self._headers = {"accept-encoding": "identity"}
+        if (variable := settings.api_key_variable) is not None:
+            if not (key := os.environ.get(variable)):
+                raise ConfigError(f"reward.api_key_variable: {variable} is not set in the environment")
+            self._headers["authorization"] = f"Bearer {key}"
+
+    async def ask(self, requests: Sequence[Mapping[str, Any]], read: Callable[[Any, int], T]) -> list[T | RewardError]:
+        """Send requests, some at the same time.
+
+        Args:
+            requests: The bodies.
+            read: Returns what an answer and the number of its request mean; raises LookupError, TypeError or ValueError
+                for an answer of another form.
+
+        Returns:
+            The result of each request, or its error; those without an answer at the deadline have one.
+        """
+        settings = self._settings
+        deadline_s = time.monotonic() + settings.requests_deadline_s
+        room = asyncio.Semaphore(settings.request_concurrency)
+        async with httpx.AsyncClient(headers=self._headers, timeout=settings.request_timeout_s) as client:
+
+            async def one(number: int) -> T | RewardError:
+                was_sent = False
+                try:
+                    async with asyncio.timeout(deadline_s - time.monotonic()), room:
+                        self._breaker.admit()
+                        was_sent = True
+                        return read(await self._answer(client, requests[number]), number)
+                except RewardError as error:
+                    return error
+                except TimeoutError as error:
+                    if was_sent:
+                        self._breaker.failed()
+                    late = RewardError(f"no answer of the service within {settings.requests_deadline_s:g} s")
+                    late.__cause__ = error
+                    return late
+                except (LookupError, TypeError, ValueError) as error:
+                    said = "the service answered in another form"
+                    return RewardError(f"{said}: {error!r:.200}", bare=f"{said}: {type(error).__name__}")
+
+            return await asyncio.gather(*map(one, range(len(requests))))
+
+    async def _answer(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
+        """Return the decoded answer to one request, after as many attempts as it takes and may take."""
+        delay_s = _FIRST_DELAY_S
+        for attempt in range(1, self._settings.request_attempts + 1):
+            try:
+                # The limit of httpx is for each read: a service that sends a byte now and then would never reach it.
+                async with asyncio.timeout(self._settings.request_timeout_s):
+                    status, content = await self._post(client, body)
+            except (httpx.TransportError, TimeoutError) as error:
+                problem = f"{type(error).__name__}"
+            else:
+                if status == 200:
+                    self._breaker.answered()
+                    return json.loads(content)
+                if status not in _REPEATED:
+                    self._breaker.answered()
+                    raise RewardError(f"the service answered with HTTP {status}")
+                problem = f"HTTP {status}"
+            if attempt < self._settings.request_attempts:
+                await asyncio.sleep(random.uniform(0, delay_s))
+                delay_s *= 2
+        self._breaker.failed()
+        raise RewardError(f"the service failed {self._settings.request_attempts} times, the last time with {problem}")
+
+    async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        read = bytearray()
+        async with client.stream("POST", self._url, json=body) as response:
+            async for chunk in response.aiter_bytes():
+                read += chunk
+                if len(read) > _MOST_BYTES:
+                    self._breaker.answered()
+                    raise RewardError(f"the service answered with more than {_MOST_BYTES:,} B")
+            return response.status_code, bytes(read)

@@ -1,0 +1,142 @@
+"""The call of a reward function by its signature: a row or all rows at once, awaited or not, and its keywords.
+
+sync, a row a call            fn(ids (S,), mask (S,), gt_answer=, response_start=, ...) -> a number
+async                         the same; the calls of all rows run at the same time
+batched (`batched`), or both  fn(ids (B, S), mask (B, S), gt_answer=[...], ...) -> B numbers, one call for all rows
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+
+from pipeline.config.user_modules import REWARD_KEYWORDS
+
+F = TypeVar("F", bound=Callable[..., Any])
+RESPONSE: Final = "response"
+CONCURRENCY: Final = 64
+
+
+def batched(function: F) -> F:
+    """Mark a reward function that scores all rows of a call at once.
+
+    Args:
+        function: Gets ``input_ids (B, S)``, ``attention_mask (B, S)``, and each keyword as a list with one element a
+            row, except `tokenizer`. It returns B numbers; None, NaN or an exception in place of a number leaves its row
+            without a reward. It may be async.
+
+    Returns:
+        The function itself.
+
+    Examples:
+        >>> @batched
+        ... def lengths(input_ids, attention_mask, *, response_start, response_end, **_):
+        ...     return [end - start for start, end in zip(response_start, response_end)]
+        >>> lengths.is_batched
+        True
+    """
+    function.is_batched = True  # type: ignore[attr-defined]
+    return function
+
+
+class Signature:
+    """The parameters of a reward function.
+
+    Attributes:
+        is_batched: Whether one call scores all rows.
+        is_async: Whether calls are awaited.
+        wants_columns: Whether the function takes columns of the prompt's row.
+    """
+
+    def __init__(self, function: Callable[..., Any], vision: Sequence[str]) -> None:
+        """Read the parameters.
+
+        Args:
+            function: The reward function.
+            vision: The names of image keywords.
+        """
+        target = function.forward if isinstance(function, torch.nn.Module) else function
+        self.is_batched = bool(getattr(function, "is_batched", False))
+        self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+        try:
+            parameters = inspect.signature(target).parameters
+        # Some functions written in C have no signature, and so no named parameters.
+        except (TypeError, ValueError):
+            parameters = {}  # type: ignore[assignment]
+        kinds = inspect.Parameter
+        named = [
+            name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        ]
+        self._takes_any = any(one.kind is kinds.VAR_KEYWORD for one in parameters.values())
+        self._vision = [name for name in vision if name in named]
+        self._wants_response = RESPONSE in named
+        # The first two are tokens and mask.
+        reserved = {*REWARD_KEYWORDS, RESPONSE, *vision}
+        self._columns = [name for name in named[2:] if name not in reserved]
+        self._needed = [name for name in self._columns if parameters[name].default is kinds.empty]
+        self._reserved = reserved
+        self.wants_columns = self._takes_any or bool(self._columns)
+
+    @property
+    def vision(self) -> list[str]:
+        """The image keywords that the function names."""
+        return self._vision
+
+    def keywords(
+        self, row: Mapping[str, Any], seen: Mapping[str, Any], columns: Mapping[str, Any], response: Callable[[], str]
+    ) -> dict[str, Any]:
+        """Return the keywords of one row's call.
+
+        Args:
+            row: Those of `REWARD_KEYWORDS`.
+            seen: The image keywords.
+            columns: The further columns of the prompt's row.
+            response: Returns the text of the response.
+
+        Raises:
+            LookupError: If the row lacks a column that the function needs.
+        """
+        for name in self._needed:
+            if name not in columns:
+                known = ", ".join(sorted(columns)) or "no further columns"
+                raise LookupError(f"needs the column {name!r}, the prompt's row has {known}")
+        given = {
+            name: value
+            for name, value in columns.items()
+            if name not in self._reserved and (self._takes_any or name in self._columns)
+        }
+        given |= {**row, **{name: seen[name] for name in self._vision}}
+        if self._wants_response:
+            given[RESPONSE] = response()
+        return given
+
+    def together(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the keywords of one call for all rows, of the keywords of each."""
+        names = dict.fromkeys(name for row in rows for name in row)
+        lists: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names if name != "tokenizer"}
+        return {**lists, "tokenizer": rows[0]["tokenizer"]}
+
+
+def awaited(calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]], timeout_s: float) -> list[Any]:
+    """Run coroutines at the same time, 64 at most; return the result or the exception of each, in order.
+
+    Args:
+        calls: Each makes a coroutine.
+        timeout_s: Limit of all together; a TimeoutError is the result of those that are not done then. 0: none.
+    """
+
+    async def run() -> list[Any]:
+        room = asyncio.Semaphore(CONCURRENCY)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
+
+        async def one(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+            async with asyncio.timeout_at(deadline_s), room:
+                return await call()
+
+        return await asyncio.gather(*map(one, calls), return_exceptions=True)
+
+    return asyncio.run(run())

@@ -1,0 +1,153 @@
+"""Rewards, advantages and further fields of an experience, by configuration; by default those of GRPO and PPO.
+
+`Shaping` is the maker's part of it, the trainer's is `pipeline.trainer.loss.objective`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config import user_modules
+from pipeline.config.losses import LogProbsBy, log_probs_by
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.experience.advantage_estimators import (
+    ADVANTAGES,
+    ZERO_WITHOUT_SIGNAL,
+    AdvantageFunction,
+    AdvantageInputs,
+    grpo,
+    overlong_rewards,
+)
+from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator, group_mixed, k1_kl, kl_rewards
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.stops import ends_with_stop
+from pipeline.rollout.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """Rewards, advantages and further fields.
+
+    Attributes:
+        advantages: The estimator; None for the algorithm's own.
+        trains_all_groups: Whether rows of groups with equal scores are trained too.
+        kl_estimator: Of the KL in the reward.
+        overlong_buffer_tokens: Tokens before the longest length over which a response loses reward; 0 for none.
+        overlong_penalty: The reward that a response of the longest length loses.
+        longest: Maximum tokens of a response; None for the action columns of its batch.
+        marks_cut: Whether `info` has "cut", ``(B,)`` bool: the response was cut at its maximum length. Rows of several
+            turns have it in any case, and "turns", ``(B,)`` int64.
+        keeps_engine_log_probs: Whether `behaviour_log_probs` holds those of the engine, if it returns any. For an
+            engine that is not the trainer's own function.
+        log_probs_by: Source of `action_log_probs`: "engine" refuses an engine that returns none, "trainer" leaves the
+            field empty; None and "worker" leave the choice to the maker.
+    """
+
+    advantages: AdvantageFunction | None = None
+    trains_all_groups: bool = False
+    kl_estimator: KlEstimator = k1_kl
+    overlong_buffer_tokens: int = 0
+    overlong_penalty: float = 1.0
+    longest: int | None = None
+    marks_cut: bool = False
+    keeps_engine_log_probs: bool = False
+    log_probs_by: LogProbsBy | None = None
+
+    def marks(self, rows: Rows, sampling: Sampling) -> dict[str, Tensor]:
+        """Return the entries of `info` that describe the responses."""
+        if rows.turns is not None:
+            return {"cut": rows.turns.cut, "turns": rows.turns.counts}
+        return {"cut": is_cut(rows, sampling)} if self.marks_cut else {}
+
+    def shaped(self, rows: Rows, scores: Tensor) -> Tensor:
+        """Return the scores with the penalty of length, ``(B,)``."""
+        if not self.overlong_buffer_tokens:
+            return scores
+        longest = rows.num_actions if self.longest is None else self.longest
+        return scores + overlong_rewards(rows.lengths, longest, self.overlong_buffer_tokens, self.overlong_penalty)
+
+    def kl(self, log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+        """Return the estimate of the KL to the reference that the reward counts, ``(B, A)``."""
+        return self.kl_estimator(log_ratios, action_mask)
+
+    def group_fields(
+        self, rows: Rows, scores: Tensor, log_ratios: Tensor, *, kl_coef: float, group_size: int
+    ) -> dict[str, Any]:
+        """Return the fields of an algorithm that compares the responses of a prompt."""
+        shaped = self.shaped(rows, scores)
+        kl = kl_rewards(self.kl(log_ratios, rows.action_mask), rows.action_mask, kl_coef)
+        rewards = shaped + kl
+        advantages = self.estimate(AdvantageInputs(rewards, group_size, rows.action_mask))
+        mixed = group_mixed(shaped, group_size)
+        if self.trains_all_groups:
+            mixed = torch.ones_like(mixed)
+        return {
+            "values": rewards.clone(),
+            "reward": rewards,
+            "kl": kl,
+            "advantages": advantages,
+            "info": {"score": scores, "group_mixed": mixed},
+        }
+
+    def estimate(self, inputs: AdvantageInputs) -> Tensor:
+        """Return the advantages, ``(B,)`` or ``(B, A)``, with a critic ``(B, A)``; 0 outside the mask.
+
+        Raises:
+            ConfigError: If an estimator of the user's returns another shape.
+        """
+        advantages = (self.advantages or grpo)(inputs)
+        mask = inputs.action_mask
+        shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else f"a {type(advantages).__name__}"
+        if shape not in (tuple(mask.shape), (len(mask),)):
+            raise ConfigError(f"rollout.advantages returned {shape} for {len(mask)} rows of {mask.shape[1]} actions")
+        if advantages.dim() == 1 and inputs.values is None:
+            return advantages
+        columns = advantages.unsqueeze(1).expand(mask.shape) if advantages.dim() == 1 else advantages
+        return columns.masked_fill(~mask, 0.0)
+
+
+def is_cut(rows: Rows, sampling: Sampling) -> Tensor:
+    """Return which responses have the maximum length and do not end with a stop, ``(B,)`` bool."""
+    responses = rows.sequences[:, -rows.num_actions :]
+    stopped = ends_with_stop(responses, sampling.stop_sequences, sampling.eos_token_ids)
+    return (rows.lengths == rows.num_actions) & ~stopped
+
+
+def shaping_of(config: Config) -> Shaping:
+    """Return the shaping of a configuration.
+
+    Raises:
+        ConfigError: If the advantages are a function that does not exist.
+    """
+    rollout, name, by = config.rollout, config.advantages, log_probs_by(config)
+    return Shaping(
+        advantages=None if name in ("grpo", "gae") else load_advantages(name),
+        # An estimator of the user's may use more than the scores of the group.
+        trains_all_groups=name not in ZERO_WITHOUT_SIGNAL,
+        kl_estimator=KL_ESTIMATORS[rollout.kl_estimator],
+        overlong_buffer_tokens=rollout.overlong_buffer_tokens,
+        overlong_penalty=rollout.overlong_penalty,
+        longest=config.lengths.response,
+        marks_cut=config.trainer.mask_cut_responses,
+        # Behind "engine" they are the log-probs themselves. The trainer's are those of its present weights, and the
+        # ratio to the engine's is that to the policy that sampled.
+        keeps_engine_log_probs=by == "trainer" or (by == "worker" and rollout.engine != "transformers"),
+        log_probs_by=rollout.log_probs,
+    )
+
+
+def load_advantages(name: str) -> AdvantageFunction:
+    """Return the estimator of a name: a key of `ADVANTAGES`, or ``module:function`` of the user's.
+
+    Raises:
+        ConfigError: If there is no such module or function.
+    """
+    if (known := ADVANTAGES.get(name)) is not None:
+        return known
+    function: AdvantageFunction = user_modules.load_function("rollout.advantages", name)
+    return function

@@ -1,0 +1,98 @@
+"""The GPUs and the memory of a machine, this one or one that is given."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pipeline.errors import ConfigError
+from pipeline.supervisor import gpus as nvidia
+from pipeline.supervisor.placement import visible_gpus
+
+SHM = "/dev/shm"
+_LISTED = "CUDA_VISIBLE_DEVICES"
+_UNKNOWN = "the driver does not tell the memory of this machine's GPUs"
+
+
+class Machine(NamedTuple):
+    """A machine for a run, in bytes.
+
+    Attributes:
+        gpus: Number of GPUs.
+        gpu_bytes: Memory of the smallest of them, 0 without one.
+        ram_bytes: Host memory.
+        shm_bytes: Room in /dev/shm.
+    """
+
+    gpus: int
+    gpu_bytes: int
+    ram_bytes: int
+    shm_bytes: int
+
+
+def described(
+    gpus: int | None, gpu_bytes: int | None, ram_bytes: int | None, environ: Mapping[str, str] = os.environ
+) -> Machine:
+    """Return this machine with the values that are given in place of its own.
+
+    Args:
+        gpus: Number of GPUs; None for those that a run may use here.
+        gpu_bytes: Memory of a GPU; None for the smallest of those that a run may use here.
+        ram_bytes: Host memory, half of it for /dev/shm; None for this machine's.
+        environ: The environment, with the list of GPUs that a run may use (CUDA_VISIBLE_DEVICES).
+
+    Raises:
+        ConfigError: If there are GPUs of unknown memory.
+    """
+    here = [] if gpus is not None and gpu_bytes is not None else gpus_here(environ)
+    count = len(here) if gpus is None else gpus
+    if gpus is None and environ.get(_LISTED) is not None and count < len(visible_gpus(environ)):
+        raise ConfigError(_UNKNOWN)
+    if count and gpu_bytes is None and not here:
+        raise ConfigError("--gpu-memory: this machine shows no GPU, give the memory of one, such as 80GB")
+    memory = gpu_bytes if gpu_bytes is not None else min(here, default=0)
+    if ram_bytes is not None:
+        return Machine(count, memory, ram_bytes, ram_bytes // 2)
+    shm = os.statvfs(SHM)
+    return Machine(count, memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), shm.f_bavail * shm.f_frsize)
+
+
+def of_processes(environ: Mapping[str, str]) -> Machine:
+    """Return this machine with the GPUs that its processes may use (CUDA_VISIBLE_DEVICES).
+
+    Raises:
+        ConfigError: If it has GPUs whose memory the driver does not tell.
+    """
+    count = len(visible_gpus(environ))
+    if count and len(gpus_here(environ)) < count:
+        raise ConfigError(_UNKNOWN)
+    return described(count, None, None, environ)
+
+
+def gpus_here(environ: Mapping[str, str]) -> list[int]:
+    """Return the memory of each GPU that a run may use here, in bytes; none without a driver.
+
+    Entries of CUDA_VISIBLE_DEVICES are numbers, or the beginnings of UUIDs; one that the driver does not know is left
+    out, as a part of a GPU (MIG) is.
+    """
+    found = _read()
+    if environ.get(_LISTED) is None:
+        return [gpu.capacity_bytes for gpu in found]
+    named = (
+        [gpu for gpu in found if (gpu.index == int(entry) if entry.isdecimal() else gpu.uuid.startswith(entry))]
+        for entry in visible_gpus(environ)
+    )
+    return [gpus[0].capacity_bytes for gpus in named if len(gpus) == 1]
+
+
+def _read() -> list[nvidia.Gpu]:
+    with contextlib.suppress(OSError, AttributeError, nvidia.NvmlError):
+        nvml = nvidia.Nvml(ctypes.CDLL(nvidia.LIBRARY))
+        try:
+            return nvml.read()
+        finally:
+            nvml.close()
+    return []

@@ -1,0 +1,133 @@
+"""Each place of a run: what it needs there, and the keys that lower it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.config.advice import toml
+from pipeline.config.conflicts import conflicts
+from pipeline.config.model_files import has_images
+from pipeline.config.plan import DAEMON_BYTES, Models, Terms, needs, process_bytes
+from pipeline.config.schema import Config
+from pipeline.supervisor.capacity.machine import SHM, Machine
+from pipeline.supervisor.placement import place
+
+_REMEDIES = (
+    ("trainer.activation_checkpointing", True),
+    ("trainer.sharding", "full"),
+    ("trainer.micro_batch_size", 1),
+    ("trainer.micro_batch_tokens", 1),
+    ("rollout.inference_batch_size", 8),
+    ("trainer.keep_state", "disk"),
+    ("model.dtype", "bfloat16"),
+    ("model.lora_rank", 32),
+)
+"""Changes that lower the memory, those first that change training least."""
+
+
+class Place(NamedTuple):
+    """One place and what a run needs there, in bytes."""
+
+    name: str
+    terms: Terms
+    capacity_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the terms."""
+        return sum(self.terms.values())
+
+    @property
+    def holds_ranks(self) -> bool:
+        """Whether a trainer rank is in it."""
+        return any(term.startswith("trainer ") for term in self.terms)
+
+    @property
+    def lacks_bytes(self) -> int:
+        """Bytes that are missing; 0 if the run fits."""
+        return max(self.total_bytes - self.capacity_bytes, 0)
+
+
+def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
+    """Return every place and what the run needs there.
+
+    Raises:
+        ConfigError: If there are fewer GPUs than ranks.
+    """
+    on_cards = machine.gpus > 0
+    found = needs(config, models, on_cards=on_cards)
+    cards: dict[str, list[str]] = {}
+    roles = place(config, [str(gpu) for gpu in range(machine.gpus)], [])
+    for (role, index), where in roles.items():
+        # The models of a cluster's workers are on its other machines.
+        if role == "trainer" or config.cluster.engine == "local":
+            cards.setdefault(where.gpu, []).append(f"{role} {index}")
+    places, seen = [], set()
+    host = {"processes without their models": DAEMON_BYTES + sum(process_bytes(config, role) for role, _ in roles)}
+    for gpu, names in cards.items():
+        terms = {f"{name}: {term}": nbytes for name in names
+                 for term, nbytes in (found.rank if name.startswith("trainer") else found.worker).items()}  # fmt: skip
+        if not gpu:
+            host |= terms
+            continue
+        # Models pass through host memory to a card, those of all processes at the same time.
+        host |= {f"{name}: load": found.rank_load if name.startswith("trainer") else found.worker_load
+                 for name in names}  # fmt: skip
+        kinds = tuple(name.split()[0] for name in names)
+        if kinds not in seen:
+            seen.add(kinds)
+            alike = sum(tuple(name.split()[0] for name in others) == kinds for others in cards.values())
+            places.append(Place(f"GPU of {' and '.join(names)} ({alike} like it)", terms, machine.gpu_bytes))
+    places.append(Place(SHM, found.shared, machine.shm_bytes))
+    shared = {f"/dev/shm: {name}": nbytes for name, nbytes in found.shared.items()}
+    return [*places, Place("host memory", {**shared, **host}, machine.ram_bytes)]
+
+
+def remedies(config: Config, models: Models, machine: Machine) -> list[str]:
+    """Return changes of keys that lower what does not fit: what makes it fit first, then each key's effect."""
+    before = _lacking(config, models, machine)
+    left, changed = before, config
+    together: list[str] = []
+    singles: list[tuple[bool, str]] = []
+    for key, value in _REMEDIES:
+        if (alone := _changed(config, key, value)) is None:
+            continue
+        setting = f"{key} = {toml(value)}"
+        if (missing := _lacking(alone, models, machine)) < before:
+            singles.append((missing > 0, f"{setting}: {_effect(missing)}"))
+        more = _changed(changed, key, value)
+        if left and more is not None and (missing := _lacking(more, models, machine)) < left:
+            together, left, changed = [*together, setting], missing, more
+    lines = [line for _, line in sorted(singles, key=lambda one: one[0])]
+    if len(together) > 1 and not left:
+        lines.insert(0, f"{' and '.join(together)}: fits")
+    return lines or ["no change of a key lowers it: a smaller model, or more memory"]
+
+
+def _lacking(config: Config, models: Models, machine: Machine) -> int:
+    return sum(place.lacks_bytes for place in places_of(config, models, machine))
+
+
+def _effect(missing: int) -> str:
+    return f"{size(missing)} are still missing" if missing else "fits"
+
+
+def _changed(config: Config, key: str, value: object) -> Config | None:
+    """Return the configuration with one key changed; None if that is no change, or not allowed."""
+    section, _, name = key.partition(".")
+    part = getattr(config, section)
+    cannot_shard = key == "trainer.sharding" and (
+        config.trainer.world_size == 1 or has_images(Path(config.model.actor))
+    )
+    # Without a bound of tokens that of rows is the one to lower.
+    has_no_tokens = key == "trainer.micro_batch_tokens" and part.micro_batch_tokens is None
+    if getattr(part, name) == value or cannot_shard or has_no_tokens:
+        return None
+    changed = config.model_copy(update={section: part.model_copy(update={name: value})})
+    return None if conflicts(changed) else changed
+
+
+def size(nbytes: int) -> str:
+    """Return a number of bytes as text."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,228 @@
+"""The tracker libraries behind one interface; each is imported by its own adapter alone.
+
+All of them write to the folder of the run unless their own environment variables name a server: WANDB_MODE and
+WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI.
+"""
+
+from __future__ import annotations
+
+import functools
+import netrc
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from pipeline.tracking.records import COLUMNS, Record
+
+Rows = Sequence[tuple[Any, ...]]
+
+
+class Tracker(Protocol):
+    """One run of one library.
+
+    Attributes:
+        run_id: The library's id of the run; a later process that is given it continues this run.
+    """
+
+    run_id: str
+
+    def log(self, record: Record) -> None:
+        """Send the numbers of a step."""
+
+    def table(self, step: int, rows: Rows) -> None:
+        """Send rows with the columns `COLUMNS`."""
+
+    def flush(self) -> None:
+        """Return once a killed process would lose nothing of what was sent."""
+
+    def close(self) -> None:
+        """End this process's part of the run; the run itself can be continued."""
+
+
+def open_tracker(name: str, *, run_id: str, run_name: str, project: str, folder: Path, last_step: int = -1) -> Tracker:
+    """Return the tracker of a name.
+
+    Args:
+        name: One of `pipeline.config.sections.TrackerName`.
+        run_id: Of the run to continue; empty for a new one.
+        run_name: The run's name, for display.
+        project: Project, or experiment.
+        folder: Folder of the files that the library writes.
+        last_step: Step of the last line that an earlier process sent to the run; -1 if there was none.
+    """
+    adapters: dict[str, Callable[[str, str, str, Path], Tracker]]
+    board = functools.partial(TensorBoard, last_step=last_step)
+    adapters = {"tensorboard": board, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return adapters[name](run_id, run_name, project, folder)
+
+
+class TensorBoard:
+    """Event files, without TensorFlow and torch. Steps that are taken again hide those before."""
+
+    def __init__(self, run_id: str, run_name: str, project: str, folder: Path, *, last_step: int = -1) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.run_id = run_id or run_name
+        self._events: Any = event_pb2
+        self._writer: Any = EventFileWriter(str(folder / self.run_id))
+        self._step = last_step
+
+    def log(self, record: Record) -> None:
+        """Add an event; see `Tracker`."""
+        # The evaluation of a step has a line of its own, behind the step's and with the same number.
+        if record.step < self._step or (record.step == self._step and record.is_train):
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer.add_event(self._event(record.step, record.unix_s, session_log=start))
+        self._step = record.step
+        values = [{"tag": name, "simple_value": value} for name, value in record.values.items()]
+        self._writer.add_event(self._event(record.step, record.unix_s, summary={"value": values}))
+
+    def table(self, step: int, rows: Rows) -> None:
+        """Add a table in Markdown to the texts."""
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+        text = "\n".join("|" + "|".join(_cell(cell) for cell in line) + "|" for line in lines)
+        tensor = {"dtype": "DT_STRING", "string_val": [text.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
+        value = {"tag": "samples", "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": "text"}}}
+        self._writer.add_event(self._event(step, time.time(), summary={"value": [value]}))
+
+    def flush(self) -> None:
+        """Write the events to the file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _event(self, step: int, unix_s: float, **content: Any) -> Any:
+        return self._events.Event(step=step, wall_time=unix_s, **content)
+
+
+def _cell(cell: object) -> str:
+    return " ".join(str(cell).split()).replace("|", "\\|")
+
+
+class Wandb:
+    """Weights & Biases; the axis of all values is ``step``, since its own steps cannot go back."""
+
+    def __init__(self, run_id: str, run_name: str, project: str, folder: Path) -> None:
+        import wandb
+
+        self.run_id = run_id or secrets.token_hex(4)
+        self._wandb: Any = wandb
+        # Without a key a prompt would wait for one.
+        is_known = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") or _netrc_has_wandb()
+        mode = {} if is_known else {"mode": "offline"}
+        self._run: Any = wandb.init(
+            project=project, id=self.run_id, name=run_name, resume="allow", dir=str(folder), **mode
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, record: Record) -> None:
+        """Log the values; see `Tracker`."""
+        self._run.log({"step": record.step, **record.values})
+
+    def table(self, step: int, rows: Rows) -> None:
+        """Log a table."""
+        data = [list(row) for row in rows]
+        self._run.log({"step": step, "samples": self._wandb.Table(columns=list(COLUMNS), data=data)})
+
+    def flush(self) -> None:
+        """Return; its own process has all values, and outlives this one."""
+
+    def close(self) -> None:
+        """Wait for the upload."""
+        self._run.finish()
+
+
+def _netrc_has_wandb() -> bool:
+    """Return whether the file of ``NETRC``, by default ``~/.netrc``, has an entry of the server."""
+    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return urlsplit(server).hostname in netrc.netrc(str(path)).hosts
+    except (OSError, ValueError, netrc.NetrcParseError):
+        return False
+
+
+class Trackio:
+    """Trackio, a local-first tracker of Hugging Face."""
+
+    def __init__(self, run_id: str, run_name: str, project: str, folder: Path) -> None:
+        # Read at the import.
+        os.environ.setdefault("TRACKIO_DIR", str(folder))
+        import trackio
+
+        self.run_id = run_id or f"{run_name}-{secrets.token_hex(2)}"
+        self._trackio: Any = trackio
+        self._run: Any = trackio.init(project=project, name=self.run_id, resume="allow")
+
+    def log(self, record: Record) -> None:
+        """Log the values; see `Tracker`."""
+        self._run.log(dict(record.values), step=record.step)
+
+    def table(self, step: int, rows: Rows) -> None:
+        """Log a table."""
+        import pandas
+
+        frame = pandas.DataFrame([list(row) for row in rows], columns=list(COLUMNS))
+        self._run.log({"samples": self._trackio.Table(dataframe=frame)}, step=step)
+
+    def flush(self) -> None:
+        """Return; it writes by itself."""
+
+    def close(self) -> None:
+        """Wait until all values are written."""
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow; without MLFLOW_TRACKING_URI in a database file in the folder of the run."""
+
+    def __init__(self, run_id: str, run_name: str, project: str, folder: Path) -> None:
+        import mlflow
+        from mlflow.tracking import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        if not run_id:
+            found = self._client.get_experiment_by_name(project)
+            kept = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"artifact_location": (folder / "files").as_uri()}
+            experiment = found.experiment_id if found else self._client.create_experiment(project, **kept)
+            run_id = self._client.create_run(experiment, run_name=run_name).info.run_id
+        self.run_id = run_id
+        self._entities: Any = mlflow.entities
+        self._client.update_run(self.run_id, status="RUNNING")
+
+    def log(self, record: Record) -> None:
+        """Log the values; see `Tracker`."""
+        at_ms = int(record.unix_s * 1000)
+        metrics = [
+            self._entities.Metric(mlflow_name(name), value, at_ms, record.step) for name, value in record.values.items()
+        ]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def table(self, step: int, rows: Rows) -> None:
+        """Log a table as a JSON file of columns and rows, which MLflow shows as one."""
+        content: Mapping[str, Any] = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
+        self._client.log_dict(self.run_id, content, f"samples/step-{step:06d}.json")
+
+    def flush(self) -> None:
+        """Return; each call is complete at its return."""
+
+    def close(self) -> None:
+        """Mark the run as finished; a later process marks it as running again."""
+        self._client.set_terminated(self.run_id)
+
+
+def mlflow_name(name: str) -> str:
+    """Return the name of a metric with ``_`` for what MLflow refuses, such as the ``+`` of a file's name."""
+    parts = re.sub(r"[^\w./: -]", "_", name).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)

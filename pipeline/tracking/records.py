@@ -1,0 +1,176 @@
+"""The records that a tracker gets: new lines of ``metrics.jsonl`` as named numbers, and new samples as rows of a table.
+
+A tracker's place is kept in ``tracking/NAME.json`` in the folder of the run, with the tracker's own id of the run. A
+line is sent at least once: a process that is killed between a line and its note sends it again under the same step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from pipeline.storage.files import UNREADABLE, replacing
+from pipeline.telemetry.samples import SampleReader, folder_of
+
+_METRICS: Final = "metrics.jsonl"
+_MOST_SAMPLES: Final = 8
+_MOST_CHARACTERS: Final = 2000
+COLUMNS: Final = ("version", "position", "prompt", "response", "answer", "reward", "stopped")
+"""The columns of a table of samples."""
+
+
+class Record(NamedTuple):
+    """A line of ``metrics.jsonl``.
+
+    Attributes:
+        step: Optimizer steps so far.
+        unix_s: Unix time.
+        values: Numbers by name: ``train/reward_mean``, ``evaluation/pass_at_1``, ``evaluation/FILE/pass_at_1``.
+    """
+
+    step: int
+    unix_s: float
+    values: dict[str, float]
+
+    @property
+    def is_train(self) -> bool:
+        """Whether it is the line of an optimizer step, not that of an evaluation."""
+        return any(name.startswith("train/") for name in self.values)
+
+
+class Place(msgspec.Struct):
+    """The place of a tracker in a run.
+
+    Attributes:
+        run_id: The tracker's own id of the run; empty before the first start.
+        unix_s: Unix time of the last line that was sent.
+        samples_unix_s: Unix time of the last sample that was sent.
+        step: Step of the last line that was sent; -1 if there was none.
+    """
+
+    run_id: str = ""
+    unix_s: float = 0.0
+    samples_unix_s: float = 0.0
+    step: int = -1
+
+
+def tracking_dir(run_dir: Path) -> Path:
+    """Return the folder of the trackers in the folder of a run."""
+    return run_dir / "tracking"
+
+
+def read_place(path: Path) -> Place:
+    """Return the place that a file holds; that of a new run if it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Place)
+    except (OSError, *UNREADABLE):
+        return Place()
+
+
+def write_place(path: Path, place: Place) -> None:
+    """Write a place; the file is replaced as a whole."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (
+        replacing(path, temporary=path.with_name(f".{path.name}.new")) as descriptor,
+        open(descriptor, "wb", closefd=False) as file,
+    ):
+        file.write(msgspec.json.encode(place) + b"\n")
+
+
+class LineFollower:
+    """Reads the new lines of ``metrics.jsonl``.
+
+    The trainer cuts the file where it takes steps again. A line is new if it lies behind the last one that was read; if
+    that one is gone, if its time is later.
+
+    Args:
+        run_dir: Folder of the run.
+        after_unix_s: Lines up to this time were read before.
+    """
+
+    def __init__(self, run_dir: Path, *, after_unix_s: float = 0.0) -> None:
+        self._path = run_dir / _METRICS
+        self._after_unix_s = after_unix_s
+        self._end = 0
+        self._last = b""
+
+    def read(self) -> list[Record]:
+        """Return the new lines, the oldest first; a line that is being written is left for later."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return []
+        try:
+            return list(self._records(descriptor))
+        finally:
+            os.close(descriptor)
+
+    def _records(self, descriptor: int) -> Iterator[Record]:
+        is_cut = os.pread(descriptor, len(self._last), self._end - len(self._last)) != self._last
+        if is_cut:
+            self._end, self._last = 0, b""
+        after_unix_s = self._after_unix_s if not self._end else -1.0
+        while (data := os.pread(descriptor, 1 << 20, self._end)) and (whole := data.rfind(b"\n") + 1):
+            for line in data[:whole].splitlines(keepends=True):
+                self._end, self._last = self._end + len(line), line
+                record = record_of(line)
+                if record is not None and record.unix_s > after_unix_s:
+                    self._after_unix_s = record.unix_s
+                    yield record
+
+
+def record_of(line: bytes) -> Record | None:
+    """Return the numbers of a line; None if it does not decode."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        step, unix_s = int(fields.pop("step")), float(fields.pop("time_unix_s"))
+    except (KeyError, TypeError, ValueError, *UNREADABLE):
+        return None
+    evaluation = fields.pop("evaluation", None)
+    values = {f"train/{name}": float(value) for name, value in fields.items() if _is_number(value)}
+    if isinstance(evaluation, dict):
+        total, files = evaluation.get("total") or {}, evaluation.get("files") or []
+        for prefix, summary in (("", total), *((f"{one['name']}/", one) for one in files if len(files) > 1)):
+            found = {f"evaluation/{prefix}{name}": value for name, value in summary.items()}
+            values |= {name: float(value) for name, value in found.items() if _is_number(value)}
+    return Record(step, unix_s, values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class SampleFollower:
+    """Reads new samples as rows of a table with `COLUMNS`.
+
+    Args:
+        run_dir: Folder of the run.
+        after_unix_s: Samples up to this time were read before.
+    """
+
+    def __init__(self, run_dir: Path, *, after_unix_s: float = 0.0) -> None:
+        self._reader = SampleReader(folder_of(run_dir), newest=_MOST_SAMPLES)
+        self.after_unix_s = after_unix_s
+
+    def read(self) -> list[tuple[Any, ...]]:
+        """Return a row for each response of the newest samples, at most 8 of them."""
+        samples = [sample for sample in self._reader.read() if sample.unix_s > self.after_unix_s][-_MOST_SAMPLES:]
+        if samples:
+            self.after_unix_s = samples[-1].unix_s
+        return [
+            (
+                sample.policy_version,
+                sample.position,
+                sample.prompt[-_MOST_CHARACTERS:],
+                "".join(response.pieces)[:_MOST_CHARACTERS],
+                sample.answer[:_MOST_CHARACTERS],
+                response.reward,
+                response.stopped,
+            )
+            for sample in samples
+            for response in sample.responses
+        ]

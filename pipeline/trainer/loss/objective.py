@@ -1,0 +1,171 @@
+"""The loss of a configuration: policy loss, aggregation, KL, entropy, correction, and the whitening of advantages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from pipeline.config.losses import ImportanceCorrection, LossAggregation
+from pipeline.config.losses import KlEstimator as KlName
+from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator
+from pipeline.trainer.batch import TrainingBatch
+from pipeline.trainer.loss.aggregation import AGGREGATIONS, Aggregation, StepTotals
+from pipeline.trainer.loss.correction import importance_weights
+from pipeline.trainer.loss.policy import PolicyInputs, PolicyLossFunction, PolicyTerms, load_policy_loss
+
+
+class LossSettings(Protocol):
+    """The fields of `pipeline.config.schema.TrainerConfig` that define the loss and the updates of a step."""
+
+    policy_loss: str
+    clip_range: float
+    clip_low: float | None
+    clip_high: float | None
+    dual_clip: float | None
+    loss_aggregation: LossAggregation
+    dr_grpo_tokens: int | None
+    kl_estimator: KlName
+    entropy_coef: float
+    mask_cut_responses: bool
+    importance_correction: ImportanceCorrection
+    importance_cap: float
+    importance_floor: float
+    whiten_advantages: bool
+    epochs: int
+    mini_batches: int
+    target_kl: float | None
+    kl_coef_target: float | None
+    kl_coef_horizon: int
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The loss of a step, of its parts on any rank.
+
+    Attributes:
+        policy_loss: From inputs to a loss an action.
+        aggregate: From a loss an action to a share of the step's loss.
+        kl_estimator: From log-ratios to a KL an action.
+        clip_low: The ratio's lower bound is 1 - `clip_low`.
+        clip_high: The ratio's upper bound is 1 + `clip_high`.
+        dual_clip: Most by which a negative advantage is multiplied; None for no bound.
+        entropy_coef: Weight of the entropy bonus.
+        skip_cut: Whether rows whose response was cut are left out.
+        correction: Kind of the importance weights.
+        cap: Largest importance weight.
+        floor: Smallest importance weight that is not masked.
+        whitens: Whether advantages are shifted and scaled to mean 0 and variance 1 over the step.
+        constant_tokens: Constant length of a response, for `dr_grpo`.
+    """
+
+    policy_loss: PolicyLossFunction
+    aggregate: Aggregation
+    kl_estimator: KlEstimator
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    entropy_coef: float
+    skip_cut: bool
+    correction: str
+    cap: float
+    floor: float
+    whitens: bool
+    constant_tokens: int
+
+    @classmethod
+    def of(cls, trainer: LossSettings, *, whitens: bool, response_tokens: int | None = None) -> Self:
+        """Return the objective of a configuration.
+
+        Args:
+            trainer: The settings.
+            whitens: Whether advantages are whitened.
+            response_tokens: Tokens of the longest response, the constant length unless the settings have another.
+
+        Raises:
+            ConfigError: If the policy loss is a function that does not exist.
+            ValueError: If `dr_grpo` has no constant length.
+        """
+        constant_tokens = trainer.dr_grpo_tokens or response_tokens
+        if trainer.loss_aggregation == "dr_grpo" and constant_tokens is None:
+            raise ValueError("dr_grpo needs a constant length: dr_grpo_tokens, or the tokens of the longest response")
+        return cls(
+            policy_loss=load_policy_loss(trainer.policy_loss),
+            aggregate=AGGREGATIONS[trainer.loss_aggregation],
+            kl_estimator=KL_ESTIMATORS[trainer.kl_estimator],
+            clip_low=trainer.clip_range if trainer.clip_low is None else trainer.clip_low,
+            clip_high=trainer.clip_range if trainer.clip_high is None else trainer.clip_high,
+            dual_clip=trainer.dual_clip,
+            entropy_coef=trainer.entropy_coef,
+            skip_cut=trainer.mask_cut_responses,
+            correction=trainer.importance_correction,
+            cap=trainer.importance_cap,
+            floor=trainer.importance_floor,
+            whitens=whitens,
+            constant_tokens=constant_tokens or 1,
+        )
+
+    def policy(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
+    ) -> PolicyTerms:
+        """Return the policy loss of each action, times its importance weight if there are weights.
+
+        Args:
+            log_probs: ``(B, A)`` float32, of the policy that is trained.
+            old_log_probs: ``(B, A)`` float32, of the policy that sampled.
+            advantages: ``(B, A)`` float32.
+            mask: ``(B, A)`` bool.
+            weights: ``(B, A)`` float32, the importance weights; None for 1.
+
+        Returns:
+            The terms.
+        """
+        terms = self.policy_loss(
+            PolicyInputs(log_probs, old_log_probs, advantages, mask, self.clip_low, self.clip_high, self.dual_clip)
+        )
+        return terms if weights is None else terms._replace(losses=terms.losses * weights)
+
+    def kl(self, log_probs: Tensor, base_log_probs: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+        """Return the share of the step's KL to the reference, a scalar."""
+        log_ratios = (log_probs - base_log_probs).masked_fill(~mask, 0.0)
+        return self.aggregate(self.kl_estimator(log_ratios, mask), mask, totals)
+
+    def entropy_loss(self, entropies: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+        """Return the share of the step's entropy bonus, as a loss: minus the coefficient times the entropy."""
+        return -self.entropy_coef * self.aggregate(entropies, mask, totals)
+
+    def correct(self, batch: TrainingBatch) -> Corrected:
+        """Return a batch with its importance weights; unchanged if it has no log-probs of the engine."""
+        behaviour, mask = batch.behaviour_log_probs, batch.action_mask
+        if behaviour is None:
+            none = torch.full((2,), -torch.inf, dtype=torch.float64)
+            return Corrected(batch, torch.zeros(4), none, torch.zeros(0))
+        found = importance_weights(batch.log_probs, behaviour, mask, self.correction, cap=self.cap, floor=self.floor)
+        ratios = found.ratios[mask].double()
+        gaps = (batch.log_probs - behaviour).abs().masked_fill(~mask, 0.0)
+        sums = torch.stack([mask.sum().double(), ratios.sum(), found.cut.sum().double(), gaps.sum().double()])
+        extremes = sums.new_full((2,), -torch.inf)
+        if len(ratios):
+            extremes = torch.stack([-ratios.min(), ratios.max()])
+        row_gaps = gaps.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        return Corrected(replace(batch, importance_weights=found.weights), sums, extremes, row_gaps)
+
+
+class Corrected(NamedTuple):
+    """A batch with its importance weights, and their statistics.
+
+    Attributes:
+        batch: The batch.
+        sums: ``(4,)``: trained actions with a ratio, the sum of the ratios, the weights that were cut, the sum of the
+            differences of both log-probs in nats.
+        extremes: ``(2,)``: minus the least ratio, and the largest; -infinity without any, so that the maximum over
+            several is that of all.
+        row_gaps: ``(B,)`` float32, mean difference of both log-probs of each row; empty without any.
+    """
+
+    batch: TrainingBatch
+    sums: Tensor
+    extremes: Tensor
+    row_gaps: Tensor

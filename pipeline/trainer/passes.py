@@ -1,0 +1,58 @@
+"""Forward passes of a micro-batch, packed or padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.errors import FieldError
+from pipeline.models.critic import Critic
+from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.packing import log_probs_by_packing, values_by_packing
+from pipeline.trainer.batch import TrainingBatch
+from pipeline.trainer.sharding.models import inside
+
+
+def policy_log_probs(
+    actor: nn.Module, part: TrainingBatch, *, packing: bool, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the actor's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``.
+
+    Values outside the mask are undefined. The call must be inside the model (`inside`).
+
+    Raises:
+        FieldError: If rows with images are to be packed.
+    """
+    entropy: Any = with_entropy
+    if _packs(part, packing=packing):
+        if part.vision is not None and part.vision.tensors_exist:
+            raise FieldError("rows with images cannot be packed: set trainer.packing to false")
+        rows = part.sequences, part.attention_mask, part.action_mask
+        return log_probs_by_packing(actor, *rows, temperature=temperature, with_entropy=entropy)
+    found: Any = action_log_probs(
+        actor,
+        part.sequences,
+        part.attention_mask,
+        part.action_mask.shape[1],
+        temperature=temperature,
+        with_entropy=entropy,
+        vision=part.vision,
+    )
+    return found if with_entropy else (found, None)
+
+
+def critic_values(critic: nn.Module, part: TrainingBatch, *, packing: bool) -> Tensor:
+    """Return the critic's values of a micro-batch, ``(B, A)``; those outside the mask are undefined."""
+    if _packs(part, packing=packing):
+        # `prepare_packing` refuses any other.
+        assert isinstance(critic, Critic)
+        rows = part.sequences, part.attention_mask, part.action_mask
+        return inside(critic, lambda: values_by_packing(critic, *rows))
+    columns = part.action_mask.shape[1]
+    return action_values(critic, part.sequences, part.attention_mask, columns, vision=part.vision)
+
+
+def _packs(part: TrainingBatch, *, packing: bool) -> bool:
+    """Return whether a micro-batch is packed; one without an action, which keeps ranks in step, is padded."""
+    return packing and bool(part.action_mask.any())

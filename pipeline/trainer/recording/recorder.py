@@ -1,0 +1,204 @@
+"""The writer of a run's recording (`pipeline.storage.recording`, which has the format and the order of the writes).
+
+Rows are recorded as the batch that the step was taken on, encoded again: without padding, each row once. The oldest
+rows are removed beyond `trainer.record_bytes`; lines stay. A full disk stops no step: it costs the rows of these steps,
+and lines wait.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.errors import ArenaFullError
+from pipeline.experience import codec
+from pipeline.experience.types import Experience
+from pipeline.runtime.messages import ExtentRows
+from pipeline.storage import extent_file
+from pipeline.storage.extent_file import SavedExtent
+from pipeline.storage.recording import (
+    LINES,
+    ROWS,
+    Origin,
+    PublishedWeights,
+    Recorded,
+    RecordedBatch,
+    RecordLine,
+    Taken,
+    TrainerStart,
+    recorded_rows,
+    rows_path,
+)
+from pipeline.storage.step_lines import StepLines
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.trainer.connection import Batch
+from pipeline.trainer.state import Progress
+
+_LEAST_ROOM_BYTES = 1 << 20
+_HEADER_BYTES = 8192
+"""Room for the header of a file, beside the numbers of its rows."""
+
+log = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Records the steps of one run, of a trainer with one rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        start: TrainerStart,
+        *,
+        after_step: int,
+        most_bytes: int,
+        count: Callable[[Recorded, int], None],
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Open a recording, remove the steps that are taken again, and record the start.
+
+        Args:
+            folder: Folder of the recording; it is made if there is none.
+            start: Description of this start.
+            after_step: Steps that training continues from.
+            most_bytes: Most bytes of all rows together; 0 records no rows.
+            count: Called with each result, and the bytes of all rows on disk.
+            clock_s: Unix time.
+
+        Raises:
+            OSError: If the folder or a file in it cannot be made, or not removed.
+        """
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._count = count
+        self._clock_s = clock_s
+        self._memories: list[npt.NDArray[np.uint8]] = []
+        self._is_failing = False
+        self._lines = StepLines(folder / LINES, after_step=after_step)
+        try:
+            for left in (folder / ROWS).glob("*.new"):
+                left.unlink(missing_ok=True)
+            files = list(recorded_rows(folder))
+            for step, path in files:
+                if step > after_step:
+                    path.unlink(missing_ok=True)
+            if files and files[-1][0] > after_step:
+                log.info("recorded steps are taken again: from_step=%d to_step=%d", after_step + 1, files[-1][0])
+            self._files = collections.deque((path, path.stat().st_size) for step, path in files if step <= after_step)
+        except BaseException:
+            self._lines.close()
+            raise
+        self._nbytes = sum(nbytes for _, nbytes in self._files)
+        self._write(RecordLine(after_step, start=start))
+
+    def record(self, step: int, batches: Sequence[Batch], progress: Progress) -> None:
+        """Record a step: its rows first, then its line; called before its weights are published.
+
+        Args:
+            step: The step that was taken.
+            batches: Its batches, in order.
+            progress: The progress after it.
+        """
+        nbytes, digests = self._keep_rows(step, batches) if self._most_bytes else (0, [])
+        recorded = [
+            RecordedBatch(
+                batch.lease,
+                len(batch.experience.sequences),
+                [_origin(part) for part in batch.parts],
+                digests[place] if digests else "",
+            )
+            for place, batch in enumerate(batches)
+        ]
+        unix_s, experiences = round(self._clock_s(), 3), f"{progress.digest:016x}"
+        taken = Taken(unix_s, batches[-1].for_version, experiences, recorded, nbytes)
+        self._write(RecordLine(step, taken=taken))
+
+    def published(self, step: int, version: WeightsVersion) -> None:
+        """Record the weights after a step; of a version that is recorded already, nothing changes."""
+        self._write(RecordLine(step, published=PublishedWeights(version.version, f"{version.fingerprint:016x}")))
+
+    def flush(self) -> None:
+        """Flush the lines to disk."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._lines.close()
+
+    def _write(self, line: RecordLine) -> None:
+        self._lines.write(msgspec.json.encode(line) + b"\n")
+
+    def _keep_rows(self, step: int, batches: Sequence[Batch]) -> tuple[int, list[str]]:
+        """Write the rows of a step; return the size of the file, 0 if there is none, and a digest for each batch."""
+        path, extents = rows_path(self._folder, step), []
+        for place, batch in enumerate(batches):
+            rows = len(batch.experience.sequences)
+            # The "ticket" of a recorded batch is its lease.
+            extent = SavedExtent(batch.lease, batch.position, 0, rows, list(range(rows)), batch.for_version, 0, 0, 0)
+            extents.append((extent, self._encoded(place, batch.host_experience)))
+        try:
+            if not self._make_room(step, sum(len(data) + _HEADER_BYTES + 8 * extent.rows for extent, data in extents)):
+                return 0, []
+            nbytes, saved = extent_file.save_bytes(path, extents, {"step": str(step)})
+        except OSError as error:
+            if not self._is_failing:
+                log.error("the rows of a step are not recorded: step=%d path=%s error=%s", step, path, error.strerror)
+            self._is_failing = True
+            self._count("failed", self._nbytes)
+            return 0, []
+        finally:
+            for memory, (_, data) in zip(self._memories, extents, strict=False):
+                memory[: len(data)] = 0
+        if self._is_failing:
+            log.info("rows are recorded again: step=%d", step)
+        self._is_failing = False
+        self._files.append((path, nbytes))
+        self._nbytes += nbytes
+        self._count("kept", self._nbytes)
+        return nbytes, [f"{extent.digest:016x}" for extent in saved]
+
+    def _encoded(self, place: int, experience: Experience) -> memoryview:
+        """Return the bytes of the batch in a place of the step, in memory that is kept: fresh pages cost more.
+
+        It is zero before: the codec leaves bytes unwritten, and equal batches are to have equal bytes.
+        """
+        while True:
+            if place == len(self._memories):
+                self._memories.append(np.zeros(_LEAST_ROOM_BYTES, np.uint8))
+            memory = self._memories[place]
+            try:
+                return memory.data[: codec.encode(experience, memory.data, checksum=False).nbytes]
+            except ArenaFullError:
+                self._memories[place] = np.zeros(2 * len(memory), np.uint8)
+
+    def _make_room(self, step: int, nbytes: int) -> bool:
+        """Remove the oldest rows until `nbytes` more are within the limit; return False if they never are."""
+        if nbytes > self._most_bytes:
+            if not self._is_failing:
+                log.error("the rows of a step are not recorded: step=%d bytes=%d trainer.record_bytes=%d",
+                          step, nbytes, self._most_bytes)  # fmt: skip
+            self._is_failing = True
+            self._count("too_large", self._nbytes)
+            return False
+        while self._files and self._nbytes + nbytes > self._most_bytes:
+            path, removed = self._files.popleft()
+            path.unlink(missing_ok=True)
+            self._nbytes -= removed
+            self._count("removed", self._nbytes)
+        return True
+
+
+def _origin(part: ExtentRows) -> Origin:
+    ranges: list[tuple[int, int]] = []
+    for row in part.rows:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = ranges[-1][0], row + 1
+        else:
+            ranges.append((row, row + 1))
+    return Origin(part.ticket, part.position, part.prompts, part.policy_version, ranges)

@@ -1,0 +1,337 @@
+"""Recorded steps, taken again in this process: from a checkpoint, or from the models as the run began.
+
+The steps after the checkpoint are taken on their recorded rows. On the same device, with the same libraries, each gives
+the recorded digests bit for bit; the first difference ends the replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pdb
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pydantic
+import torch
+
+from pipeline.config.identity import identity_of
+from pipeline.config.schema import Config
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.experience.recorded_batches import batches_of
+from pipeline.experience.types import Experience
+from pipeline.models.device import device_name, process_device
+from pipeline.models.loading import load_tokenizer
+from pipeline.models.lora import published
+from pipeline.models.weights.places import tensor_places, tensor_views
+from pipeline.models.weights.slot_copy import Slot
+from pipeline.models.weights.store import bytes_of_slot, flatten
+from pipeline.prompts.rendering import first_tokens
+from pipeline.runtime.child_process import attention_variables
+from pipeline.runtime.run_folder import heads_in, read_note
+from pipeline.storage.recording import Recording, TrainerStart, recording_of
+from pipeline.trainer.checkpoints import libraries, verify
+from pipeline.trainer.checkpoints import read_note as read_checkpoint
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.process import new_learner, whole_models
+from pipeline.trainer.resume import load_whole
+from pipeline.trainer.state import Progress, digest_after, restore_random_state, tensors_of
+from pipeline.trainer.step_log import line_of
+from pipeline.trainer.step_stats import StepStats
+
+_WITHOUT_EFFECT = frozenset({
+    "max_steps", "save_every", "keep_checkpoints", "resume", "keep_state", "probe_every", "publish_every", "record",
+    "record_bytes", "devices",
+})  # fmt: skip
+"""Keys of ``[trainer]`` that change no step."""
+
+log = logging.getLogger(__name__)
+
+
+class Replayed(NamedTuple):
+    """A step that was taken again.
+
+    Attributes:
+        step: The step.
+        weights: Fingerprint of its weights, in hexadecimal.
+        experiences: Digest of all experience up to and including it, in hexadecimal.
+        recorded_weights: The recorded fingerprint; empty if its weights were not published.
+        recorded_experiences: The recorded digest.
+        stats: The statistics of the step; None for the weights before the first one.
+    """
+
+    step: int
+    weights: str
+    experiences: str
+    recorded_weights: str
+    recorded_experiences: str
+    stats: StepStats | None = None
+
+    @property
+    def differences(self) -> list[str]:
+        """The digests that are not the recorded ones; empty if all are."""
+        found = []
+        if self.experiences != self.recorded_experiences:
+            found.append(f"experiences={self.experiences}, recorded {self.recorded_experiences}")
+        if self.recorded_weights and self.weights != self.recorded_weights:
+            found.append(f"weights={self.weights}, recorded {self.recorded_weights}")
+        return found
+
+
+class Replay:
+    """The replay of one step of a run.
+
+    Attributes:
+        config: The configuration with which the step was taken.
+        base: Step of the checkpoint that it begins from; 0 for the models as the run began.
+        start: The recorded start of the trainer that took the step.
+        device: Device of the models.
+    """
+
+    def __init__(self, run: Path, step: int, device: str = "") -> None:
+        """Find the recorded step, the checkpoint before it, and the rows of the steps between them.
+
+        Args:
+            run: Folder of the run.
+            step: The step to take again.
+            device: Device of the models; empty for a device of the kind on which the step was taken.
+
+        Raises:
+            ConfigError: If the recording is missing, of another run, or lacks something that the step needs.
+        """
+        self._recording = recording_of(run)
+        self._step = step
+        if step not in self._recording.steps:
+            raise ConfigError(f"step {step} is not recorded: {_range_of(self._recording)}")
+        start = self._recording.start_of(step)
+        if start is None:
+            raise ConfigError(f"{self._recording.folder}: the start of the trainer that took step {step} is missing")
+        self.start = start
+        self.device = _device(device or ("cpu" if start.device == "cpu" else ""))
+        self.config = _config_of(self._recording, start)
+        note = read_note(run)
+        if note is None or not note.identity == start.identity == identity_of(self.config):
+            raise ConfigError(f"{self._recording.folder} is of another run: its models, prompts, seed or batches are "
+                              f"not those of {run / 'run.json'}")  # fmt: skip
+        self._checkpoint, self.base = self._checkpoint_before(run)
+        self._refuse_what_is_missing()
+
+    @property
+    def begin(self) -> str:
+        """The checkpoint that it begins from, in words."""
+        return "the start of the run" if self._checkpoint is None else f"checkpoint {self._checkpoint.name}"
+
+    def steps(self, *, debug: bool = False) -> Iterator[Replayed]:
+        """Take the steps again, from the one after the checkpoint to the wanted one.
+
+        Args:
+            debug: Whether to take the wanted step under pdb, which stops at its first line.
+
+        Yields:
+            First the weights that it begins from, if they are recorded; then each step.
+
+        Raises:
+            CheckpointError: If the checkpoint cannot be read.
+            ConfigError: If a model cannot be loaded.
+            DecodeError: If recorded rows are damaged.
+        """
+        config, device = self.config, self.device
+        models, learner = _new(config, device)
+        progress = Progress()
+        if self._checkpoint is not None:
+            state = tensors_of(learner, progress, device)
+            load_whole(self._checkpoint, config, models, state)
+            progress = restore_random_state(state, device)
+        learner.step, digest = progress.step, progress.digest
+        if self.base in self._recording.weights:
+            yield self._compared(self.base, models, digest, None)
+        for step in range(self.base + 1, self._step + 1):
+            batches = batches_of(self._recording, step)
+            digest = digest_after(digest, batches)
+            batches = _moved(batches, device)
+            is_debugged = debug and step == self._step
+            stats = pdb.runcall(learner.update, batches) if is_debugged else learner.update(batches)
+            yield self._compared(step, models, digest, stats)
+
+    def _compared(
+        self, step: int, models: dict[str, torch.nn.Module], digest: int, stats: StepStats | None
+    ) -> Replayed:
+        experiences = f"{digest:016x}"
+        weights, taken = self._recording.weights.get(step), self._recording.steps.get(step)
+        return Replayed(
+            step,
+            fingerprint_of(models),
+            experiences,
+            "" if weights is None else weights.weights,
+            # Of the step before the first one there is no line.
+            experiences if taken is None else taken.experiences,
+            stats,
+        )
+
+    def _checkpoint_before(self, run: Path) -> tuple[Path | None, int]:
+        """Return the newest usable checkpoint before the step, with its step; None and 0 without one."""
+        heads = [(head.step, folder) for folder, head in heads_in(run / "checkpoints")
+                 if head.step < self._step and head.identity == self.start.identity]  # fmt: skip
+        for step, folder in sorted(heads, reverse=True):
+            try:
+                note = read_checkpoint(folder)
+                taken, weights = self._recording.steps.get(step), self._recording.weights.get(step)
+                if (taken is not None and note.digest != taken.experiences) or (
+                    weights is not None and note.fingerprint != weights.weights
+                ):
+                    raise CheckpointError(f"{folder} is not of the recorded steps")
+                verify(folder, note)
+            except CheckpointError as error:
+                log.warning("a checkpoint cannot be used, trying the one before it: %s", error)
+                continue
+            return folder, step
+        return None, 0
+
+    def _refuse_what_is_missing(self) -> None:
+        recording = self._recording
+        needed = range(self.base + 1, self._step + 1)
+        lacking = [step for step in needed if not recording.has_rows(step)]
+        if lacking:
+            step = lacking[0]
+            if step not in recording.steps:
+                reason = "it is not recorded"
+            elif not recording.steps[step].nbytes:
+                reason = 'its rows were not kept: trainer.record = "rows" keeps them, unless the log tells of a failure'
+            else:
+                reason = "its rows were removed: raise trainer.record_bytes, or save checkpoints more often"
+            raise ConfigError(
+                f"step {self._step} cannot be replayed: the newest usable checkpoint before it is {self.begin}, and "
+                f"{len(lacking)} of the steps from there on lack their rows, first step {step}: {reason}"
+            )
+        wanted, before = _effective(self.config), self.start
+        for step in reversed(needed):
+            start = recording.start_of(step)
+            # Few starts for many steps: each configuration is checked once.
+            if start is before:
+                continue
+            if start is None or _effective(_config_of(recording, start)) != wanted:
+                raise ConfigError(
+                    f"step {self._step} cannot be replayed from {self.begin}: step {step} was taken with other "
+                    "settings of [model], [rollout] or [trainer], and there is no checkpoint after it"
+                )
+            before = start
+
+
+def report(run: Path, step: int, device: str, *, debug: bool, write: Callable[[str], object]) -> bool:
+    """Replay a step, a line for each step on the way.
+
+    Args:
+        run: Folder of the run.
+        step: The step.
+        device: Device of the models; empty for a device of the kind on which the step was taken.
+        debug: Whether to take the step under pdb.
+        write: Called with each line.
+
+    Returns:
+        Whether all digests are the recorded ones.
+
+    Raises:
+        ConfigError: If something that the step needs is missing, or of another run.
+        DecodeError: If recorded rows are damaged.
+    """
+    replay = Replay(run, step, device)
+    os.environ.update(attention_variables(cudnn_attention=replay.config.daemon.cudnn_attention))
+    write(f"step {step} from {replay.begin}, on {device_name(replay.device)}")
+    for found in replay.steps(debug=debug):
+        digests = f"step {found.step}: weights={found.weights} experiences={found.experiences}"
+        if found.differences:
+            write(f"{digests}: differs, {'; '.join(found.differences)}")
+            for hint in hints_of(replay.start, replay.device):
+                write(f"  {hint}")
+            return False
+        published = "" if found.recorded_weights else ", weights were not published"
+        write(f"{digests}: equal to the recorded ones{published}")
+    return True
+
+
+def train(config: Config, run: Path, device: str, *, write: Callable[[str], object]) -> None:
+    """Train the models of a configuration on all recorded rows of a run, a line of statistics for each step.
+
+    Args:
+        config: The configuration; nothing of it need be that of the run but the kind of the rows.
+        run: Folder of the run.
+        device: Device of the models; empty for the process's.
+        write: Called with the line of each step, JSON as in ``metrics.jsonl``.
+
+    Raises:
+        ConfigError: If there is no recording or no row in it, or a model cannot be loaded.
+        DecodeError: If recorded rows are damaged.
+        FieldError: If the rows lack a field that the configuration's algorithm needs.
+    """
+    recording, own = recording_of(run), _device(device)
+    kept = [step for step in sorted(recording.steps) if recording.has_rows(step)]
+    if not kept:
+        raise ConfigError(f'no rows are recorded in {recording.folder}: trainer.record = "rows" keeps them')
+    os.environ.update(attention_variables(cudnn_attention=config.daemon.cudnn_attention))
+    _, learner = _new(config, own)
+    for step in kept:
+        stats = learner.update(_moved(batches_of(recording, step), own))
+        write(line_of(learner.step, stats, time.time()).decode().rstrip())
+
+
+def hints_of(start: TrainerStart, device: torch.device) -> list[str]:
+    """Return the differences between the recorded start and this process that may explain other digests."""
+    here = {**libraries(), "device": device_name(device)}
+    there = {**start.libraries, "device": start.device}
+    return [f"{name} is {here.get(name)} here, {there[name]} there" for name in there if here.get(name) != there[name]]
+
+
+def fingerprint_of(models: dict[str, torch.nn.Module]) -> str:
+    """Return the fingerprint under which the weights of these models would be published, in hexadecimal."""
+    critic = models.get("critic")
+    tensors = flatten(actor=published(models["actor"]), critic=None if critic is None else critic.state_dict())
+    places = tensor_places(tensors)
+    memory = memoryview(bytearray(bytes_of_slot(places)))
+    return f"{Slot(memory, tensor_views(memory, places)).write(tensors):016x}"
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name) if name else process_device()
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from error
+
+
+def _new(config: Config, device: torch.device) -> tuple[dict[str, torch.nn.Module], Learner]:
+    """Return the models and the learner of a run at its start, as its trainer makes them."""
+    torch.set_num_threads(config.trainer.threads)
+    models = whole_models(config, device)
+    tokens = first_tokens(config.prompts, config.daemon.seed, load_tokenizer(config.model.actor))
+    return models, new_learner(config, models, tokens, device)
+
+
+def _moved(batches: list[Experience], device: torch.device) -> list[Experience]:
+    for batch in batches:
+        if device.type != "cpu":
+            batch.to_device(device)
+    return batches
+
+
+def _config_of(recording: Recording, start: TrainerStart) -> Config:
+    try:
+        return Config.model_validate_json(msgspec.json.encode(start.config))
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"{recording.folder}: its configuration is not one of this release: {error}") from error
+
+
+def _effective(config: Config) -> dict[str, Any]:
+    """Return the settings that a step depends on, besides its rows."""
+    rollout = config.rollout
+    return {
+        "model": config.model.model_dump(),
+        "trainer": config.trainer.model_dump(exclude=set(_WITHOUT_EFFECT)),
+        "kl_coef": config.trainer_kl_coef,
+        "rollout": (rollout.algorithm, rollout.temperature, rollout.log_probs, config.advantages, config.lengths),
+    }
+
+
+def _range_of(recording: Recording) -> str:
+    return f"steps {min(recording.steps)} to {max(recording.steps)} are" if recording.steps else "no step is"

@@ -1,0 +1,5 @@
+"""Checkpoints written beside training, and the best one of them.
+
+background   one checkpoint in a thread, from the published weights in shared memory
+best         the evaluations of a run, and the checkpoint of the best one
+"""

@@ -1,0 +1,186 @@
+"""A checkpoint is written by a thread while training goes on, from a version that shared memory holds.
+
+The tensors are views of the version's slots, not copies. `wait` is called before a publish that would overwrite one of
+the slots, before the next checkpoint, and at the end.
+
+The thread sets no heartbeat: a step that hangs beside it must be found. A wait for the thread passes its progress on,
+so that a checkpoint may take any time as long as bytes move, and a write that hangs is found as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from pipeline.errors import CheckpointError
+from pipeline.models.weights.held import HeldVersion
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.trainer.state import Progress
+
+_LOOK_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWriter(Protocol):
+    """Writes a checkpoint (`pipeline.trainer.checkpoints`)."""
+
+    def __call__(
+        self,
+        progress: Progress,
+        version: WeightsVersion,
+        *,
+        complete: bool,
+        held: HeldVersion | None,
+        on_progress: Callable[[], None],
+    ) -> Path | None:
+        """Write the checkpoint and return its folder; None on another rank than the first.
+
+        Args:
+            progress: The progress of training with these weights.
+            version: Their version.
+            complete: Whether all steps of the run were taken.
+            held: The version in shared memory, read by nothing but this call; None to save the live tensors.
+            on_progress: Called repeatedly while bytes move; may raise to end the write.
+
+        Raises:
+            CheckpointError: If the checkpoint cannot be written.
+        """
+
+
+class Outcome(NamedTuple):
+    """The end of a checkpoint's write.
+
+    Attributes:
+        step: The checkpoint's step.
+        duration_s: Time of the write.
+        path: The checkpoint's folder; None if it could not be written, or on another rank than the first.
+        error: The reason for which it could not be written, as text: the exception's frames hold the slots' tensors.
+            Empty if it was written.
+    """
+
+    step: int
+    duration_s: float
+    path: Path | None
+    error: str = ""
+
+
+class _AbandonedError(Exception):
+    """Ends a write whose trainer has failed."""
+
+
+class BackgroundCheckpoint:
+    """Writes one checkpoint at a time; used by one thread.
+
+    Args:
+        write: Writes a checkpoint.
+    """
+
+    def __init__(self, write: CheckpointWriter) -> None:
+        self._write = write
+        self._thread: threading.Thread | None = None
+        self._held: HeldVersion | None = None
+        self._moves = 0
+        self._is_abandoned = False
+        self._outcome: Outcome | None = None
+        self._fault: BaseException | None = None
+
+    @property
+    def held(self) -> HeldVersion | None:
+        """The version from which a checkpoint is being written; None without one."""
+        return self._held
+
+    def begin(self, progress: Progress, version: WeightsVersion, *, complete: bool, held: HeldVersion) -> None:
+        """Begin to write a checkpoint; the one before must have been collected.
+
+        Args:
+            progress: The progress of training with these weights.
+            version: Their version.
+            complete: Whether all steps of the run were taken.
+            held: The version in shared memory; its slots must not be written to until `wait` returns.
+        """
+        assert self._thread is None
+        self._held = held
+
+        def write() -> None:
+            try:
+                self._outcome = self._written(progress, version, complete, held, self._moved)
+            except _AbandonedError:
+                log.warning("a checkpoint is given up, its trainer has failed: step=%d", progress.step)
+            except BaseException as fault:  # noqa: BLE001
+                # Raised again by the trainer's thread.
+                self._fault = fault
+
+        # No daemon: at the interpreter's exit a thread inside safetensors must not be cut off.
+        self._thread = threading.Thread(target=write, name=f"checkpoint of step {progress.step}")
+        self._thread.start()
+
+    def write_at_once(
+        self, progress: Progress, version: WeightsVersion, *, complete: bool, on_progress: Callable[[], None]
+    ) -> Outcome:
+        """Write a checkpoint of the live tensors in the calling thread.
+
+        Args:
+            progress: The progress of training with these weights.
+            version: Their version.
+            complete: Whether all steps of the run were taken.
+            on_progress: Called repeatedly while bytes move.
+        """
+        assert self._thread is None
+        return self._written(progress, version, complete, None, on_progress)
+
+    def collect(self) -> Outcome | None:
+        """Return the end of the write, once; None if no write has ended since.
+
+        Raises:
+            Exception: An unexpected error of the write.
+        """
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread.join()
+        outcome, fault = self._outcome, self._fault
+        self._thread = self._held = self._outcome = self._fault = None
+        if fault is not None:
+            raise fault
+        return outcome
+
+    def wait(self, on_progress: Callable[[], None]) -> None:
+        """Wait for the end of the write.
+
+        Args:
+            on_progress: Called whenever the write has made progress; not while no byte moves.
+        """
+        before = self._moves
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            if self._moves != before:
+                before = self._moves
+                on_progress()
+
+    def abandon(self) -> None:
+        """End the write at its next progress; nothing of the checkpoint is left then."""
+        self._is_abandoned = True
+
+    def _written(
+        self,
+        progress: Progress,
+        version: WeightsVersion,
+        complete: bool,
+        held: HeldVersion | None,
+        on_progress: Callable[[], None],
+    ) -> Outcome:
+        started_s = time.monotonic()
+        try:
+            path = self._write(progress, version, complete=complete, held=held, on_progress=on_progress)
+        except CheckpointError as error:
+            return Outcome(progress.step, time.monotonic() - started_s, None, str(error))
+        return Outcome(progress.step, time.monotonic() - started_s, path)
+
+    def _moved(self) -> None:
+        self._moves += 1
+        if self._is_abandoned and threading.current_thread() is self._thread:
+            raise _AbandonedError

@@ -1,0 +1,106 @@
+"""The evaluations of a run as its trainer sees them: a line of ``metrics.jsonl`` each, and the best one's checkpoint.
+
+The buffer leases no batch that would train a version that is due before its evaluation is complete
+(`pipeline.buffer.evaluations`). So the trainer still holds exactly the evaluated weights when it reads the evaluation,
+and writes their checkpoint only if they are the best so far. ``checkpoints/best`` is a link to that checkpoint, which
+is not removed with the old ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.errors import CheckpointError
+from pipeline.runtime.latest_checkpoint import best_checkpoint, mark_best
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.evaluations import Evaluation, find, read_evaluations
+from pipeline.trainer.checkpoints import read_note
+
+log = logging.getLogger(__name__)
+
+
+class EvaluationFollower:
+    """Finds the evaluation of the newest version, and decides whether it is the best one.
+
+    Args:
+        path: The run's ``evaluations.jsonl``.
+        checkpoints: Folder of the run's checkpoints.
+        every: Versions per evaluation.
+        keep_best: Whether any is the best one.
+        agree: Returns True if all ranks that write checkpoints together passed True.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        checkpoints: Path,
+        *,
+        every: int,
+        keep_best: bool = True,
+        agree: Callable[[bool], bool] = lambda ready: ready,
+    ) -> None:
+        self._path = path
+        self._checkpoints = checkpoints
+        self._every = every
+        self._keep_best = keep_best
+        self._agree = agree
+        self._taken = -1
+
+    def awaits(self, version: WeightsVersion) -> bool:
+        """Return whether a version is due and its evaluation is not complete."""
+        return version.version % self._every == 0 and self._find(version) is None
+
+    def take(self, version: WeightsVersion) -> Evaluation | None:
+        """Return the evaluation of a version, once; None if it is not due, or has none.
+
+        A collective of sharded ranks if it is due: the file may get its line between the reads of two of them.
+        """
+        if version.version % self._every or version.version == self._taken:
+            return None
+        found = self._find(version)
+        if not self._agree(found is not None) or found is None:
+            return None
+        self._taken = version.version
+        return found
+
+    def is_best(self, evaluation: Evaluation) -> bool:
+        """Return whether an evaluation is better than that of the best checkpoint; a collective of sharded ranks."""
+        return self._agree(self._keep_best and self._is_better(evaluation))
+
+    def keep(self, checkpoint: Path) -> None:
+        """Make a checkpoint the best one."""
+        try:
+            mark_best(self._checkpoints, checkpoint)
+        except OSError as error:
+            log.error("the best checkpoint is not marked: path=%s error=%s", checkpoint, error.strerror)
+            return
+        log.info("best checkpoint so far: path=%s", checkpoint)
+
+    def _find(self, version: WeightsVersion) -> Evaluation | None:
+        return find(read_evaluations(self._path), version.version, f"{version.fingerprint:016x}")
+
+    def _is_better(self, evaluation: Evaluation) -> bool:
+        score = _score(evaluation)
+        if score is None:
+            return False
+        best = best_checkpoint(self._checkpoints)
+        if best is None:
+            return True
+        try:
+            note = read_note(best)
+        except CheckpointError as error:
+            log.warning("the best checkpoint cannot be read, the next best one takes its place: %s", error)
+            return True
+        known = find(read_evaluations(self._path), note.version, note.fingerprint, evaluation.plan)
+        # Under another plan the scores cannot be compared.
+        before = None if known is None else _score(known)
+        return before is None or score > before
+
+
+def _score(evaluation: Evaluation) -> tuple[float, float] | None:
+    total = evaluation.total
+    if total.pass_at_1 is None or total.reward_mean is None:
+        return None
+    return total.pass_at_1, total.reward_mean

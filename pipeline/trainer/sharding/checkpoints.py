@@ -1,0 +1,293 @@
+"""Checkpoints of a sharded trainer, in the format of `pipeline.trainer.checkpoints`.
+
+Rank 0 writes them, a tensor at a time, beside training: shared memory holds the weights, and the state of each rank.
+Where it does not (`trainer.keep_state = "disk"`, adapters, whose base model no rank holds whole), training waits and
+all ranks gather one tensor at a time to rank 0. Each rank reads its own rows of either. So a checkpoint does not depend
+on the number of ranks, and a trainer without sharding reads it, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.critic import VALUE_HEAD_FILE
+from pipeline.models.lora import ADAPTER_FILE, PEFT_PREFIX, LoraSettings, adapter_of, described
+from pipeline.models.weights.held import HeldVersion
+from pipeline.models.weights.shards import Shard
+from pipeline.trainer.sharding.models import architecture_of, fill, fill_critic, shards_of
+from pipeline.trainer.sharding.ranks import RankGroup
+from pipeline.trainer.sharding.tensor_files import Entry, TensorFiles, TensorWriter
+from pipeline.trainer.state import OPTIONAL
+
+_WEIGHTS = "model.safetensors"
+_SPLIT_KINDS = ("exp_avg", "exp_avg_sq", "float32")
+
+
+class Write(Protocol):
+    """Writes a checkpoint from models and state that are written when `save_pretrained` and `state` are called."""
+
+    def __call__(self, *, actor: Any, critic: Any, state: Callable[[Path], None]) -> Path:
+        """Write the checkpoint and return its folder; called on rank 0."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a file, the shards of which it is made, and its name in shared memory."""
+
+    entry: Entry
+    shards: tuple[Shard, ...]
+    name: str = ""
+    combined: Callable[..., Tensor | None] | None = None
+
+
+class _File(NamedTuple):
+    path: Path
+    tensors: list[_Tensor]
+
+
+class _Source(Protocol):
+    """Returns the tensors of files, in their order."""
+
+    def next(self, expected: _Tensor) -> Tensor:
+        """Return the next tensor."""
+
+
+class _Gathering:
+    """Gathers the tensors of files to rank 0, in their order."""
+
+    def __init__(self, group: RankGroup, files: list[_File]) -> None:
+        self._group = group
+        self._left: Iterator[_Tensor] = iter([tensor for file in files for tensor in file.tensors])
+
+    def next(self, expected: _Tensor) -> Tensor:
+        """Return the next tensor, on rank 0."""
+        found = next(self._left)
+        assert found.entry == expected.entry, f"{found.entry} gathered, {expected.entry} written"
+        wholes: list[Any] = [self._group.whole(shard) for shard in found.shards]
+        whole = wholes[0] if found.combined is None else found.combined(*wholes)
+        assert whole is not None, "only rank 0 takes what is gathered"
+        return whole
+
+    def drain(self) -> None:
+        """Take part in every gather that is left: those of a rank that writes nothing, or of a failed write."""
+        for tensor in self._left:
+            for shard in tensor.shards:
+                self._group.whole(shard)
+
+
+class _Held:
+    """The tensors of a version in shared memory."""
+
+    def __init__(self, held: HeldVersion) -> None:
+        self._weights, self._state = held.weights.tensors, held.training.tensors
+
+    def next(self, expected: _Tensor) -> Tensor:
+        """Return the tensor, by its name."""
+        return self._weights[expected.name] if expected.name in self._weights else self._state[expected.name]
+
+
+class _Saved:
+    """A model of a checkpoint, for `save_checkpoint` in place of a model."""
+
+    def __init__(self, model: Any, files: list[_File], source: _Source, lora: LoraSettings | None) -> None:
+        self._model = model
+        self._files = files
+        self._source = source
+        self._lora = lora
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the model into a directory, in Hugging Face's format."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in self._files:
+            (folder / file.path).parent.mkdir(exist_ok=True)
+            _write(folder / file.path, file, self._source)
+        pretrained = getattr(self._model, "backbone", self._model)
+        pretrained.config.architectures = [architecture_of(pretrained)]
+        pretrained.config.save_pretrained(folder)
+        if pretrained is self._model and pretrained.can_generate():
+            pretrained.generation_config.save_pretrained(folder)
+        if self._lora is not None:
+            (folder / ADAPTER_FILE.parent / "adapter_config.json").write_text(
+                json.dumps(described(self._lora), indent=2) + "\n"
+            )
+
+
+def state_shards(state: Mapping[str, Tensor], models: Mapping[str, nn.Module]) -> dict[str, Shard]:
+    """Return a rank's ranges of the training state.
+
+    Args:
+        state: From `pipeline.trainer.state.tensors_of`; moments and float32 copies are those of the rank's shards.
+        models: The sharded models.
+    """
+    weights = {model: shards_of(module) for model, module in models.items()}
+    found = {}
+    for name, tensor in state.items():
+        model, kind, weight = (*name.split(".", 2), "", "")[:3]
+        if model in weights and kind in _SPLIT_KINDS:
+            found[name] = weights[model][weight]._replace(local=tensor, dtype=tensor.dtype)
+        else:
+            found[name] = Shard(tensor, tuple(tensor.shape), 0, tensor.dtype, split=False)
+    return found
+
+
+def save_together(
+    group: RankGroup, models: Mapping[str, nn.Module], state: Mapping[str, Tensor], lora: LoraSettings, write: Write
+) -> Path | None:
+    """Write a checkpoint through rank 0; a collective.
+
+    Args:
+        group: The ranks.
+        models: ``actor`` and, with PPO, ``critic``, sharded.
+        state: This rank's training state.
+        lora: Settings of the actor's adapters.
+        write: Called on rank 0.
+
+    Returns:
+        The checkpoint's folder on rank 0, None on the other ranks.
+
+    Raises:
+        CheckpointError: On every rank, if the checkpoint cannot be written.
+    """
+    actor, critic, kept = _files_of(models, state)
+    gathering = _Gathering(group, [*actor, *critic, kept])
+    path, error = None, None
+    try:
+        if group.rank == 0:
+            path = write(
+                actor=_Saved(models["actor"], actor, gathering, lora if len(actor) > 1 else None),
+                critic=_Saved(models["critic"], critic, gathering, None) if critic else None,
+                state=lambda file: _write(file, kept, gathering),
+            )
+    except CheckpointError as failed:
+        error = failed
+    finally:
+        gathering.drain()
+    if not group.agree(error is None):
+        raise error or CheckpointError("rank 0 could not write the checkpoint")
+    return path
+
+
+class HeldCheckpoint:
+    """A checkpoint that rank 0 writes from shared memory, in a thread: construct it while nobody computes.
+
+    Args:
+        models: As for `save_together`, without adapters.
+        state: As for `save_together`.
+        held: The version, with the training states of all ranks.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], state: Mapping[str, Tensor], held: HeldVersion) -> None:
+        self._models = dict(models)
+        # Of the shards the names and shapes alone are used: a pass of the models may gather them meanwhile.
+        self._files = _files_of(models, state)
+        self._source = _Held(held)
+
+    def write(self, write: Write) -> Path:
+        """Write the checkpoint; argument, result and errors: those of `write`."""
+        actor, critic, kept = self._files
+        return write(
+            actor=_Saved(self._models["actor"], actor, self._source, None),
+            critic=_Saved(self._models["critic"], critic, self._source, None) if critic else None,
+            state=lambda file: _write(file, kept, self._source),
+        )
+
+
+def _files_of(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> tuple[list[_File], list[_File], _File]:
+    critic = _critic_files(models["critic"]) if "critic" in models else []
+    kept = [_plain(name, shard, name) for name, shard in state_shards(state, models).items()]
+    return _actor_files(models["actor"]), critic, _File(Path(), kept)
+
+
+def load_shards(folder: Path, state_file: str, models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
+    """Read a rank's shards of models and training state from a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        state_file: Name of the training state's file in it.
+        models: ``actor`` and, with PPO, ``critic``, sharded.
+        state: This rank's training state, filled.
+
+    Raises:
+        CheckpointError: If a tensor is missing or unexpected, and not `OPTIONAL`, or has another shape.
+    """
+    shards = state_shards(state, models)
+    with TensorFiles([folder / state_file], str(folder / state_file)) as files:
+        if odd := (files.names() ^ shards.keys()) - OPTIONAL:
+            fault = "missing" if min(odd) in shards else "not of this model"
+            raise CheckpointError(f"{folder / state_file}: {min(odd)} is {fault}")
+        shards = {name: shard for name, shard in shards.items() if name in files.names()}
+        files.check(shards)
+        try:
+            _load_models(folder, models)
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        files.fill(shards)
+
+
+def _load_models(folder: Path, models: Mapping[str, nn.Module]) -> None:
+    actor = models["actor"]
+    if adapter_of(actor):
+        adapters = shards_of(actor, published=True)
+        with TensorFiles([folder / ADAPTER_FILE], str(folder / ADAPTER_FILE)) as files:
+            files.fill(adapters, {name: PEFT_PREFIX + name for name in adapters})
+    else:
+        fill(actor, folder, "model.actor")
+    if "critic" in models:
+        fill_critic(models["critic"], folder / "critic", "model.critic")
+
+
+def _write(path: Path, file: _File, source: _Source) -> None:
+    with closing(TensorWriter(path, [tensor.entry for tensor in file.tensors])) as writer:
+        for tensor in file.tensors:
+            writer.write(source.next(tensor))
+
+
+def _plain(name: str, shard: Shard, held_name: str = "") -> _Tensor:
+    return _Tensor(Entry(name, shard.dtype, shard.shape), (shard,), held_name)
+
+
+def _actor_files(actor: nn.Module) -> list[_File]:
+    shards, adapters = shards_of(actor), adapter_of(actor)
+    scales = {name: layer.lora_scale for name, layer in actor.named_modules() if hasattr(layer, "lora_scale")}
+    merged = []
+    for name, shard in shards.items():
+        layer = name.removesuffix(".weight")
+        if name in adapters:
+            continue
+        if name.endswith(".weight") and layer in scales:
+            down, up = (shards[f"{layer}.{matrix}.weight"] for matrix in ("lora_A", "lora_B"))
+            entry = Entry(name, shard.dtype, shard.shape)
+            combined = functools.partial(_merged, scale=scales[layer])
+            merged.append(_Tensor(entry, (shard, down, up), combined=combined))
+        else:
+            merged.append(_plain(name, shard, f"actor.{name}"))
+    files = [_File(Path(_WEIGHTS), merged)]
+    if adapters:
+        files.append(_File(ADAPTER_FILE, [_plain(PEFT_PREFIX + name, shards[name]) for name in adapters]))
+    return files
+
+
+def _merged(weight: Tensor | None, down: Tensor | None, up: Tensor | None, *, scale: float) -> Tensor | None:
+    """Return W + scale B A, as `pipeline.models.lora.merged`; None on a rank that has gathered nothing."""
+    if weight is None or down is None or up is None:
+        return None
+    return (weight.float() + up.float() @ down.float() * scale).to(weight.dtype)
+
+
+def _critic_files(critic: nn.Module) -> list[_File]:
+    shards = shards_of(critic)
+
+    def file(path: str, prefix: str) -> _File:
+        named = {name: shard for name, shard in shards.items() if name.startswith(prefix)}
+        tensors = [_plain(name.removeprefix(prefix), shard, f"critic.{name}") for name, shard in named.items()]
+        return _File(Path(path), tensors)
+
+    return [file(_WEIGHTS, "backbone."), file(VALUE_HEAD_FILE, "value_head.")]

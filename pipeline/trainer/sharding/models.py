@@ -1,0 +1,299 @@
+"""Models whose parameters are sharded over the ranks: loaded slice by slice, a decoder layer at a time, then the root.
+
+A model is made on the meta device, sharded there with torch's `fully_shard`, and each rank then reads its own rows from
+the safetensors files: no process holds a whole model. Shards of trained parameters are float32; a model of bfloat16 is
+gathered and computed in bfloat16, and its gradients are reduced in float32.
+
+The passes of the trainer call a model's backbone and head apart, so they run inside `inside`, which FSDP takes for the
+forward pass of the root.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.chunked_log_probs import plain_head
+from pipeline.models.critic import VALUE_HEAD_FILE, Critic
+from pipeline.models.expected import shell
+from pipeline.models.loading import sees_images
+from pipeline.models.lora import LoraSettings, adapt, adapter_of, initial_adapters
+from pipeline.models.weights.probe import answer
+from pipeline.models.weights.shards import Shard
+from pipeline.storage.weights_header import Probe
+from pipeline.trainer.sharding.tensor_files import TensorFiles, sources_of
+
+_Result = TypeVar("_Result", Tensor, tuple[Tensor, Tensor | None])
+
+_OFF = 'trainer.sharding = "none" trains it whole'
+
+
+class _Sharded(NamedTuple):
+    dtypes: dict[str, torch.dtype]
+    class_name: str
+    world_size: int
+
+
+_sharded: WeakKeyDictionary[nn.Module, _Sharded] = WeakKeyDictionary()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is from `load_actor_shards` or `load_critic_shards`."""
+    return model in _sharded
+
+
+def architecture_of(model: nn.Module) -> str:
+    """Return the name of a model's class in transformers, without FSDP's addition."""
+    return _sharded[model].class_name if model in _sharded else type(model).__name__
+
+
+def inside(model: nn.Module, call: Callable[[], _Result]) -> _Result:
+    """Return the result of a call that uses parts of a model, which are whole while it runs; a collective of all ranks.
+
+    Args:
+        model: The model, sharded or not.
+        call: Computes from the model's modules; called once.
+    """
+    if model not in _sharded:
+        return call()
+    sharded: Any = model
+    result: _Result = sharded.computed(call)
+    if not torch.is_grad_enabled():
+        # Without a backward pass the root would stay whole, with values from before the next step.
+        sharded.reshard()
+    return result
+
+
+def call_inside(model: nn.Module, call: Callable[[], None]) -> None:
+    """Call a function as `inside` does, without gradients."""
+
+    def called() -> Tensor:
+        call()
+        return torch.empty(0)
+
+    with torch.no_grad():
+        inside(model, called)
+
+
+def whole_answer(model: nn.Module, tokens: Sequence[int], device: torch.device) -> Probe:
+    """Return a model's answer to the probe (`pipeline.models.weights.probe`); of a sharded model, a collective."""
+    found = answer(model, tokens, device)
+    if model in _sharded:
+        sharded: Any = model
+        sharded.reshard()
+    return found
+
+
+def shards_of(model: nn.Module, *, published: bool = False) -> dict[str, Shard]:
+    """Return a rank's ranges of a model's tensors by name, live; a tensor under two names (tied weights) once.
+
+    Args:
+        model: A sharded model.
+        published: Whether to return the tensors that are published alone: the adapters of a model with adapters.
+    """
+    from torch.distributed.tensor import DTensor
+
+    kind = _sharded[model]
+    chosen = adapter_of(model) if published else {}
+    found: dict[str, Shard] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen or not tensor.numel() or (chosen and name not in chosen):
+            continue
+        seen.add(id(tensor))
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            found[name] = Shard(tensor.detach(), shape, 0, tensor.dtype, split=False)
+            continue
+        local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+        rows = -(-shape[0] // kind.world_size)
+        first = min(tensor.device_mesh.get_local_rank() * rows, shape[0])
+        assert local.shape[0] == min(rows, shape[0] - first), f"{name}: {tuple(local.shape)} of {shape}"
+        found[name] = Shard(local, shape, first * (tensor.numel() // shape[0]), kind.dtypes[name])
+    return found
+
+
+def load_actor_shards(
+    path: str | Path, *, dtype: str, device: torch.device, world_size: int, lora: LoraSettings, seed: int
+) -> nn.Module:
+    """Return a rank's shards of a causal language model, with adapters if the settings say so; a collective.
+
+    Args:
+        path: A directory written by ``save_pretrained`` with safetensors files.
+        dtype: Dtype of passes and published weights, as "bfloat16".
+        device: Device of the shards.
+        world_size: Number of ranks.
+        lora: Settings of the adapters.
+        seed: Seed of the adapters' first values.
+
+    Raises:
+        ConfigError: If the directory does not load, or the model cannot be sharded.
+    """
+    if sees_images(path):
+        raise ConfigError(f"model.actor: vision-language models are not sharded: {path}; {_OFF}")
+    model: Any = shell(path, dtype, "causal")
+    adapt(model, lora, seed=seed)
+    _shard(model, model, dtype, device, world_size, "model.actor")
+    _copy_generation_config(model, Path(path))
+    adapters = adapter_of(model)
+    fill(model, Path(path), "model.actor", without=adapters)
+    if adapters:
+        shards = shards_of(model, published=True)
+        with torch.no_grad():
+            for name, value in initial_adapters(model, lora, seed=seed):
+                shards[name].local.copy_(value.reshape(-1)[shards[name].elements].view(shards[name].local.shape))
+    # The first pass: FSDP lays the shards out for good. Its answer is kept.
+    with torch.no_grad():
+        plain_head(model, device)
+    model.reshard()
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def load_critic_shards(
+    path: str | Path, *, dtype: str, device: torch.device, world_size: int, field: str = "model.critic"
+) -> nn.Module:
+    """Return a rank's shards of a critic; a collective.
+
+    Args:
+        path: A directory of a critic, or of any model with a backbone: then the value head is zero.
+        dtype: Dtype of passes and published weights of the backbone, as "bfloat16"; the value head is float32.
+        device: Device of the shards.
+        world_size: Number of ranks.
+        field: The configuration field that names the directory, for the error message.
+
+    Raises:
+        ConfigError: If the directory does not load, or the model cannot be sharded.
+    """
+    critic: Any = Critic(shell(path, dtype, "backbone"))
+    critic.requires_grad_(True)
+    _shard(critic, critic.backbone, dtype, device, world_size, field)
+    fill_critic(critic, Path(path), field)
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    with torch.no_grad():
+        critic(tokens, torch.ones_like(tokens))
+    critic.reshard()
+    return critic.eval()  # type: ignore[no-any-return]
+
+
+def fill_critic(critic: Any, folder: Path, field: str) -> None:
+    """Read a rank's shards of a critic from a folder; a folder without a value head sets the head to 0."""
+    head = {name: shard for name, shard in shards_of(critic).items() if name.startswith("value_head.")}
+    fill(critic, folder, field, without=head, inner="backbone.")
+    if not (folder / VALUE_HEAD_FILE).is_file():
+        for shard in head.values():
+            shard.local.zero_()
+        return
+    with TensorFiles([folder / VALUE_HEAD_FILE], str(folder)) as files:
+        files.fill(head, {name: name.removeprefix("value_head.") for name in head})
+
+
+def fill(model: Any, folder: Path, field: str, *, without: Any = (), inner: str = "") -> None:
+    """Read a rank's shards of a model from a folder in Hugging Face's format.
+
+    Args:
+        model: The sharded model.
+        folder: The folder.
+        field: The configuration field that names the folder, for the error message.
+        without: Names that are not read.
+        inner: Prefix of the model's names that the files' names do not have.
+
+    Raises:
+        ConfigError: If the files are missing or are another model's.
+    """
+    shards = {name: shard for name, shard in shards_of(model).items() if name not in without}
+    pretrained = getattr(model, "backbone", model)
+    try:
+        with TensorFiles.of_model(folder) as files:
+            names = {name: name.removeprefix(inner) for name in shards}
+            twins = {**getattr(pretrained, "all_tied_weights_keys", {})}
+            twins |= {second: first for first, second in twins.items()}
+            found = sources_of(names.values(), files, pretrained.base_model_prefix, twins, field)
+            files.fill(shards, {name: found[names[name]] for name in shards})
+    except CheckpointError as error:
+        raise ConfigError(f"{field}: cannot load a model from {error}") from error
+
+
+def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, world_size: int, field: str) -> None:
+    """Shard a model on the meta device, then give each shard memory on a device, without values."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    layers = _layers(pretrained, field)
+    class_name = type(model).__name__
+    _fill_buffers(model, pretrained, device)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype.is_floating_point:
+            parameter.data = parameter.data.float()
+    compute = getattr(torch, dtype)
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    if isinstance(model, Critic):
+        # float32 as in `Critic`, whatever the backbone's.
+        fully_shard(model.value_head, mesh=mesh)
+    root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in root.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            # Losses are divided by the actions of all ranks already: gradients are summed.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    root.computed = types.MethodType(_computed, root)
+    register_fsdp_forward_method(root, "computed")
+    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    # Each name has got memory of its own.
+    pretrained.tie_weights()
+    _sharded[root] = _Sharded(dtypes, class_name, world_size)
+
+
+def _computed(_: nn.Module, call: Callable[[], _Result]) -> _Result:
+    # Copies: FSDP hooks the results, and a view would lose its hook if it were changed in place.
+    result: Any = call()
+    whole = isinstance(result, Tensor)
+    copies: Any = result.clone() if whole else tuple(None if each is None else each.clone() for each in result)
+    return copies  # type: ignore[no-any-return]
+
+
+def _layers(pretrained: Any, field: str) -> Sequence[nn.Module]:
+    """Return the layers that are gathered one at a time."""
+    kinds = set(getattr(pretrained, "_no_split_modules", None) or ())
+    found = [
+        layer
+        for stack in pretrained.modules()
+        if isinstance(stack, nn.ModuleList)
+        for layer in stack
+        if type(layer).__name__ in kinds
+    ]
+    if not found:
+        raise ConfigError(
+            f"{field}: {type(pretrained).__name__} does not name its layers (_no_split_modules: "
+            f"{', '.join(sorted(kinds)) or 'none'}), so it cannot be sharded; {_OFF}"
+        )
+    return found
+
+
+def _fill_buffers(model: nn.Module, pretrained: Any, device: torch.device) -> None:
+    """Give buffers memory and values, as transformers does; parameters stay on the meta device."""
+    for module in model.modules():
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name in names:
+            buffer = getattr(module, name)
+            persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, torch.zeros_like(buffer, device=device), persistent=persistent)
+        if names:
+            pretrained._init_weights(module)
+
+
+def _copy_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)

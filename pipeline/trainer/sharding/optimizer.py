@@ -1,0 +1,78 @@
+"""The optimizer of one model on one rank: of the whole model, or of the rank's shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.errors import DeviceMemoryError
+from pipeline.trainer.optimizer import ModelOptimizer
+from pipeline.trainer.sharding.models import is_sharded, shards_of
+
+
+def new_optimizer(model: nn.Module, **settings: Any) -> ModelOptimizer:
+    """Return the optimizer of a model, sharded or not; arguments: those of `ModelOptimizer`."""
+    return (ShardOptimizer if is_sharded(model) else ModelOptimizer)(model, **settings)
+
+
+def refuse_retry(model: nn.Module) -> None:
+    """Refuse to repeat a step that ran out of memory on one rank of a sharded model: the others cannot know of it.
+
+    Raises:
+        DeviceMemoryError: If the model is sharded.
+    """
+    if is_sharded(model):
+        raise DeviceMemoryError(
+            "the device has no memory for a micro-batch, and a rank of a sharded model cannot repeat a pass alone: "
+            "set a lower trainer.micro_batch_tokens or trainer.micro_batch_size"
+        )
+
+
+class ShardOptimizer(ModelOptimizer):
+    """AdamW over one rank's shards, which are float32; FSDP has summed their gradients over the ranks already."""
+
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        """Take over the rank's shards; arguments: those of `ModelOptimizer`."""
+        super().__init__(model, **settings)
+        shards = shards_of(model)
+        self._is_copied = [shards[name].dtype != torch.float32 for name in self._names]
+
+    def _taken_over(self, trained: dict[str, nn.Parameter]) -> list[Tensor]:
+        self._parameters = list(trained.values())
+        return [parameter.detach().to_local() for parameter in self._parameters]  # type: ignore[attr-defined]
+
+    def collect(self) -> None:
+        """Do nothing: FSDP adds up the gradients of the shards, in float32."""
+
+    def reduce(self) -> float:
+        """Return the norm of the gradients before clipping, of all shards of all ranks."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            gradient: Any = parameter.grad
+            master.grad = torch.zeros_like(master) if gradient is None else gradient.to_local()
+            # Summed in float64, without a copy in float64.
+            squares += torch.linalg.vector_norm(master.grad, dtype=torch.float64) ** 2 if master.grad.numel() else 0.0
+        dist.all_reduce(squares, group=self._group)
+        self._norm = squares.sqrt().float()
+        return float(self._norm)
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        super().clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's ranges of moments and float32 copies, and step counts, by the names of `ModelOptimizer`.
+
+        The shards themselves are the float32 copies of weights that are published in a lower precision.
+        """
+        found: dict[str, Tensor] = {}
+        for name, master, is_copied in zip(self._names, self._masters, self._is_copied, strict=True):
+            found |= {f"{kind}.{name}": tensor for kind, tensor in self._adamw.state[master].items()}
+            if is_copied:
+                found[f"float32.{name}"] = master
+        return found

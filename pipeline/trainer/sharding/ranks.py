@@ -1,0 +1,129 @@
+"""Collectives of all ranks, beside those of torch's `fully_shard`; passes that all ranks take in step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.models.weights.shards import Shard
+from pipeline.trainer.batch import TrainingBatch
+from pipeline.trainer.sharding.models import is_sharded
+
+_SIGN = 1 << 63
+
+
+class RankGroup:
+    """The collectives of a publish and of a checkpoint.
+
+    Args:
+        device: Device of the tensors that travel: the GPU with NCCL, the CPU with gloo.
+        waiting: Encloses each collective, in which a rank makes no progress of its own.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._device = device
+        self._waiting = waiting
+
+    def broadcast(self, values: Sequence[int]) -> list[int]:
+        """Return rank 0's values, each in 63 bits; every rank passes as many."""
+        sent = torch.tensor(values, dtype=torch.int64, device=self._device)
+        with self._waiting():
+            dist.broadcast(sent, 0)
+            return sent.tolist()
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's values, unsigned 64-bit, in order of ranks; every rank passes as many."""
+        signed = [value - 2 * _SIGN if value >= _SIGN else value for value in values]
+        sent = torch.tensor(signed, dtype=torch.int64, device=self._device)
+        received = [torch.empty_like(sent) for _ in range(self.world_size)]
+        with self._waiting():
+            dist.all_gather(received, sent)
+            return [[value % (2 * _SIGN) for value in one.tolist()] for one in received]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.agree(True)
+
+    def agree(self, ready: bool) -> bool:
+        """Return whether every rank passed True."""
+        flag = torch.tensor(int(ready), device=self._device)
+        with self._waiting():
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+            return bool(flag)
+
+    def whole(self, shard: Shard) -> Tensor | None:
+        """Return a whole tensor, in its saved dtype, on rank 0; None on the other ranks."""
+        shape, own = torch.Size(shard.shape), shard.local.detach()
+        if not shard.split:
+            return own.to(shard.dtype) if self.rank == 0 else None
+        row = shape.numel() // shape[0]
+        most = -(-shape[0] // self.world_size) * row
+        sent = torch.zeros(most, dtype=shard.dtype, device=self._device)
+        sent[: own.numel()] = own.reshape(-1)
+        received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
+        with self._waiting():
+            dist.gather(sent, received, dst=0)
+        return None if received is None else torch.cat(received)[: shape.numel()].view(shape)
+
+
+def in_step(
+    parts: Iterator[TrainingBatch], batch: TrainingBatch, row_ratios: list[Tensor], actor: nn.Module
+) -> Iterator[tuple[TrainingBatch, list[Tensor]]]:
+    """Yield the micro-batches of a batch, on a sharded model as many on every rank.
+
+    Each pass of a sharded model is a collective. A rank with fewer micro-batches takes passes of two tokens without an
+    action, whose losses and gradients are 0.
+
+    Args:
+        parts: The micro-batches of this rank.
+        batch: Their batch.
+        row_ratios: Takes the importance ratios of the rows.
+        actor: The model that is trained.
+
+    Yields:
+        A micro-batch, and the list that takes its importance ratios.
+    """
+    if not is_sharded(actor):
+        yield from ((part, row_ratios) for part in parts)
+        return
+    own = list(parts)
+    most = torch.tensor(len(own), device=next(actor.parameters()).device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    yield from ((part, row_ratios) for part in own)
+    for _ in range(int(most) - len(own)):
+        yield _without_actions(batch), []
+
+
+def _without_actions(batch: TrainingBatch) -> TrainingBatch:
+    device = batch.sequences.device
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    none = torch.zeros((1, 1), device=device)
+    return replace(
+        batch,
+        sequences=tokens,
+        attention_mask=torch.ones_like(tokens),
+        action_mask=none.bool(),
+        log_probs=none,
+        advantages=none,
+        base_log_probs=None if batch.base_log_probs is None else none,
+        values=None if batch.values is None else none,
+        returns=None if batch.returns is None else none,
+        behaviour_log_probs=None if batch.behaviour_log_probs is None else none,
+        importance_weights=None if batch.importance_weights is None else none,
+        vision=None,
+    )

@@ -1,0 +1,199 @@
+"""Safetensors files, read by slices and written a tensor at a time: no whole model in memory, on any rank.
+
+A file is 8 bytes of header length, a JSON header with dtype, shape and byte range of each tensor, then the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.weights.shards import Shard
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_ALIGNMENT = 8
+
+
+class Entry(NamedTuple):
+    """A tensor of a file that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TensorFiles:
+    """The safetensors files of one model, by tensor name.
+
+    Args:
+        files: The files.
+        where: Where they lie, for error messages.
+    """
+
+    def __init__(self, files: Iterable[Path], where: str) -> None:
+        self._where = where
+        self._stack = contextlib.ExitStack()
+        self._file_of: dict[str, Any] = {}
+        try:
+            for path in files:
+                opened: Any = self._stack.enter_context(safe_open(path, "pt", device="cpu"))
+                self._file_of |= dict.fromkeys(opened.keys(), opened)
+        except (OSError, SafetensorError) as error:
+            self._stack.close()
+            raise CheckpointError(f"{where}: {error}") from error
+
+    @classmethod
+    def of_model(cls, folder: Path) -> TensorFiles:
+        """Return the files of a model folder in Hugging Face's format.
+
+        Raises:
+            CheckpointError: If it has no safetensors files, or they cannot be opened.
+        """
+        index = folder / _INDEX
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text())["weight_map"].values())
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(f"{index}: {error}") from error
+            return cls([folder / name for name in sorted(names)], str(folder))
+        if not (folder / _SINGLE).is_file():
+            raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; a sharded trainer reads no other files")
+        return cls([folder / _SINGLE], str(folder))
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._file_of)
+
+    def check(self, targets: Mapping[str, Shard], sources: Mapping[str, str] | None = None) -> None:
+        """Compare the shapes of tensors with those of shards; arguments: those of `fill`.
+
+        Raises:
+            CheckpointError: If a tensor is missing or has another shape.
+        """
+        for target, shard in targets.items():
+            name = target if sources is None else sources[target]
+            if (file := self._file_of.get(name)) is None:
+                raise CheckpointError(f"{self._where}: {name} is missing")
+            found = tuple(file.get_slice(name).get_shape())
+            if found != shard.shape:
+                raise CheckpointError(f"{self._where}: {name} is {found}, expected {shard.shape}")
+
+    def fill(self, targets: Mapping[str, Shard], sources: Mapping[str, str] | None = None) -> None:
+        """Copy a rank's range of each tensor; only the bytes of its rows are read.
+
+        Args:
+            targets: The shards to fill, by name.
+            sources: The tensor's name in the files, by the target's name; None if they are the same.
+
+        Raises:
+            CheckpointError: If a tensor is missing, has another shape, or cannot be read; in the first two cases no
+                shard is changed.
+        """
+        self.check(targets, sources)
+        try:
+            with torch.no_grad():
+                for target, shard in targets.items():
+                    self._fill(target if sources is None else sources[target], shard)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._where}: {error}") from error
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self, name: str, shard: Shard) -> None:
+        file = self._file_of[name]
+        if not shard.split or not shard.shape:
+            shard.local.copy_(file.get_tensor(name))
+        elif shard.local.numel():
+            first = shard.start // (shard.local.numel() // shard.local.shape[0])
+            shard.local.copy_(file.get_slice(name)[first : first + shard.local.shape[0]])
+
+
+class TensorWriter:
+    """Writes one safetensors file, its tensors in the order of its entries.
+
+    Args:
+        path: The file, created.
+        entries: All of its tensors, in the order in which they are written.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+
+    def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for entry in entries:
+            nbytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
+            header[entry.name] = {
+                "dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, offset + nbytes],
+            }  # fmt: skip
+            offset += nbytes
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % _ALIGNMENT)
+        self._file = path.open("wb")
+        try:
+            os.chmod(path, 0o644)
+            self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+        except OSError:
+            self._file.close()
+            raise
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next tensor, of its entry's dtype and shape."""
+        if tensor.numel():
+            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Close the file; every tensor has been written."""
+        self._file.close()
+
+
+def sources_of(
+    names: Iterable[str], files: TensorFiles, prefix: str, twins: Mapping[str, str], field: str
+) -> dict[str, str]:
+    """Return the name in the files of each tensor of a model.
+
+    Args:
+        names: The model's names.
+        files: The files; they may be of the model with its head, or of its backbone alone.
+        prefix: The name under which a model with a head holds its backbone, as "model".
+        twins: The other name of a tied tensor.
+        field: The configuration field that names the folder, for the error.
+
+    Raises:
+        ConfigError: If a tensor has none of the names that it may have.
+    """
+    there, found = files.names(), {}
+    for name in names:
+        own = [name, *([twins[name]] if name in twins else [])]
+        tried = [candidate for one in own for candidate in (one, f"{prefix}.{one}", one.removeprefix(f"{prefix}."))]
+        source = next((candidate for candidate in tried if candidate in there), None)
+        if source is None:
+            raise ConfigError(
+                f"{field}: its files have no tensor {name}, which a sharded trainer reads by name: "
+                'trainer.sharding = "none" loads the model whole'
+            )
+        found[name] = source
+    return found

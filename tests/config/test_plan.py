@@ -1,0 +1,245 @@
+"""The bytes that a run needs: from the headers of a model's files, by the table of docs/operations.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from pipeline.config import plan
+from pipeline.config.model_files import model_sizes
+from pipeline.config.plan import models_of, needs
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.models.lora import adapt
+from pipeline.rollout.generation.vllm import engine as vllm_engine
+from tests.project.test_sizes import MODELS, bytes_a_parameter, table
+from tests.support import tiny
+
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+SHAPES = {"0.5 B": (896, 4864), "1.5 B": (1536, 8960), "7 B": (3584, 18944), "14 B": (5120, 13824)}
+
+
+def configured(folder: Path, **sections: Any) -> Config:
+    model = {"actor": str(folder), **sections.pop("model", {})}
+    return Config.model_validate({"model": model, **sections})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    tiny.llama().save_pretrained(folder)
+    return folder
+
+
+def test_parameters_and_layers_are_those_of_the_model(folder: Path) -> None:
+    model = tiny.llama()
+
+    sizes = model_sizes(folder, "model.actor")
+
+    assert sizes.parameters == model.num_parameters()
+    assert sizes.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert sizes.backbone_parameters == sum(parameter.numel() for parameter in model.model.parameters())
+    assert (sizes.layers, sizes.hidden, sizes.inner, sizes.cached, sizes.vocabulary) == (2, 16, 24, 32, 23)
+
+
+def test_adapters_have_the_parameters_of_the_adapted_model(folder: Path) -> None:
+    config = configured(folder, model={"lora_rank": 3})
+    model = adapt(tiny.llama(), config.model, seed=0)
+
+    adapters = model_sizes(folder, "model.actor").adapter_parameters(3, config.model.lora_targets)
+
+    assert adapters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_a_model_in_two_files_is_counted_once(folder: Path, tmp_path: Path) -> None:
+    state = tiny.llama().state_dict()
+    names = sorted(state)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, part in parts.items():
+        save_file({name: state[name] for name in part}, tmp_path / file)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"other": state[names[0]]}, tmp_path / "training.safetensors")
+
+    assert model_sizes(tmp_path, "x").parameters == model_sizes(folder, "x").parameters
+
+
+def test_a_checkpoint_has_the_parameters_of_its_model_alone(folder: Path, tmp_path: Path) -> None:
+    model = tiny.llama()
+    model.save_pretrained(tmp_path)
+    save_file({f"moment.{name}": value for name, value in model.state_dict().items()},
+              tmp_path / "trainer_state.safetensors")  # fmt: skip
+
+    assert model_sizes(tmp_path, "x").parameters == model_sizes(folder, "x").parameters
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no config.json"),
+        ({"config.json": b"{"}, "does not give the model's sizes"),
+        ({"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}'}, "has no safetensors file"),
+        ({"config.json": b'{"hidden_size": 8}', "a.safetensors": b"\xff" * 9}, "does not give the model's sizes"),
+        (
+            {"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}', "a.safetensors": b"\xff" * 9},
+            "a safetensors file",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_model_is_named_in_one_line(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"^model\.critic: ") as raised:
+        model_sizes(tmp_path, "model.critic")
+
+    assert message in str(raised.value) and str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bytes_a_parameter_are_those_of_the_table(folder: Path, dtype: str) -> None:
+    import torch
+
+    documented = bytes_a_parameter(getattr(torch, dtype))
+    config = configured(folder, model={"dtype": dtype})
+    models = models_of(config)
+    parameters = models.actor.parameters
+
+    found = needs(config, models, on_cards=True)
+
+    rank, worker, shared = found.rank, found.worker, found.shared
+    between = rank["weights"] + rank["float32 copies"] + rank["moments"]
+    assert between == documented["each trainer rank's card, between steps"] * parameters
+    in_step = documented["each trainer rank's card, in a step, without activations"]
+    assert between + rank["gradients"] == in_step * parameters
+    assert shared["weights"] == documented["`/dev/shm`: weights"] * parameters
+    assert shared["training state"] == documented["`/dev/shm`: training state"] * parameters
+    assert worker["actor"] + worker["reference"] == documented["each worker's card, without its KV cache"] * parameters
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_activations_are_those_of_the_table(folder: Path, name: str) -> None:
+    hidden, inner = SHAPES[name]
+    layers = MODELS[name][1]
+    sizes = model_sizes(folder, "x")._replace(hidden=hidden, inner=inner, layers=layers)
+    documented = float(table("| | 0.5 B |")["activations of 8 x 2,048 tokens, kept whole"][list(SHAPES).index(name)])
+
+    nbytes = 8 * 2048 * plan.kept_bytes_a_token(sizes, "bfloat16", checkpointed=False)
+    checkpointed = 8 * 2048 * plan.kept_bytes_a_token(sizes, "bfloat16", checkpointed=True)
+
+    assert nbytes / 1e9 == pytest.approx(documented, rel=0.04)
+    left = re.search(r"leaves ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) GB of these 8 x 2,048", OPERATIONS.read_text())
+    assert left is not None
+    assert checkpointed / 1e9 == pytest.approx(float(left[list(SHAPES).index(name) + 1]), rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "on_cards", "tokens"),
+    [
+        ({}, True, 16_384),
+        ({"activation_checkpointing": False}, True, 8_192),
+        ({"micro_batch_tokens": 5_000}, True, 5_000),
+        ({"micro_batch_tokens": 7}, True, 512),
+        ({"micro_batch_size": 3}, True, 3 * 512),
+        ({}, False, 2_048),
+    ],
+)
+def test_the_tokens_of_a_micro_batch_are_those_of_the_trainer(
+    folder: Path, trainer: dict[str, Any], on_cards: bool, tokens: int
+) -> None:
+    config = configured(folder, trainer=trainer, rollout={"max_length": 512})
+    models = models_of(config)
+    is_checkpointed = on_cards if config.trainer.activation_checkpointing is None else False
+
+    found = needs(config, models, on_cards=on_cards)
+
+    a_token = plan.kept_bytes_a_token(models.actor, "float32", checkpointed=is_checkpointed)
+    assert found.rank["activations of a micro-batch"] == tokens * a_token
+
+
+def test_shards_are_a_share_of_the_model_and_what_is_gathered(folder: Path) -> None:
+    whole = configured(folder, model={"dtype": "bfloat16"}, trainer={"world_size": 4})
+    sharded = configured(folder, model={"dtype": "bfloat16"}, trainer={"world_size": 4, "sharding": "full"})
+    models = models_of(whole)
+    parameters, layer = models.actor.parameters, models.actor.layer_parameters
+
+    found = needs(sharded, models, on_cards=True)
+
+    parts = [found.rank[name] for name in ("weights", "moments", "gradients")]
+    assert sum(parts) == pytest.approx(16 * parameters / 4, abs=3)
+    # The root is the rest of the model's two layers.
+    assert found.rank["gathered layers and root"] == 2 * 2 * (parameters - 2 * layer + 2 * layer)
+    assert found.shared == needs(whole, models, on_cards=True).shared
+
+
+@pytest.mark.parametrize(("configured_rows", "rows"), [({}, 8), ({"inference_batch_size": 3}, 3),
+                                                      ({"inference_batch_size": 99}, 8)])  # fmt: skip
+def test_the_rows_of_a_worker_are_at_most_those_of_a_ticket(
+    folder: Path, configured_rows: dict[str, int], rows: int
+) -> None:
+    rollout = {"num_generations": 4, "batch_size": 2, "max_length": 10, **configured_rows}
+    config = configured(folder, rollout=rollout)
+
+    found = needs(config, models_of(config), on_cards=True)
+
+    # Two layers with 32 elements a token, in float32.
+    assert found.worker["KV cache"] == rows * 10 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("cache", "on_cards", "nbytes"),
+    [
+        ({"cache_bytes": 123_456}, True, 123_456),
+        ({"cache_bytes": 123_456}, False, 123_456),
+        ({}, False, 1 << 30),
+        # What is free is not known: a row is the least.
+        ({}, True, 10 * 2 * 32 * 4),
+    ],
+)
+def test_vllm_has_a_cache_and_weights_of_its_own(
+    folder: Path, cache: dict[str, int], on_cards: bool, nbytes: int
+) -> None:
+    config = configured(folder, rollout={"engine": "vllm", "max_length": 10, **cache})
+    models = models_of(config)
+
+    found = needs(config, models, on_cards=on_cards)
+
+    assert found.worker["KV cache"] == nbytes
+    assert found.worker["weights of the engine"] == found.worker["actor"] == 4 * models.actor.parameters
+    assert vllm_engine._CPU_CACHE_BYTES == plan.VLLM_CPU_CACHE_BYTES
+
+
+def test_a_process_loads_its_largest_model_through_host_memory(folder: Path, tmp_path: Path) -> None:
+    large = tiny.llama(hidden_size=64, intermediate_size=256)
+    large.save_pretrained(tmp_path)
+    config = configured(folder, model={"reward": str(tmp_path)})
+    external = configured(folder, trainer={"kind": "external", "kl_coef": 0.0})
+    sharded = configured(folder, trainer={"world_size": 2, "sharding": "full"})
+
+    found = [needs(one, models_of(one), on_cards=True) for one in (config, external, sharded)]
+
+    actor = 4 * models_of(config).actor.parameters
+    assert [one.rank_load for one in found] == [actor, 0, 0]
+    assert [one.worker_load for one in found] == [4 * large.num_parameters(), actor, actor]
+
+
+def test_what_a_run_does_not_have_needs_nothing(folder: Path) -> None:
+    config = configured(
+        folder, model={"lora_rank": 2}, trainer={"kl_coef": 0.0, "keep_state": "disk"}, rollout={"kl_coef": 0.0}
+    )
+    models = models_of(config)
+
+    found = needs(config, models, on_cards=False)
+
+    adapters = models.actor.adapter_parameters(2, config.model.lora_targets)
+    assert "reference" not in found.worker
+    assert found.shared["training state"] == 0
+    assert found.publish == {"weights": 4 * adapters, "training state": 0}
+    assert found.rank["moments"] == 8 * adapters
+    assert found.rank["weights"] == 4 * (adapters + models.actor.parameters)

@@ -1,0 +1,156 @@
+"""Rows of several turns in a real daemon: the same bits for any number of workers and after kills, and refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import SMALL, Daemon, rlhfd, task, total  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.integration
+STEPS = 4
+ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
+ENVIRONMENT = """
+import asyncio, os
+from pipeline import Turn
+
+class Telling:
+    async def reset(self, prompt, answer, columns):
+        self.turns = 0
+
+    async def step(self, response):
+        await asyncio.sleep(float(os.environ.get("TURN_S", "0")))
+        self.turns += 1
+        told = sum(map(ord, response))
+        return Turn(f"{told % 100}>", reward=told % 7 / 7, done=told % 3 == 0, tool_failed=told % 5 == 0)
+"""
+
+
+def settings(folder: Path) -> tuple[str, ...]:
+    folder.mkdir(exist_ok=True)
+    (folder / "telling.py").write_text(ENVIRONMENT)
+    return (
+        *SMALL, "rollout.environment=telling:Telling", "rollout.reward_functions=[]", "rollout.max_turns=3",
+        "rollout.max_turn_tokens=5", "rollout.max_prompt_length=9", "rollout.max_new_tokens=20",
+        "buffer.max_staleness=0", f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1",
+        "rollout.environment_processes=2", "samples.per_minute=600",
+    )  # fmt: skip
+
+
+def ending(daemon: Daemon) -> tuple[str, ...]:
+    assert daemon.wait() == 0, daemon.errors
+    found = ENDED.search(daemon.errors)
+    assert found is not None, daemon.errors
+    return found.groups()
+
+
+def environments_of(worker: int) -> list[int]:
+    """Return the pids of a worker's processes that hold environments."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = re.search(r"^PPid:\t(\d+)$", (folder / "status").read_text(), re.MULTILINE)
+            name = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent and int(parent[1]) == worker and b"rlhfd: environment" in name:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.variant), "ppo"])
+def test_turns_are_the_same_bit_for_bit_for_two_workers_for_serial_and_after_kills(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    algorithm: str,
+) -> None:
+    endings = {}
+    for name, more, arguments in (
+        ("one", (), ()),
+        ("two", ("rollout.workers=2",), ()),
+        ("serial", (), ("--serial",)),
+    ):
+        sets = (*settings(tmp_path / name), f"rollout.algorithm={algorithm}", *more)
+        with Daemon(tmp_path / name, *sets, task=task, arguments=arguments) as daemon:
+            endings[name] = ending(daemon)
+    sets = (*settings(tmp_path / "killed"), f"rollout.algorithm={algorithm}")
+    with Daemon(tmp_path / "killed", *sets, task=task, environment={"TURN_S": "0.2"}) as daemon:
+        daemon.wait_step(1)
+        worker = daemon.pids()["rollout-0"]
+        daemon.wait_until(lambda: total(daemon.metrics(), "rlhfd_environment_steps_total") > 150, "steps are under way")
+        for pid in environments_of(worker):
+            os.kill(pid, signal.SIGKILL)
+        daemon.wait_step(2)
+        assert daemon.pids()["rollout-0"] == worker, "the worker has replaced them"
+        daemon.signal(signal.SIGKILL, "rollout-0")
+        daemon.wait_step(3)
+        metrics = daemon.metrics()
+        endings["killed"] = ending(daemon)
+    samples = daemon.ask("samples", "--json").stdout
+
+    assert len(set(endings.values())) == 1 and endings["one"][0] == str(STEPS), endings
+    assert total(metrics, "rlhfd_stage_errors_total", stage="environment") == 0
+    assert total(metrics, "rlhfd_environment_steps_total", result="tool_failed") > 0
+    assert total(metrics, "rlhfd_items_unaccounted") == 0
+    assert '"observed":[false' in samples and "\N{MATHEMATICAL LEFT ANGLE BRACKET}" in daemon.ask("samples").stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "message"),
+    [
+        ("raise OSError('no device')", (), r"rollout\.environment: cannot import telling: OSError: no device"),
+        ("class Telling: pass", (), r"rollout\.environment: the Telling of telling:Telling has no method reset"),
+        (
+            ENVIRONMENT.replace("self.turns += 1", "raise ValueError('broken')"),
+            (),
+            r"rollout\.environment: ValueError: broken, prompt .*prompts\.jsonl:\d+",
+        ),
+        (ENVIRONMENT, ("cluster.engine=ray",), r'rollout\.environment: must be left out with cluster\.engine = "ray"'),
+    ],
+    ids=["import", "method", "step", "cluster"],
+)
+def test_an_environment_that_cannot_work_ends_the_start_with_78(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    code: str,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    sets = settings(tmp_path)
+    (tmp_path / "telling.py").write_text(code)
+    with Daemon(tmp_path, *sets, *more, task=task) as daemon:
+        assert daemon.wait() == 78, daemon.errors
+
+    assert re.search(message, daemon.errors), daemon.errors
+
+
+def test_a_check_imports_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "telling.py").write_text("class Telling:\n    def __init__(self, size): pass\n")
+    (tmp_path / "c.toml").write_text('[rollout]\nenvironment = "telling:Telling"\nreward_functions = []\n')
+
+    checked = rlhfd("config", "check", "--config", "c.toml", folder=tmp_path)
+
+    assert checked.returncode == 78
+    assert "c.toml:2:15: rollout.environment: telling:Telling cannot be called without arguments" in (
+        checked.stdout + checked.stderr
+    )
+
+
+def test_held_out_prompts_are_evaluated_in_the_environment(tmp_path: Path, task: Path) -> None:  # noqa: F811
+    sets = settings(tmp_path)
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:4]))
+    evaluated = (f"evaluation.files=['{held_out}']", "evaluation.every=2", "evaluation.num_generations=2")
+    with Daemon(tmp_path, *sets, *evaluated, task=task) as daemon:
+        ending(daemon)
+    shutil.rmtree(daemon.shm_dir, ignore_errors=True)
+
+    lines = (daemon.run_dir / "evaluations.jsonl").read_text().splitlines()
+    rewards = [float(found) for found in re.findall(r'"reward_mean":([\d.]+)', "".join(lines))]
+    assert len(lines) == 3 and all(reward > 0.2 for reward in rewards), lines

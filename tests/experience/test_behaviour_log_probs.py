@@ -1,0 +1,122 @@
+"""The engine's log-probs travel beside the trainer's; rows without them keep their bytes and digests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.errors import FieldError, ShapeError
+from pipeline.experience import codec
+from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.types import BufferItem, Experience, ExperienceVL
+from pipeline.trainer.state import digest_after
+from tests.support.experiences import made_up, made_up_vl
+from tests.support.items import item_of
+
+
+def with_behaviour(experience: Experience) -> Experience:
+    """Return the experience with log-probs of an engine, 0.25 below its own."""
+    assert experience.action_log_probs is not None and experience.action_mask is not None
+    behaviour = (experience.action_log_probs - 0.25) * experience.action_mask
+    return dataclasses.replace(experience, behaviour_log_probs=behaviour)
+
+
+def real(experience: Experience, name: str) -> Tensor:
+    """Return a field's values at the actions, row by row."""
+    assert experience.action_mask is not None
+    return torch.as_tensor(getattr(experience, name)[experience.action_mask.bool()])
+
+
+def through_an_extent(*experiences: Experience) -> Experience:
+    parts = []
+    for experience in experiences:
+        memory = memoryview(bytearray(1 << 16))
+        encoded = codec.encode(experience, memory)
+        reader = codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
+        parts.append((reader, range(reader.header.rows)))
+    return codec.gather(parts)
+
+
+@pytest.mark.parametrize(
+    ("ppo", "checksum", "digest"),
+    [(True, 0xBF82E7072DBD74, 0x1EF7EBBD4D972062), (False, 0xBC327CF2BCB9006F, 0x716A9919C5193EC6)],
+)
+def test_rows_without_them_have_the_bytes_and_the_digest_of_before_the_field_existed(
+    ppo: bool, checksum: int, digest: int
+) -> None:
+    items = [item_of(3, 4, ppo=ppo), item_of(2, 5, ppo=ppo, base=7), item_of(4, 1, ppo=ppo, base=3)]
+    batch = make_experience_batch(items)
+
+    encoded = codec.encode(batch, memoryview(bytearray(1 << 14)))
+
+    assert (encoded.nbytes, encoded.checksum) == (908, checksum)
+    assert digest_after(5, [batch]) == digest
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_they_come_back_from_an_extent_where_they_belong(vision: bool) -> None:
+    made = made_up_vl if vision else made_up
+    appends = [with_behaviour(made(rows=3, seed=seed)) for seed in (1, 2)]
+
+    batch = through_an_extent(*appends)
+
+    assert isinstance(batch, ExperienceVL) == vision
+    expected = torch.cat([real(one, "behaviour_log_probs") for one in appends])
+    assert torch.equal(real(batch, "behaviour_log_probs"), expected)
+    assert torch.allclose(real(batch, "behaviour_log_probs"), real(batch, "action_log_probs") - 0.25)
+
+
+def test_a_digest_tells_them_apart() -> None:
+    plain = made_up()
+    first, second = with_behaviour(plain), with_behaviour(plain)
+    assert second.behaviour_log_probs is not None
+    second.behaviour_log_probs[0, 0] += 0.5
+
+    digests = {digest_after(0, [one]) for one in (plain, first, second)}
+
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_keep_them_through_split_strip_and_batch(packing: bool) -> None:
+    items = [
+        dataclasses.replace(item_of(3, 4), behaviour_log_probs=torch.tensor([-1.0, -2.0, -3.0, -4.0])),
+        dataclasses.replace(item_of(1, 2), behaviour_log_probs=torch.tensor([-5.0, -6.0])),
+    ]
+    batch = make_experience_batch(items)
+    assert isinstance(batch.behaviour_log_probs, Tensor)
+    assert batch.behaviour_log_probs.tolist() == [[-1.0, -2.0, -3.0, -4.0], [0.0, 0.0, -5.0, -6.0]]
+
+    again = make_experience_batch(remove_padding_in_sequences(split_experience_batch(batch)), packing)
+
+    found: list[Tensor] = list(again.behaviour_log_probs)  # type: ignore[arg-type]
+    assert found[1][-2:].tolist() == [-5.0, -6.0]
+    assert len(found[1]) == (2 if packing else 4)
+
+
+def test_rows_with_and_without_them_are_no_batch() -> None:
+    items = [dataclasses.replace(item_of(3, 2), behaviour_log_probs=torch.zeros(2)), item_of(3, 2)]
+
+    with pytest.raises(FieldError, match="behaviour_log_probs is None in row 1"):
+        make_experience_batch(items)
+    with pytest.raises(FieldError, match="behaviour_log_probs: present, or of one dtype"):
+        through_an_extent(with_behaviour(made_up()), made_up())
+
+
+def test_a_wrong_field_is_named() -> None:
+    item = item_of(3, 2)
+
+    with pytest.raises(ShapeError, match="behaviour_log_probs has shape"):
+        make_experience_batch([dataclasses.replace(item, behaviour_log_probs=torch.zeros(3))])
+    with pytest.raises(FieldError, match="row 0: behaviour_log_probs is nan in column 1"):
+        make_experience_batch([dataclasses.replace(item, behaviour_log_probs=torch.tensor([0.0, float("nan")]))])
+
+
+def test_they_are_given_by_name_so_that_positions_stay_those_of_the_originals() -> None:
+    positional = [field.name for field in dataclasses.fields(BufferItem) if not field.kw_only]
+
+    assert positional[-1] == "references"
+    assert "behaviour_log_probs" not in positional

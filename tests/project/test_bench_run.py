@@ -1,0 +1,65 @@
+"""The benchmark of the whole run: its ways have the same settings, and its figures are those of the traces."""
+
+import json
+
+import pytest
+
+from benches import run_plain
+from benches.run import Trace, read_trace, tables
+from pipeline.config.schema import Config
+from pipeline.trainer.optimizer import learning_rate_ratio
+
+
+def test_plain_pytorch_has_the_defaults_of_rlhfd():
+    config = Config()
+    trainer = config.trainer
+
+    assert (config.sample_batch_size, config.group_size) == (run_plain.ROWS, run_plain.GROUP)
+    assert config.lengths.row == run_plain.MAX_LENGTH
+    assert (trainer.learning_rate, trainer.betas) == (run_plain.LEARNING_RATE, run_plain.BETAS)
+    assert (trainer.gradient_clip_norm, trainer.clip_range) == (run_plain.CLIP_NORM, run_plain.CLIP)
+    assert config.trainer_kl_coef == run_plain.KL_COEF
+    assert (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k) == (1.0, 1.0, 0)
+    schedule = (trainer.warmup_steps, trainer.decay_steps, trainer.final_learning_rate_ratio)
+    for step in (0, 5, 9, 10, 80, 149, 150, 400):
+        assert run_plain.learning_rate_ratio(step) == pytest.approx(learning_rate_ratio(step, *schedule))
+
+
+class Tokenizer:
+    eos_token_id = 1
+
+    def decode(self, tokens):
+        return "".join(map(str, tokens))
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"), [([2, 3, 1], 1.0), ([2, 3, 1, 0, 0], 1.0), ([2, 3], 0.0), ([3, 2, 1], 0.0), ([1], 0.0)]
+)
+def test_plain_pytorch_scores_the_exact_answer_ended_by_eos(response, expected):
+    assert run_plain.score(response, "23", Tokenizer()) == expected
+
+
+def test_a_trace_has_the_figures_of_its_steps():
+    rewards = [0.1, 0.2, 0.9, 0.8, 0.7, 0.7, 0.6, 0.9]
+    lines = [json.dumps({"time_unix_s": 1010.0 + 2 * n, "reward_mean": r}) + "\n" for n, r in enumerate(rewards)]
+
+    trace = read_trace([*lines, '{"time_unix_s": 1'], 1000.0)
+
+    assert trace.ends_s == (10, 12, 14, 16, 18, 20, 22, 24)
+    assert (trace.step_s, trace.start_s) == (2.0, 8.0)
+    # Means of five: .54, .66, .74: the seventh step is the first at which one reaches .7.
+    assert (trace.steps_to_goal, trace.goal_s) == (7, 22.0)
+    assert Trace(trace.ends_s, (0.5,) * 8).goal_s is None
+
+
+def test_ratios_are_to_the_faster_plain_way_and_a_way_that_never_learned_has_no_seconds():
+    fast = Trace(tuple(map(float, range(1, 9))), (0.8,) * 8)
+    slow = Trace(tuple(2.0 * n for n in range(1, 9)), (0.1,) * 8)
+
+    (table,) = tables({"rlhfd": [fast, fast], "plain, 1": [slow, slow], "plain, 2": [fast, slow]})
+
+    rlhfd, one, two = table.rows
+    assert rlhfd == ("rlhfd", "1.00 (1.00 to 1.00)", "1.50 (1.00 to 2.00)", "5.00 (5.00 to 5.00)",
+                     "5.00 (5.00 to 5.00)", "5.00 (5.00 to 5.00)", "2 of 2")  # fmt: skip
+    assert one[2:] == ("0.750 (0.500 to 1.00)", "-", "-", "-", "0 of 2")
+    assert two[6] == "1 of 2"

@@ -1,0 +1,234 @@
+"""Environments in processes: their answers, and what hangs, crashes or is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.user_modules import FOLDER_VARIABLE
+from pipeline.errors import ConfigError
+from pipeline.rollout.environment.pool import EnvironmentPool, row_json
+from pipeline.rollout.environment.wire import Answer
+
+ENVIRONMENTS = """
+import asyncio, os, time
+from pipeline import Turn
+
+class Counting:
+    made = 0
+    async def reset(self, prompt, answer, columns):
+        Counting.made += 1
+        self.told, self.steps = [prompt, answer, columns], 0
+    async def step(self, response):
+        self.steps += 1
+        name, _, seconds = response.partition(" ")
+        if name == "raise": raise ValueError("secret")
+        if name == "exit": os._exit(3)
+        if name == "sleep": await asyncio.sleep(float(seconds))
+        if name == "block": time.sleep(float(seconds))
+        if name == "none": return None
+        if name == "nan": return Turn(reward=float("nan"))
+        if name == "number": return Turn(observation=5)
+        text = f"{self.told} {self.steps} {response} of {Counting.made}"
+        return Turn(text, reward=self.steps, done=name == "done", tool_failed=name == "wrong")
+
+class Plain:
+    def reset(self, prompt, answer, columns): pass
+    def step(self, response): return Turn(response.upper())
+
+class Half:
+    async def reset(self, prompt, answer, columns): pass
+
+def broken(): raise OSError("no device")
+def ending(): os._exit(9)
+"""
+
+
+@pytest.fixture
+def new_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnvironmentPool]]:
+    (tmp_path / "surroundings.py").write_text(ENVIRONMENTS)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    pools: list[EnvironmentPool] = []
+
+    def make(name: str = "Counting", *, timeout_s: float = 20.0, **options: Any) -> EnvironmentPool:
+        pools.append(EnvironmentPool(f"surroundings:{name}", timeout_s=timeout_s, **options))
+        pools[-1].wait_ready()
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+class Rows:
+    """Rows of a pool, each with its responses so far and its answers."""
+
+    def __init__(self, pool: EnvironmentPool, count: int) -> None:
+        self.pool = pool
+        self.numbers = [pool.new_row() for _ in range(count)]
+        self.responses: list[list[str]] = [[] for _ in range(count)]
+        self.answers: list[list[Answer]] = [[] for _ in range(count)]
+
+    def submit(self, *responses: str, first: int = 0, is_last: bool = False) -> None:
+        for row, response in enumerate(responses, first):
+            self.responses[row].append(response)
+            self.pool.submit(
+                self.numbers[row], row_json("p", row, {}), self.responses[row], self.answers[row].append,
+                is_last=is_last,
+            )  # fmt: skip
+
+    def say(self, *responses: str, deadline_s: float = 60.0, **options: Any) -> list[Answer]:
+        self.submit(*responses, **options)
+        end_s = time.monotonic() + deadline_s
+        while self.pool.is_busy and time.monotonic() < end_s:
+            self.pool.step(1.0)
+        assert not self.pool.is_busy
+        first = options.get("first", 0)
+        return [answers[-1] for answers in self.answers[first : first + len(responses)]]
+
+
+def test_each_row_has_an_environment_of_its_own_that_keeps_its_state(new_pool) -> None:
+    rows = Rows(new_pool(processes=2), 3)
+
+    first, second = rows.say("a", "b", "done"), rows.say("c", "wrong")
+
+    assert [answer.observation for answer in first] == [
+        "['p', 0, {}] 1 a of 1", "['p', 1, {}] 1 b of 1", "['p', 2, {}] 1 done of 2",
+    ]  # fmt: skip
+    assert [answer.done for answer in first] == [False, False, True]
+    assert [answer.observation for answer in second] == ["['p', 0, {}] 2 c of 2", "['p', 1, {}] 2 wrong of 1"]
+    assert [answer.reward for answer in second] == [2.0, 2.0]
+    assert [answer.tool_failed for answer in second] == [False, True]
+    assert (rows.pool.counts.answers, rows.pool.counts.tools_failed) == (5, 1)
+
+
+def test_plain_functions_are_called_as_well(new_pool) -> None:
+    assert [answer.observation for answer in Rows(new_pool("Plain"), 2).say("a", "b")] == ["A", "B"]
+
+
+def test_rows_that_await_something_do_so_at_the_same_time(new_pool) -> None:
+    rows = Rows(new_pool(), 20)
+    began_s = time.monotonic()
+
+    rows.say(*["sleep 0.5"] * 20)
+
+    assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.parametrize(
+    ("response", "problem", "text"),
+    [
+        ("raise", "exception", "ValueError: secret"),
+        ("none", "invalid", "step returned a NoneType, not a Turn"),
+        ("nan", "invalid", "the reward is not a finite number"),
+        ("number", "invalid", "the observation is a int, not a str"),
+        ("exit", "exception", "the process of the row ended with exit code 3"),
+    ],
+)
+def test_a_step_that_fails_costs_its_own_row_alone(new_pool, response: str, problem: str, text: str) -> None:
+    rows = Rows(new_pool(), 4)
+    rows.say("a", "b", "c", "d")
+
+    answers = rows.say("e", response, "f", "g")
+
+    assert [answer.problem for answer in answers] == ["", problem, "", ""]
+    assert answers[1].text == text and "secret" not in answers[1].bare
+    assert [answer.reward for answer in (answers[0], *answers[2:])] == [2.0] * 3
+    assert rows.pool.problem is answers[1] and rows.pool.counts.problems == {problem: 1}
+
+
+def test_a_row_whose_step_takes_too_long_is_late_and_the_others_are_not(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=1.0), 3)
+
+    answers = rows.say("a", "sleep 100", "b")
+
+    assert [answer.problem for answer in answers] == ["", "timeout", ""]
+    assert [answer.observation for answer in rows.say("c")] == ["['p', 0, {}] 2 c of 3"], "the process lives"
+
+
+def test_a_step_that_blocks_ends_its_process_and_the_other_rows_are_repeated_in_the_next(new_pool, capfd) -> None:
+    rows = Rows(new_pool(timeout_s=1.0), 3)
+    rows.say("a", "b", "c")
+
+    answers = rows.say("d", "block 100", "e")
+
+    assert [answer.problem for answer in answers] == ["", "timeout", ""]
+    assert [answer.reward for answer in rows.say("f")] == [3.0], "the former responses were repeated"
+    assert "surroundings.py" in capfd.readouterr().err, "the stack of the hang is logged"
+
+
+def test_a_stopped_process_is_killed_and_its_rows_are_repeated(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.5), 2)
+    rows.say("a", "b")
+    os.kill(rows.pool._processes[0]._process.pid, signal.SIGSTOP)
+
+    answers = rows.say("c", "d")
+
+    assert [answer.observation for answer in answers] == ["['p', 0, {}] 2 c of 1", "['p', 1, {}] 2 d of 2"]
+
+
+def test_a_process_killed_between_two_turns_costs_nothing(new_pool) -> None:
+    rows = Rows(new_pool(), 2)
+    rows.say("a", "b")
+    killed = rows.pool._processes[0]._process
+    killed.kill()
+    killed.wait()
+
+    assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
+
+
+def test_rows_that_all_hang_are_given_up_after_the_third(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.5), 8)
+    began_s = time.monotonic()
+
+    answers = rows.say(*["block 100"] * 8)
+
+    assert {answer.problem for answer in answers} == {"timeout"}
+    assert sum(answer.text.startswith("not tried") for answer in answers) == 5
+    assert time.monotonic() - began_s < 40
+
+
+def test_a_dropped_row_is_not_answered(new_pool) -> None:
+    rows = Rows(new_pool(), 2)
+    rows.submit("sleep 0.2")
+
+    rows.pool.forget(rows.numbers[:1])
+    rows.say("a", first=1)
+    rows.say("sleep 0.5", first=1)
+
+    assert rows.answers[0] == [] and [answer.reward for answer in rows.answers[1]] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("surroundings:Nothing", "rollout.environment: surroundings has no function Nothing"),
+        ("surroundings:Half", "rollout.environment: the Half of surroundings:Half has no method step"),
+        ("surroundings:broken", r"rollout.environment: surroundings:broken\(\) raised OSError: no device"),
+        (
+            "surroundings:ending",
+            "rollout.environment: the process that imports surroundings:ending ended with exit code 9",
+        ),
+        ("nowhere:Any", "rollout.environment: cannot import nowhere"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused(new_pool, name: str, message: str) -> None:
+    new_pool()
+    pool = EnvironmentPool(name, timeout_s=5.0)
+
+    with pytest.raises(ConfigError, match=message):
+        pool.wait_ready()
+    pool.close()
+
+
+def test_no_process_of_an_environment_loads_torch(new_pool, tmp_path: Path) -> None:
+    pool = new_pool()
+    pid = pool._processes[0]._process.pid
+
+    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()

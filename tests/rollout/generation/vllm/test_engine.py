@@ -1,0 +1,540 @@
+"""The vLLM engine against the real vLLM, in its own process: the interface of an engine, weights, and deaths."""
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError, FieldError, RlhfdError, WeightsError, WeightsMismatchError
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
+from pipeline.rollout.generation.engine_probe import EngineProbe
+from pipeline.rollout.generation.interface import Request, Sampling, Span
+from pipeline.rollout.generation.vllm import new_engine, wire
+from pipeline.rollout.generation.vllm.engine import VllmEngine
+from pipeline.rollout.roller import ModelWeights
+from tests.rollout.generation.vllm.models import EOS, log_probs_of, small_llama
+from tests.support.daemon import is_alive, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.integration]
+
+PROMPT = torch.tensor([5, 6, 7])
+MAX_LENGTH, MAX_ROWS = 400, 8
+
+
+@pytest.fixture(scope="module")
+def models():
+    return SimpleNamespace(first=small_llama(0), second=small_llama(1))
+
+
+@pytest.fixture(scope="module")
+def directory(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    models.first.save_pretrained(folder)
+    return folder
+
+
+def settings(directory, **changes):
+    values = {
+        "directory": str(directory), "dtype": "float32", "on_cpu": True, "max_length": MAX_LENGTH,
+        "max_rows": MAX_ROWS, "cache_bytes": 32 << 20, "log_level": "info", "log_json": False, "title": "test vllm",
+    }  # fmt: skip
+    return wire.Settings(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def shared(directory):
+    engine = VllmEngine(settings(directory))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared, models):
+    """The engine with the first model's weights; tests leave nothing in hand."""
+    shared.update_weights(models.first.state_dict(), 0)
+    yield shared
+    shared.cancel(range(100))
+
+
+def request(key=0, prompt=PROMPT, *, group_size=4, room=20, first_row=0, **sampling):
+    values = {"max_length": 0, "pad_token_id": 0, "eos_token_ids": (EOS,), "seed": 5, **sampling}
+    return Request(key, prompt, group_size, room, Sampling(**values), first_row)
+
+
+def finish(engine, count):
+    ended, deadline_s = {}, time.monotonic() + 120
+    while len(ended) < count:
+        assert time.monotonic() < deadline_s, engine.load
+        ended |= {completed.key: completed.responses for completed in engine.step()}
+    return ended
+
+
+def run(engine, *requests):
+    for one in requests:
+        engine.submit(one)
+    return finish(engine, len(requests))
+
+
+def ids(responses):
+    return [tuple(response.token_ids.tolist()) for response in responses]
+
+
+# The interface.
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_log_probs_are_the_models_own_at_the_temperature(engine, models, temperature):
+    ended = run(engine, request(temperature=temperature), request(1, PROMPT.flip(0), temperature=temperature))
+
+    for prompt, responses in ((PROMPT, ended[0]), (PROMPT.flip(0), ended[1])):
+        assert len(responses) == 4
+        for response in responses:
+            assert response.log_probs is not None
+            expected = log_probs_of(models.first, prompt, response.token_ids, temperature)
+            torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-4)
+
+
+def test_a_response_ends_by_a_stop_token_that_belongs_to_it_or_by_its_room(engine):
+    responses = run(engine, request(group_size=32, room=30))[0]
+
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
+    for response in responses:
+        tokens = response.token_ids.tolist()
+        assert EOS not in tokens[:-1]
+        assert (tokens[-1] == EOS) == (response.finish_reason == "stop")
+        assert response.finish_reason == "stop" or len(tokens) == 30
+        assert response.spans == (Span(0, 0, len(tokens)),)
+
+
+def test_the_same_request_has_the_same_tokens_and_each_row_draws_from_a_stream_of_its_own(engine):
+    # Without eos: short responses might be equal by chance.
+    options = {"eos_token_ids": ()}
+    first = run(engine, request(first_row=0, **options), request(1, first_row=4, **options))
+    again = run(engine, request(first_row=0, **options), request(1, first_row=4, **options))
+    other = run(engine, request(first_row=0, seed=6, **options))
+
+    assert [ids(first[key]) for key in (0, 1)] == [ids(again[key]) for key in (0, 1)]
+    assert len({*ids(first[0]), *ids(first[1]), *ids(other[0])}) == 12
+
+
+def test_greedy_takes_the_most_probable_token_each_time(engine, models):
+    (response,) = run(engine, request(group_size=1, do_sample=False))[0]
+    (hot,) = run(engine, request(group_size=1, do_sample=False, temperature=0.5))[0]
+
+    with torch.no_grad():
+        logits = models.first(input_ids=torch.cat([PROMPT, response.token_ids])[None]).logits[0]
+    assert torch.equal(logits[len(PROMPT) - 1 : -1].argmax(-1), response.token_ids)
+    torch.testing.assert_close(
+        response.log_probs, log_probs_of(models.first, PROMPT, response.token_ids), rtol=0, atol=1e-4
+    )
+    assert torch.equal(hot.token_ids, response.token_ids)
+    assert hot.log_probs is None, "vLLM's are at temperature 1"
+
+
+@pytest.mark.parametrize(("filters", "most"), [({"top_k": 3}, 3), ({"top_p": 0.4}, 10)])
+def test_filters_bound_the_tokens_and_there_are_no_log_probs_of_before_them(engine, models, filters, most):
+    responses = run(engine, request(group_size=8, **filters))[0]
+
+    for response in responses:
+        assert response.log_probs is None
+        with torch.no_grad():
+            logits = models.first(input_ids=torch.cat([PROMPT, response.token_ids])[None]).logits[
+                0, len(PROMPT) - 1 : -1
+            ]
+        probs, order = logits.softmax(-1).sort(descending=True)
+        rank = (order == response.token_ids[:, None]).int().argmax(-1)
+        if "top_k" in filters:
+            assert int(rank.max()) < most
+        else:
+            # The mass before a token that is sampled from is below top_p.
+            before = probs.cumsum(-1).gather(1, rank[:, None])[:, 0] - probs.gather(1, rank[:, None])[:, 0]
+            assert float(before.max()) < 0.4
+
+
+def test_a_stop_sequence_of_several_tokens_ends_a_response_and_belongs_to_it(engine, models):
+    plain = run(engine, request(room=30, eos_token_ids=()))[0]
+    stops = tuple(tuple(response.token_ids[10:12].tolist()) for response in plain[:2])
+    stops += ((int(plain[2].token_ids[7]),),)
+
+    stopped = run(engine, request(room=30, eos_token_ids=(), stop_sequences=stops))[0]
+
+    for before, after in zip(plain, stopped, strict=True):
+        whole = before.token_ids.tolist()
+        ends = [
+            end for stop in stops for end in range(len(stop), 31) if tuple(whole[end - len(stop) : end]) == stop
+        ]  # fmt: skip
+        length = min(ends, default=30)
+        assert after.token_ids.tolist() == whole[:length]
+        assert after.finish_reason == ("stop" if ends else "length")
+        torch.testing.assert_close(after.log_probs, before.log_probs[:length], rtol=0, atol=1e-4)
+        assert after.spans == (Span(0, 0, length),)
+    assert {response.finish_reason for response in stopped[:3]} == {"stop"}
+
+
+def test_without_requests_a_step_returns_at_once(engine):
+    started_s = time.monotonic()
+
+    assert [engine.step() for _ in range(400)] == [[]] * 400
+    assert time.monotonic() - started_s < 10, "a step with requests waits for .05 s, which would be 20 s"
+
+
+def test_a_cancelled_request_never_comes_out_and_its_key_is_free_again(engine):
+    engine.submit(request(0, room=380, eos_token_ids=()))
+    engine.submit(request(1, room=8))
+    engine.cancel([0, 17])
+    engine.submit(request(0, room=4, eos_token_ids=()))
+
+    ended = finish(engine, 2)
+
+    assert [len(response.token_ids) for response in ended[0]] == [4, 4, 4, 4]
+    wait_until(lambda: (engine.step(), engine.load.running == 0)[1], 30, "nothing runs")
+    assert engine.load.free_cache == 1.0
+
+
+def test_the_load_counts_what_runs_what_waits_and_the_free_cache(engine):
+    assert (engine.load.running, engine.load.waiting, engine.load.free_cache) == (0, 0, 1.0)
+
+    for key in range(4):
+        engine.submit(request(key, room=300, eos_token_ids=()))
+    assert engine.load.running + engine.load.waiting == 16, "those on their way wait"
+    wait_until(lambda: (engine.step(), engine.load.running == MAX_ROWS)[1], 60, "a report with all rows")
+
+    load = engine.load
+    assert (load.running, load.waiting, load.room_rows) == (MAX_ROWS, 16 - MAX_ROWS, MAX_ROWS)
+    assert 0 < load.free_cache < 1
+    assert len(finish(engine, 4)) == 4
+
+
+def test_the_heartbeat_is_called_for_steps_with_progress_and_not_while_paused(directory, engine):
+    beats = []
+    before = engine._on_progress
+    engine._on_progress = lambda **numbers: beats.append(engine.load)
+
+    engine.pause()
+    engine.submit(request(room=300, eos_token_ids=()))
+    for _ in range(10):
+        assert engine.step() == []
+    assert beats == []
+    engine.resume()
+    finish(engine, 1)
+    assert len(beats) >= 2
+    engine._on_progress = before
+
+
+@pytest.mark.parametrize("stop_sequences", [(), ((44, 45, 46),)])
+def test_tokens_are_told_as_they_are_sampled_and_a_cancelled_request_takes_none_back(engine, stop_sequences):
+    told = []
+    before = engine._on_progress
+    engine._on_progress = lambda *, rows_done, rows, tokens: told.append(tokens)
+    (first,) = run(engine, request(room=8)).values()
+    start = told[-1] - sum(len(response.token_ids) for response in first)
+
+    (ended,) = run(engine, request(room=300, eos_token_ids=(), stop_sequences=stop_sequences)).values()
+    first_tokens = start + sum(len(response.token_ids) for response in (*first, *ended))
+    assert told == sorted(told) and told[-1] == first_tokens
+    assert len(set(told)) > 3
+
+    engine.submit(request(0, room=380, eos_token_ids=()))
+    wait_until(lambda: (engine.step(), told[-1] > first_tokens)[1], 60, "some tokens of a long request")
+    engine.cancel([0])
+    wait_until(lambda: (engine.step(), engine._receive(0.05), engine.load.running == 0)[2], 30, "nothing runs")
+    cancelled_at = told[-1]
+    last = run(engine, request(1, room=5, eos_token_ids=()))[1]
+
+    assert told == sorted(told) and cancelled_at > first_tokens
+    assert told[-1] == cancelled_at + sum(len(response.token_ids) for response in last)
+    engine._on_progress = before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"room": MAX_LENGTH - 2}, "a prompt of 3 tokens and a response of 398 do not fit the engine's rows of 400"),
+        ({"prompt": torch.tensor([5, 48])}, "a prompt has the token 48; the model has 48"),
+        ({"temperature": 0.001}, "temperature is 0.001; vLLM samples from 0.01 on"),
+    ],
+)
+def test_a_request_that_the_engine_cannot_run_is_refused(engine, wrong, problem):
+    with pytest.raises(FieldError, match=problem):
+        engine.submit(request(**wrong))
+
+    assert engine.load.waiting == 0
+
+
+# Weights.
+
+
+def test_new_weights_are_in_force_from_the_next_request_on_a_cached_prompt_too(engine, models):
+    """The prompt is longer than a block of the cache: with the former keys and values its log-probs would be wrong."""
+    prompt = torch.arange(300) % 40 + 2
+    run(engine, request(prompt=prompt, room=8, eos_token_ids=()))
+
+    engine.update_weights(models.second.state_dict(), 7)
+    responses = run(engine, request(prompt=prompt, room=8, eos_token_ids=()))[0]
+
+    for response in responses:
+        assert response.spans == (Span(7, 0, 8),)
+        expected = log_probs_of(models.second, prompt, response.token_ids)
+        torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("stop_sequences", [(), ((47, 47, 47, 47, 47),)], ids=["final", "token by token"])
+def test_an_update_in_flight_keeps_the_tokens_and_each_span_knows_its_version(engine, models, stop_sequences):
+    long = request(room=380, eos_token_ids=(), stop_sequences=stop_sequences)
+    undisturbed = run(engine, long)[0]
+    engine.submit(long)
+    wait_until(lambda: (engine.step(), engine.load.running == 4)[1], 60, "they run")
+
+    engine.update_weights(models.second.state_dict(), 1)
+    responses = finish(engine, 1)[0]
+
+    for response, alone in zip(responses, undisturbed, strict=True):
+        before, after = response.spans
+        assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 380)
+        assert 0 < before.end == after.start < 380
+        assert torch.equal(response.token_ids[: before.end], alone.token_ids[: before.end]), "none was sampled again"
+        of_first = log_probs_of(models.first, PROMPT, response.token_ids)[: before.end]
+        of_second = log_probs_of(models.second, PROMPT, response.token_ids)[after.start :]
+        torch.testing.assert_close(response.log_probs, torch.cat([of_first, of_second]), rtol=0, atol=1e-4)
+
+
+def test_published_weights_are_taken_from_shared_memory_by_their_age(engine, models, tmp_path):
+    path = tmp_path / "weights"
+    first, second = (flatten(actor=model.state_dict()) for model in (models.first, models.second))
+    publisher = WeightsPublisher(path, first, slots=2)
+    publisher.publish(3, first)
+    publisher.publish(4, second)
+
+    assert engine.fetch_weights(path) == (4, 0)
+    of_second = run(engine, request())[0]
+    assert engine.fetch_weights(path, (3, 0)) == (3, 0)
+    of_first = run(engine, request())[0]
+
+    for model, version, responses in ((models.second, 4, of_second), (models.first, 3, of_first)):
+        for response in responses:
+            assert response.spans[0].version == version
+            expected = log_probs_of(model, PROMPT, response.token_ids)
+            torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-4)
+    publisher.publish(5, second)
+    with pytest.raises(WeightsError, match="version 3 is no longer held"):
+        engine.fetch_weights(path, (3, 0))
+    assert ids(run(engine, request())[0]) == ids(of_first), "the version before is in force"
+    publisher.close()
+
+
+def test_damaged_weights_are_never_used(directory, models, tmp_path):
+    """Bytes of the slot are changed after the publish: the fingerprint does not match."""
+    tensors = flatten(actor=models.second.state_dict())
+    publisher = WeightsPublisher(tmp_path / "weights", tensors)
+    publisher.publish(1, tensors)
+    next(iter(publisher._slots[0].views.values()))[0, 0] += 1
+    engine = VllmEngine(settings(directory))
+    try:
+        with pytest.raises(RlhfdError, match="no whole version of the weights in 16 attempts"):
+            engine.fetch_weights(tmp_path / "weights")
+        # Its parameters are of no version: it ends.
+        with pytest.raises(RlhfdError, match="ended with exit code 1"):
+            run(engine, request())
+    finally:
+        engine.close()
+        publisher.close()
+
+
+def test_weights_that_leave_a_part_of_a_fused_parameter_out_are_refused(directory, models):
+    engine = VllmEngine(settings(directory))
+    partial = {
+        name: tensor for name, tensor in models.second.state_dict().items() if "layers.1.self_attn.k" not in name
+    }
+    try:
+        with pytest.raises(WeightsMismatchError, match=r"4,096 of 12,288 values of model.layers.1.self_attn.qkv_proj"):
+            engine.update_weights(partial, 1)
+        with pytest.raises(RlhfdError, match="ended with exit code 1"):
+            run(engine, request())
+    finally:
+        engine.close()
+
+
+# The probe, and the numbers for operators.
+
+
+class Weights:
+    """A worker's weights over the engine: the actor's tensors, and versions in shared memory."""
+
+    def __init__(self, folder, engine, first, *, action="resync"):
+        self.actor = small_llama(0)
+        self.judged = []
+        tensors = flatten(actor=first.state_dict())
+        self.publisher = WeightsPublisher(folder / "weights", tensors, slots=2)
+        self.path, self.reader = folder / "weights", None
+        probe = EngineProbe(
+            self.actor, [5, 6, 7], torch.device("cpu"), row_tokens=MAX_LENGTH, limit_nats=1e-3, action=action,
+            on_judged=lambda verdict, gaps: self.judged.append((verdict, max(gaps))),
+        )  # fmt: skip
+        self.weights = ModelWeights(flatten(actor=self.actor.state_dict()), engine, probe=probe)
+
+    def take(self, version, model):
+        """Publish a version, fetch it, and ask the engine about it."""
+        self.publisher.publish(version, flatten(actor=model.state_dict()))
+        self.reader = self.reader or WeightsReader(self.path)
+        self.weights.prove(self.weights.fetch(self.reader).version)
+
+
+def stepped_from(model, by):
+    """The model after a small step."""
+    later, noise = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=noise)
+    return later
+
+
+@pytest.mark.parametrize("by", [0.05, 1e-5], ids=["beyond the limit", "by far less than the limit"])
+def test_an_engine_that_ignores_an_update_is_found_at_that_version(engine, models, tmp_path, by):
+    held = Weights(tmp_path, engine, models.first)
+    held.take(1, models.first)
+    held.take(2, stepped_from(models.first, 1e-4))
+    assert [verdict for verdict, _ in held.judged] == ["ok", "ok"]
+    assert max(gap for _, gap in held.judged) < 1e-3
+
+    fetched, updated = engine.fetch_weights, engine.update_weights
+    engine.fetch_weights = lambda path, age: age
+    engine.update_weights = lambda actor, version: None
+    try:
+        with pytest.raises(WeightsMismatchError, match=r"the engine (computes with old weights|does not compute with)"):
+            held.take(3, stepped_from(models.first, by))
+    finally:
+        engine.fetch_weights, engine.update_weights = fetched, updated
+
+    verdicts = [verdict for verdict, _ in held.judged]
+    assert verdicts[:2] == ["ok", "ok"] and "ok" not in verdicts[2:] and len(verdicts) == 4
+    held.weights.hand_over_again(3)
+    held.weights.prove(3)
+    assert held.judged[-1][0] == "ok", "with its updates it passes again"
+
+
+def test_tokens_and_prefix_hits_are_counted(directory, models):
+    engine = VllmEngine(settings(directory, cache_bytes=2 << 20))
+    try:
+        engine.update_weights(models.first.state_dict(), 0)
+        # Different prompts: the rows of a group share the prompt's part of the cache.
+        prompts = [torch.arange(260) * (2 * row + 1) % 40 + 2 for row in range(8)]
+        ended = run(engine, *(
+            request(row, prompt, group_size=1, room=120, eos_token_ids=()) for row, prompt in enumerate(prompts)
+        ))  # fmt: skip
+        whole = [response for key in sorted(ended) for response in ended[key]]
+        first = engine.load.counts
+        run(engine, request(8, prompts[7], group_size=2, room=4, eos_token_ids=()))
+        second = engine.load.counts
+    finally:
+        engine.close()
+
+    assert [len(response.token_ids) for response in whole] == [120] * 8
+    assert (first.tokens_in, first.tokens_out, first.prefix_tokens) == (8 * 260, 8 * 120, 8 * 260)
+    assert (second.tokens_in - first.tokens_in, second.tokens_out - first.tokens_out) == (2 * 260, 2 * 4)
+    assert second.prefix_hits - first.prefix_hits >= 128, "whole blocks of the prompt"
+    assert second.prefix_hits <= second.prefix_tokens
+
+
+def test_an_update_in_flight_is_no_preemption(engine, models):
+    before = engine.load.counts.preemptions
+    engine.submit(request(room=380, eos_token_ids=()))
+    wait_until(lambda: (engine.step(), engine.load.running == 4)[1], 60, "they run")
+
+    engine.update_weights(models.second.state_dict(), 1)
+    finish(engine, 1)
+
+    assert engine.load.counts.preemptions == before
+
+
+# Deaths, and what vLLM cannot load.
+
+
+def test_a_killed_engine_raises_one_clear_error(directory):
+    engine = VllmEngine(settings(directory))
+    engine.submit(request(room=300))
+
+    os.kill(engine.pid, signal.SIGKILL)
+
+    with pytest.raises(RlhfdError, match="engine vllm: its process was killed by signal 9; the log may say why"):
+        finish(engine, 1)
+    with pytest.raises(RlhfdError, match="was killed by signal 9"):
+        engine.cancel([0])
+    engine.close()
+
+
+WORKER = """
+import sys, time, torch
+from pipeline.rollout.generation.vllm import wire
+from pipeline.rollout.generation.vllm.engine import VllmEngine
+import msgspec
+from tests.rollout.generation.vllm.test_engine import request
+engine = VllmEngine(msgspec.json.decode(sys.argv[1], type=wire.Settings))
+engine.submit(request(room=380, eos_token_ids=()))
+while not engine.load.running:
+    engine.step()
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_engine_of_a_killed_worker_is_dead_at_once(directory):
+    import msgspec
+
+    arguments = [sys.executable, "-c", WORKER, msgspec.json.encode(settings(directory)).decode()]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]) as worker:
+        assert worker.stdout is not None
+        pid = int(worker.stdout.readline())
+        assert is_alive(pid)
+
+        worker.kill()
+        worker.wait()
+
+    wait_until(lambda: not is_alive(pid), 60, "the engine is dead")
+
+
+def configuration(directory, **rollout):
+    return Config.model_validate({"model": {"actor": str(directory)}, "rollout": {"engine": "vllm", **rollout}})
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"max_length": 400, "cache_bytes": 4096}, "rollout.cache_bytes: too little for rows of 400 tokens: "),
+        ({"max_length": 100_000}, "rollout.max_length: "),
+    ],
+)
+def test_a_configuration_that_vllm_refuses_is_named_in_one_line(directory, changes, problem):
+    with pytest.raises(ConfigError) as raised:
+        new_engine(
+            None, directory=directory, device=torch.device("cpu"), on_progress=lambda: None,
+            config=configuration(directory, **changes),
+        )  # fmt: skip
+
+    assert str(raised.value).startswith(problem)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.variant
+def test_a_model_that_vllm_does_not_know_is_named_in_one_line_and_vllms_own_log_is_in_ours(directory, tmp_path, capfd):
+    text = (directory / "config.json").read_text().replace("LlamaForCausalLM", "NoSuchForCausalLM")
+    (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(ConfigError) as raised:
+        VllmEngine(settings(tmp_path, log_level="debug"))
+
+    assert str(raised.value).startswith(f'rollout.engine: "vllm" cannot load {tmp_path}: ')
+    assert "NoSuchForCausalLM" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    logged = capfd.readouterr().err
+    assert "the engine did not start" in logged
+    assert re.search(r"^\S+ DEBUG .*vllm\.", logged, re.MULTILINE) or " vllm." in logged, "vLLM's own records"

@@ -1,0 +1,97 @@
+"""The places of tensors in a model's parameters, learned from a loader such as vLLM's."""
+
+import pytest
+import torch
+
+from pipeline.rollout.generation.vllm.places import watched
+
+
+class Fused(torch.nn.Module):
+    """A fused parameter of two tensors, an embedding padded to more rows, and a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.full((5, 3), 9.0))
+        self.embedding = torch.nn.Parameter(torch.full((6, 3), 9.0))
+        self.norm = torch.nn.Parameter(torch.full((3,), 9.0))
+
+    def load(self, tensors):
+        for name, tensor in tensors:
+            if name == "q":
+                self.qkv.data.narrow(0, 0, 2).copy_(tensor)
+            elif name == "k":
+                self.qkv.data[2:5].copy_(tensor)
+            elif name == "embedding":
+                self.embedding.data[:4].copy_(tensor)
+                self.embedding.data[4:].fill_(0)
+            elif name == "norm":
+                self.load_norm(tensor)
+
+    def load_norm(self, tensor):
+        self.norm.data.copy_(tensor)
+
+
+def tensors(first=0.0):
+    shapes = {"q": (2, 3), "k": (3, 3), "embedding": (4, 3), "norm": (3,), "unused": (2,)}
+    return {name: first + place + torch.rand(shape) for place, (name, shape) in enumerate(shapes.items())}
+
+
+def places_in(model, load=None):
+    with torch.no_grad():
+        return watched(load or model.load, tensors(), model.parameters())
+
+
+def test_a_copy_to_the_places_does_what_the_loader_does():
+    torch.manual_seed(0)
+    model, by_loader = Fused(), Fused()
+    places = places_in(model)
+    others = tensors(first=10.0)
+
+    for name, place in places.items():
+        place.copy_(others[name])
+
+    by_loader.load(others.items())
+    assert places.keys() == {"q", "k", "embedding", "norm"}
+    assert {name: place.shape for name, place in places.items()} == {name: others[name].shape for name in places}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, by_loader.get_parameter(name)), name
+
+
+class Computes(Fused):
+    def load_norm(self, tensor):
+        self.norm.data.copy_(tensor)
+        self.norm.data.add_(1)
+
+
+class Converts(Fused):
+    def load_norm(self, tensor):
+        self.norm.data.copy_(tensor * 2)
+
+
+class Cuts(Fused):
+    def load_norm(self, tensor):
+        self.norm.data[:2].copy_(tensor[:2])
+        self.norm.data[2:].copy_(tensor[2:])
+
+
+class Twice(Fused):
+    def load_norm(self, tensor):
+        self.norm.data.fill_(0)
+        self.norm.data.copy_(tensor)
+
+
+class LeavesOut(Fused):
+    def load_norm(self, tensor):
+        pass
+
+
+class ThroughAnother(Fused):
+    """The write is an argument of a list."""
+
+    def load_norm(self, tensor):
+        torch._foreach_copy_([self.norm.data], [tensor])
+
+
+@pytest.mark.parametrize("model", [Computes, Converts, Cuts, Twice, LeavesOut, ThroughAnother])
+def test_a_loader_that_does_more_than_copy_each_tensor_to_one_place_is_found(model):
+    assert places_in(model()) is None

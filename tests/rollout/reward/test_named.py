@@ -1,0 +1,348 @@
+"""Reward functions by name, and the limits of the process in which `code` runs tests."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config.rewards import REWARD_NAMES, RewardConfig
+from pipeline.errors import ConfigError, RewardError
+from pipeline.rollout.reward import sandbox
+from pipeline.rollout.reward.code import passes
+from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
+
+
+class Letters:
+    """A tokenizer whose tokens are code points; 0 ends a text."""
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(token) for token in ids if token or not skip_special_tokens)
+
+
+def score(
+    name: str, response: str, answer: Any = None, /, *, columns: dict[str, Any] | None = None, **options: Any
+) -> float:
+    settings = RewardConfig(**{"length_limit": 10, "length_buffer": 4, **options})
+    reward = FunctionReward([load_reward_function(name, settings)], Letters())
+    ids = torch.tensor([[ord("?"), *map(ord, response), 0]])
+    ends = torch.tensor([ids.shape[1]])
+    return float(reward(ids, torch.ones_like(ids), torch.tensor([1]), ends, [answer], columns=[columns or {}]))
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "answer", "options", "expected"),
+    [
+        ("exact", " 42\n", "42", {}, 1),
+        ("exact", "42", 42, {}, 1),
+        ("exact", "42.", "42", {}, 0),
+        ("regex", "so it is 42", None, {"pattern": r"\d+"}, 1),
+        ("regex", "so it is", None, {"pattern": r"\d+"}, 0),
+        ("regex", "#### 1 no #### 42", "42", {"pattern": r"#### (\d+)"}, 1),
+        ("regex", "#### 42 no #### 1", "42", {"pattern": r"#### (\d+)"}, 0),
+        ("regex", "42", "42", {"pattern": r"#### (\d+)"}, 0),
+        ("format", "<think>a</think>\n<answer>b</answer>", None, {}, 1),
+        ("format", "<think>a</think> c <answer>b</answer>", None, {}, 0),
+        ("format", "<think>a</think><answer>b</answer> c", None, {}, 0),
+        ("format", "<answer>b</answer><think>a</think>", None, {}, 0),
+        ("format", "<think> </think><answer>b</answer>", None, {}, 0),
+        ("format", "<think><think>a</think><answer>b</answer>", None, {}, 0),
+        ("format", "<think>a</think><answer>b", None, {}, 0),
+        ("format", "<x>a</x>", None, {"format_tags": ["x"]}, 1),
+        ("format", "<think>a</answer>b</think><answer>c</answer>", None, {}, 0),
+        ("exact", '["é"]', ["é"], {}, 1),
+        # The stop token counts: 5, 7 and 10 tokens of which the limit is 10 and the buffer 4.
+        ("length", "abcd", None, {}, 0),
+        ("length", "abcdef", None, {}, -0.25),
+        ("length", "abcdefghi", None, {}, -1),
+        ("length", "abcdefghijkl", None, {}, -1),
+    ],
+)  # fmt: skip
+def test_a_response_has_the_reward_of_the_name(
+    name: str, response: str, answer: Any, options: dict[str, Any], expected: float
+) -> None:
+    assert score(name, response, answer, **options) == expected
+
+
+def test_a_column_of_the_row_goes_before_the_option() -> None:
+    assert score("regex", "b", columns={"pattern": "b"}, pattern="a") == 1
+    assert score("regex", "a", columns={"pattern": "b"}, pattern="a") == 0
+
+
+@pytest.mark.parametrize(("response", "expected"), [
+    ('{"a": 1}', 1), ('{"a": "1"}', 0), ('{"b": 1}', 0), ("no JSON", 0), ('text\n```json\n{"a": 2}\n```\n', 1),
+    ("[" * 100_000, 0), ('```json\n{"b": 1}\n```\n```json\n{"a": 1}\n```', 1),
+])  # fmt: skip
+def test_json_that_the_schema_admits(tmp_path: Path, response: str, expected: float) -> None:
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(schema))
+
+    assert score("json_schema", response, schema_file=path) == expected
+    assert score("json_schema", response, columns={"schema": schema}) == expected
+    assert score("json_schema", response, columns={"schema": json.dumps(schema)}) == expected
+
+
+def test_a_schema_fetches_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+
+        with pytest.raises(RewardError, match="json_schema raised"):
+            score("json_schema", "1", columns={"schema": {"$ref": f"http://127.0.0.1:{port}/schema.json"}})
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+@pytest.mark.parametrize(("name", "columns", "message"), [
+    ("exact", {}, "reward:exact: exact needs an answer"),
+    ("regex", {}, "reward:regex: regex needs reward.pattern, or a column named pattern"),
+    ("json_schema", {}, "json_schema needs reward.schema_file, or a column named schema"),
+    ("code", {}, "code needs tests: a column of this name"),
+    ("code", {"tests": []}, "code needs tests: a column of this name"),
+])  # fmt: skip
+def test_a_row_without_what_a_reward_needs_is_an_error_and_not_0(
+    name: str, columns: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RewardError, match=message):
+        score(name, "response", columns=columns)
+
+
+def test_wrong_options_are_configuration_errors(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[")
+    (tmp_path / "kind.json").write_text('{"type": "nothing"}')
+
+    with pytest.raises(ConfigError, match=r"reward.pattern: '\[' is no regular expression"):
+        score("regex", "", pattern="[")
+    for name in ("list.json", "kind.json", "none.json"):
+        with pytest.raises(ConfigError, match=rf"reward.schema_file: .*{name} is no JSON schema: "):
+            score("json_schema", "", schema_file=tmp_path / name)
+
+
+def test_a_reward_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+
+    with pytest.raises(
+        ConfigError,
+        match=rf"math needs the package math-verify: {re.escape(sys.executable)} -m pip install math-verify$",
+    ):
+        score("math", "1", "1")
+
+
+@pytest.mark.parametrize(("response", "answer", "expected"), [
+    (r"thus \boxed{\frac{1}{2}}", "0.5", 1), ("The answer is $x^2 + 1$", "1 + x^2", 1), ("It is 41.", "42", 0),
+    ("no result", "42", 0), (r"\boxed{42}", 42, 1),
+])  # fmt: skip
+def test_math_compares_results(response: str, answer: Any, expected: float) -> None:
+    assert score("math", response, answer) == expected
+
+
+def test_an_answer_without_a_result_is_an_error_and_not_0() -> None:
+    with pytest.raises(RewardError, match="math cannot read the answer ' '"):
+        score("math", r"\boxed{1}", " ")
+
+
+def test_an_answer_without_marks_is_read_as_mathematics() -> None:
+    assert score("math", r"\boxed{\sqrt{2}}", r"\sqrt{2}") == 1
+    assert score("math", r"\boxed{1}", "1 + x^2") == 0
+
+
+def test_code_is_the_last_block_and_the_tests_of_the_row_go_before_its_answer() -> None:
+    first, last = "```py\nvalue = 1\n```\n", "```Python\nvalue = 2\n```\n"
+
+    assert score("code", first + last, "assert value == 1", columns={"tests": "assert value == 2"}) == 1
+    assert score("code", last + first, "assert value == 1") == 1
+
+
+def test_code_is_right_if_the_tests_pass() -> None:
+    response = "I define it:\n```python\ndef double(x):\n    return 2 * x\n```\nThat is all."
+
+    assert score("code", response, columns={"tests": "assert double(2) == 4"}) == 1
+    assert score("code", response, columns={"tests": ["assert double(2) == 4", "assert double(3) == 7"]}) == 0
+    assert score("code", "def double(x): return x + x", "assert double(2) == 4") == 1
+    assert score("code", "def double(x: return", "assert double(2) == 4") == 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os; os._exit(0)",
+        "raise SystemExit(0)",
+        # The exit code of a process that could not be limited, whose rows have no reward.
+        f"import os; os._exit({sandbox.REFUSED})",
+        "bytearray(1 << 30)",
+        "import socket; socket.socket()",
+        "import socket; socket.create_connection(('127.0.0.1', {port}))",
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['/bin/true'])",
+        "import os, sys; os.execv(sys.executable, ['python', '-c', ''])",
+        "open({path!r}, 'a').write('more')",
+        "open({path!r}, 'r+')",
+        "import ctypes; ctypes.CDLL(None).syscall(0x40000000 | 39)",
+        # Writes to whatever is open: only the token counts.
+        "import os\nfor n in range(3, 64):\n try: os.write(n, b'passed')\n except OSError: pass\nos._exit(0)",
+        "open({path!r} + '.new', 'w')",
+        "import os; os.remove({path!r})",
+        "import os; os.rename({path!r}, {path!r} + '.new')",
+        "import os; os.truncate({path!r}, 0)",
+        "import os; os.chmod({path!r}, 0)",
+        "import os; os.kill(os.getppid(), 0)",
+        "import os; os.pidfd_open(os.getppid())",
+        "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE)",
+        "import ctypes; libc = ctypes.CDLL(None); assert libc.syscall(425, 8, bytearray(120)) >= 0",
+    ],
+)
+def test_code_of_a_response_reaches_nothing_beyond_its_process(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("text")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given = source.format(path=str(path), port=server.getsockname()[1]) if "{p" in source else source
+
+        assert not passes(given, timeout_s=20, memory_bytes=512 << 20)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"] and path.read_text() == "text"
+    assert path.stat().st_mode & 0o600 == 0o600
+
+
+def test_what_code_may_not_do_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+    """A call that succeeded would end the process, or write the token twice: neither is a refusal."""
+    calls = (
+        "os.fork()", "os.execv('/bin/true', ['true'])", "socket.socket()", "os.kill(os.getppid(), 0)",
+        f"os.open({str(tmp_path)!r} + '/new', os.O_CREAT)", f"os.open({__file__!r}, os.O_RDWR)",
+        f"os.mkdir({str(tmp_path)!r} + '/new')",
+    )  # fmt: skip
+    source = "import os, socket\n"
+    for call in calls:
+        source += f"try:\n    {call}\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit(1)\n"
+
+    assert passes(source, timeout_s=20, memory_bytes=512 << 20)
+
+
+def test_code_may_compute_read_and_use_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "secret")
+    (tmp_path / "file").write_text("text")
+    source = "import threading\nseen = []\nthread = threading.Thread(target=lambda: seen.append(1))\nthread.start()\n"
+    source += f"thread.join()\nassert seen == [1] and open({str(tmp_path / 'file')!r}).read() == 'text'"
+    source += "\nprint('é', flush=True)"
+    source += "\nimport os\nassert 'KEY_OF_TEST' not in os.environ"
+    # Without clone3, glibc makes threads by clone, whose flags the filter reads.
+    source += "\nimport ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
+    source += "\nassert libc.syscall(435, None, 0) == -1 and ctypes.get_errno() == 38"
+    source += "\nlimits = [' '.join(line.split()) for line in open('/proc/self/limits')]"
+    for limit in ("cpu time 20 20", "address space 536870912 536870912", "file size 0 0", "core file size 0 0",
+                  "open files 64 64"):  # fmt: skip
+        source += f"\nassert any('Max {limit} ' in line for line in limits), limits"
+
+    assert passes(source, timeout_s=20, memory_bytes=512 << 20)
+
+
+def test_code_that_does_not_end_is_ended() -> None:
+    began_s = time.monotonic()
+
+    assert not passes("while True: pass", timeout_s=0.5, memory_bytes=512 << 20)
+    assert not passes("import time; time.sleep(60)", timeout_s=0.5, memory_bytes=512 << 20)
+    assert time.monotonic() - began_s < 20
+
+
+def test_code_does_not_outlive_the_process_that_started_it() -> None:
+    request = json.dumps(
+        {"source": "import time; time.sleep(60)", "token": "passed", "cpu_s": 5, "memory_bytes": 512 << 20}
+    )
+    starts = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-I', '-S', sys.argv[1]], stdin=subprocess.PIPE)\n"
+        "child.stdin.write(sys.argv[2].encode()); child.stdin.close()\n"
+        "status = f'/proc/{child.pid}/status'\n"
+        "while 'Seccomp:\\t2' not in open(status).read(): time.sleep(0.01)\n"
+        "print(child.pid)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", starts, sandbox.__file__, request], stdout=subprocess.PIPE, timeout=60, check=True
+    )
+
+    deadline_s = time.monotonic() + 20
+    while is_running(int(done.stdout)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_code_that_cannot_be_limited_is_not_run_and_has_no_reward(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = Path(sandbox.__file__).read_text().replace("_SECCOMP_MODE_FILTER = 2", "_SECCOMP_MODE_FILTER = 99")
+    request = {"source": "print(1)", "token": "passed", "cpu_s": 5, "memory_bytes": 512 << 20}
+
+    done = subprocess.run([sys.executable, "-I", "-c", script], input=json.dumps(request).encode(), capture_output=True)
+
+    assert (done.returncode, done.stdout) == (sandbox.REFUSED, b"passed[Errno 22] prctl 22: Invalid argument")
+    (tmp_path / "sandbox.py").write_text(script)
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
+    with pytest.raises(RewardError, match=r"code cannot limit its process on this machine: .*prctl 22"):
+        score("code", "", "assert True")
+
+
+def test_every_name_is_known() -> None:
+    for name in REWARD_NAMES:
+        if name not in ("math", "remote", "judge"):
+            assert callable(load_reward_function(name, RewardConfig(length_limit=2, length_buffer=1)))
+    assert math.isfinite(score("exact", "a", "b"))
+
+
+def test_code_that_writes_without_end_fills_no_memory_beyond_its_process() -> None:
+    writes = (
+        "import os\nchunk = bytes(1 << 16)\nwhile True:\n for n in range(3, 8):\n  try: os.write(n, chunk)\n"
+        "  except OSError: pass"
+    )
+    measures = (
+        "import resource, sys\n"
+        "from pipeline.rollout.reward.code import passes\n"
+        "assert passes('', timeout_s=20, memory_bytes=512 << 20)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert not passes(sys.argv[1], timeout_s=1, memory_bytes=512 << 20)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", measures, writes], stdout=subprocess.PIPE, timeout=100, check=True)
+
+    assert int(done.stdout) < 16 << 10, "KiB"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "arguments"),
+    [
+        # prctl takes the signal back by which it dies with its parent.
+        ((157,), (1, 0, 0, 0, 0)),
+        # Arguments that change nothing where they are not refused by the filter.
+        ((160, 303, 304, 159, 163, 164, 167, 168, 170, 171, 172, 173, 227, 305), (-1, -1, -1, -1, -1)),
+        ((64, 68, 240), (0x7FFF, 0, 0, 0)),
+        ((31, 65, 66, 69, 70, 71, 220, 241), (-1, -1, -1, -1)),
+    ],
+    ids=["prctl", "limits, handles and the machine", "new queues", "queues of others"],
+)
+def test_calls_by_which_code_would_reach_beyond_its_limits_are_refused(
+    numbers: tuple[int, ...], arguments: tuple[int, ...]
+) -> None:
+    source = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"for number in {numbers}:\n"
+        f"    done = libc.syscall(number, *map(ctypes.c_long, {arguments}))\n"
+        "    assert (done, ctypes.get_errno()) == (-1, 1), number"
+    )
+
+    assert passes(source, timeout_s=20, memory_bytes=512 << 20)

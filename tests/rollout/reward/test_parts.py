@@ -1,0 +1,181 @@
+"""The parts of rewards on their way from the functions to `info` and the metrics, and columns on their way to them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config.lengths import Lengths
+from pipeline.config.rewards import labels_of, part_labels, reward_settings, weights_of
+from pipeline.config.schema import Config
+from pipeline.errors import ShapeError
+from pipeline.prompts.source import PromptSource
+from pipeline.rollout.loader import SummedReward
+from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.reward.functions import FunctionReward
+from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.telemetry.metric import REWARD_PLACES, SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
+from tests.rollout.test_maker import MASK, PROMPTS, RESPONSES, FakeReward, maker
+
+
+def level(ids: Tensor, mask: Tensor, *, level: float, **_: Any) -> float:
+    return level
+
+
+def length(ids: Tensor, mask: Tensor, *, response_start: int, response_end: int, **_: Any) -> int:
+    return response_end - response_start
+
+
+def two(**options: Any) -> FunctionReward:
+    return FunctionReward([level, length], None, weights=[2.0, -0.5], labels=["level", "length"], **options)
+
+
+def test_each_of_several_functions_has_a_column_before_its_weight() -> None:
+    experience = maker(reward_model=two()).make_experience(
+        PROMPTS, MASK, max_length=7, columns=[{"level": 1.5}, {"level": 3}]
+    )
+
+    assert experience.info is not None
+    # Responses of 3 and 4 tokens.
+    assert experience.info["reward.level"].tolist() == [1.5, 3.0]
+    assert experience.info["reward.length"].tolist() == [3.0, 4.0]
+    assert experience.info["score"].tolist() == [1.5, 4.0]
+
+
+def test_mini_batches_and_groups_keep_columns_and_parts_in_place() -> None:
+    maker_ = maker(
+        critic=None, use_grpo=True, num_generation=2, inference_batch_size=3, reward_model=two(),
+        responses=[RESPONSES[0], RESPONSES[1], RESPONSES[1], RESPONSES[0]],
+    )  # fmt: skip
+
+    experience = maker_.make_experience(PROMPTS, MASK, max_length=7, columns=[{"level": 1}, {"level": 2}])
+
+    assert experience.info is not None
+    assert experience.info["reward.level"].tolist() == [1, 1, 2, 2]
+    assert experience.info["reward.length"].tolist() == [3, 4, 4, 3]
+
+
+def test_a_dropped_group_takes_its_parts_along() -> None:
+    class Half(FunctionReward):
+        def __call__(self, *arguments: Any, columns: Any = None, **keywords: Any) -> Tensor:
+            scores = super().__call__(*arguments, columns=columns, **keywords)
+            return torch.where(torch.arange(len(scores)) == 1, torch.nan, scores)
+
+    reward = Half([level, length], None, labels=["level", "length"])
+    maker_ = maker(critic=None, use_grpo=True, num_generation=2, reward_model=reward, drop_errored=True,
+                   responses=[*RESPONSES, *RESPONSES])  # fmt: skip
+
+    experience = maker_.make_experience(PROMPTS, MASK, max_length=7, columns=[{"level": 1}, {"level": 2}])
+
+    assert experience.info is not None
+    assert experience.info["reward.level"].tolist() == [2, 2] and len(experience.sequences) == 2
+
+
+def test_a_single_function_has_no_column_of_its_own() -> None:
+    reward = FunctionReward([length], None, labels=["length"])
+
+    experience = maker(reward_model=reward).make_experience(PROMPTS, MASK, max_length=7)
+
+    assert experience.info is not None and set(experience.info) == {"score"}
+
+
+def test_one_element_of_columns_a_prompt() -> None:
+    with pytest.raises(ShapeError, match="columns has 1 elements, input_ids has 2 rows"):
+        maker(reward_model=two()).make_experience(PROMPTS, MASK, max_length=7, columns=[{}])
+
+
+def test_a_reward_model_is_a_part_beside_the_functions_and_gets_no_columns() -> None:
+    class Model(FakeReward):
+        model = torch.nn.Linear(1, 1)
+
+    summed = SummedReward(Model([10.0, 20.0]), two())  # type: ignore[arg-type]
+
+    experience = maker(reward_model=summed).make_experience(
+        PROMPTS, MASK, max_length=7, columns=[{"level": 1}, {"level": 2}]
+    )
+
+    assert experience.info is not None
+    assert experience.info["reward.model"].tolist() == [10.0, 20.0]
+    assert experience.info["score"].tolist() == [10.5, 22.0]
+
+
+def test_the_means_are_shown_by_name(tmp_path: Path) -> None:
+    slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("supervisor"), SlotName("rollout", 1)])
+    slab.begin("rollout", 1)
+    metrics = RolloutMetrics(slab.writer("rollout", 1), reward_source="function", reward_labels=["level", "length"])
+    experience = maker(reward_model=two()).make_experience(
+        PROMPTS, MASK, max_length=7, columns=[{"level": 1.5}, {"level": 3}]
+    )
+
+    metrics.rolled(experience, prompts=2, prompts_failed=0, group_size=1, stopped=torch.ones(2, dtype=torch.bool))
+
+    names = dict(zip(REWARD_PLACES, ["level", "length"], strict=False))
+    lines = MetricsReader(slab, names=names).text().decode().splitlines()
+    assert [line for line in lines if line.startswith("rlhfd_reward_function_mean{")] == [
+        'rlhfd_reward_function_mean{role="rollout",worker="1",function="level"} 2.25',
+        'rlhfd_reward_function_mean{role="rollout",worker="1",function="length"} 3.5',
+    ]
+    slab.close()
+
+
+def test_columns_of_the_file_reach_the_maker(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt": "a", "answer": "1", "level": 3, "tags": ["x"]}, {"prompt": "b"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: list[dict[str, Any]] = []
+
+    class Ended(Exception):
+        pass
+
+    def make(*_: Any, **keywords: Any) -> Any:
+        seen.append(keywords)
+        raise Ended
+
+    def encode(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [3] * len(text)}
+
+    encode.pad_token_id = 0  # type: ignore[attr-defined]
+    roller = LocalRoller(
+        SimpleNamespace(make_experience=make), PromptSource(path, 0), encode, ModelWeights({}), seed=7,
+        lengths=Lengths(8, 7, None), template="none", generate_kwargs={}, vocabulary=9,
+    )  # fmt: skip
+    with closing(PromptSource(path, 0)) as source:
+        columns = {prompt.index: prompt.columns for prompt in map(source.at, range(2))}
+    for position, count in ((0, 2), (0, 1), (1, 1)):
+        with pytest.raises(Ended):
+            roller.roll(position, count)
+    roller.close()
+
+    assert columns == {0: {"level": 3, "tags": ["x"]}, 1: {}}
+    given = [call.get("columns") for call in seen]
+    assert sorted(map(str, given[0])) == sorted(map(str, columns.values()))
+    # Without any column there is no keyword: a maker of another kind need not know it.
+    assert sorted(map(str, given[1:])) == sorted(map(str, [[columns[0]], None]))
+
+
+def test_labels_are_short_and_differ() -> None:
+    names = ["exact", "a.b:score", "c:score", "c:other", "exact"]
+
+    assert labels_of(names) == ["exact", "a.b:score", "c:score", "other", "exact-2"]
+
+
+def test_values_in_force_follow_from_other_keys() -> None:
+    config = Config.model_validate(
+        {"rollout": {"reward_functions": ["exact", "m:f"], "max_prompt_length": 10, "max_new_tokens": 100}}
+    )
+    weighted = config.model_copy(update={"reward": config.reward.model_copy(update={"weights": [1.0, -0.5]})})
+
+    settings = reward_settings(config)
+
+    assert (settings.length_limit, settings.length_buffer) == (100, 20)
+    assert (weights_of(config), weights_of(weighted)) == ([1.0, 1.0], [1.0, -0.5])
+    assert part_labels(config) == ["exact", "f"] and part_labels(Config()) == []

@@ -1,0 +1,316 @@
+"""Held-out prompts through the real models: sampled and scored as a rollout would be, each prompt once."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pipeline.cli.evaluate import evaluate as eval_command
+from pipeline.config.schema import Config
+from pipeline.config.user_modules import FOLDER_VARIABLE
+from pipeline.errors import ConfigError
+from pipeline.models.loading import load_tokenizer
+from pipeline.prompts.source import PromptSource
+from pipeline.rollout.evaluation import alone
+from pipeline.rollout.evaluation.roller import EvaluationRoller
+from pipeline.rollout.loader import load_roller
+from pipeline.rollout.remote import NodeTelemetry
+from pipeline.rollout.roller import LocalRoller
+from pipeline.runtime.evaluation_plan import EvaluationPlan
+from pipeline.supervisor import placement
+from pipeline.trainer import setup
+from tests.support.daemon import task, telling_reward  # noqa: F401 - a fixture
+
+CPU = torch.device("cpu")
+PROMPTS = ("7302>", "918>", "44012>", "5566>", "31>", "87>", "640>")
+
+Load = Callable[..., tuple[LocalRoller, Config]]
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> Path:
+    path = tmp_path / "held.jsonl"
+    rows = ({"prompt": prompt, "answer": "".join(sorted(prompt[:-1]))} for prompt in PROMPTS)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def values(task: Path, held_out: Path, **evaluation: Any) -> dict[str, Any]:  # noqa: F811
+    return {
+        "model": {"actor": str(task / "model")},
+        "prompts": {"path": str(task / "prompts.jsonl")},
+        "rollout": {
+            "num_generations": 4, "max_length": 16, "temperature": 0.9, "reward_functions": ["telling:score"],
+            "reward_timeout_s": 0.0,
+        },
+        "trainer": {"kl_coef": 0.0},
+        "evaluation": {"files": [str(held_out)], "num_generations": 3, "pass_reward": 2.0, "batch_size": 3,
+                       **evaluation},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def load(task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:  # noqa: F811
+    telling_reward(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[LocalRoller] = []
+
+    def loaded(**evaluation: Any) -> tuple[LocalRoller, Config]:
+        config, telemetry = Config.model_validate(values(task, held_out, **evaluation)), NodeTelemetry()
+        tokenizer = load_tokenizer(config.model.actor)
+        made.append(load_roller(config, tokenizer, telemetry, telemetry.on_row, texts=True, device=CPU))
+        return made[-1], config
+
+    yield loaded
+    for roller in made:
+        roller.close()
+
+
+def test_the_results_of_held_out_prompts_are_those_of_a_rollout_of_them(load: Load, held_out: Path) -> None:
+    roller, config = load(num_generations=4)
+    evaluator = roller.of(0)
+    assert isinstance(evaluator, EvaluationRoller)
+    # A roller of training, on the same prompts and with the same seed.
+    reference = LocalRoller(
+        evaluator._maker, PromptSource(held_out, config.daemon.seed), evaluator.tokenizer, evaluator.weights,
+        seed=evaluator._seed, lengths=evaluator.lengths, vocabulary=evaluator.vocabulary, template="auto",
+        generate_kwargs=evaluator._generate_kwargs,
+    )  # fmt: skip
+    experience = reference.roll(0, 3).experience
+    assert experience is not None and experience.reward is not None and experience.action_mask is not None
+
+    rolled = roller.roll(0, 3, evaluation=0)
+
+    rewards, lengths = experience.reward.double().reshape(3, 4), experience.action_mask.sum(1).reshape(3, 4)
+    assert rolled.experience is None and rolled.prompts_failed == 0
+    assert [result.position for result in rolled.results] == [0, 1, 2]
+    for at, result in enumerate(rolled.results):
+        assert result.responses == 4 and result.right == int((rewards[at] >= 2.0).sum())
+        assert result.reward == pytest.approx(float(rewards[at].mean()))
+        assert result.tokens == float(lengths[at].double().mean())
+    assert len({result.reward for result in rolled.results}) > 1, "responses differ"
+    reference._source.close()
+
+
+def test_every_held_out_prompt_is_evaluated_once_with_sampling_of_its_own(load: Load, held_out: Path) -> None:
+    roller, config = load()
+    plan = EvaluationPlan.of(config)
+    assert plan is not None
+
+    found = [roller.roll(position, prompts, evaluation=file) for file, position, prompts in plan.tickets()]
+
+    results = [result for rolled in found for result in rolled.results]
+    assert sorted(result.position for result in results) == list(range(7))
+    assert roller.of(0)._generate_kwargs["temperature"] == 0.9
+    cold, _ = load(temperature=0.0, num_generations=1, max_new_tokens=2)
+    assert cold.of(0)._generate_kwargs["do_sample"] is False
+    short = cold.roll(0, 7, evaluation=0).results
+    assert max(result.tokens for result in short) <= 2 < max(result.tokens for result in results)
+    assert cold.roll(0, 7, evaluation=0).results == short
+
+
+def test_greedy_responses_do_not_depend_on_the_seed(load: Load) -> None:
+    first, _ = load(temperature=0.0, num_generations=1)
+    second, _ = load(temperature=0.0, num_generations=1)
+    second.of(0)._seed += 1
+
+    assert first.roll(0, 7, evaluation=0).results == second.roll(0, 7, evaluation=0).results
+
+
+def test_a_prompt_with_a_row_without_a_reward_has_no_result(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    roller, _ = load()
+    maker = roller.of(0)._maker
+    scored = maker.reward_model  # type: ignore[attr-defined]
+
+    def broken(**row: Any) -> torch.Tensor:
+        scores: torch.Tensor = scored(**row)
+        scores[4] = math.nan
+        return scores
+
+    whole = roller.roll(0, 3, evaluation=0)
+    monkeypatch.setattr(maker, "reward_model", broken)
+
+    rolled = roller.roll(0, 3, evaluation=0)
+
+    assert [result.position for result in rolled.results] == [0, 2] and rolled.prompts_failed == 1
+    assert rolled.results == (whole.results[0], whole.results[2])
+
+
+def test_a_model_alone_is_evaluated_as_in_a_run(load: Load) -> None:
+    roller, config = load()
+    plan = EvaluationPlan.of(config)
+    assert plan is not None
+    in_run = [roller.roll(position, prompts, evaluation=file) for file, position, prompts in plan.tickets()]
+    seen = []
+
+    found = alone.evaluate(config, on_progress=lambda done, prompts: seen.append((done, prompts)))
+
+    expected = plan.evaluation(-1, "", [[result for rolled in in_run for result in rolled.results]])
+    assert (found.total, found.files, found.plan) == (expected.total, expected.files, plan.digest)
+    assert seen == [(3, 7), (6, 7), (7, 7)]
+
+
+def test_a_model_of_which_no_prompt_has_a_result_is_an_error(load: Load, tmp_path: Path) -> None:
+    _, config = load()
+    (tmp_path / "failing.py").write_text("def score(*row, **others):\n    raise ValueError('no')\n")
+    rollout = config.rollout.model_copy(update={"reward_functions": ["failing:score"]})
+
+    with pytest.raises(ConfigError, match=r"no prompt has a result: failing:score raised ValueError"):
+        alone.evaluate(config.model_copy(update={"rollout": rollout}))
+
+
+def test_the_command_shows_a_table_or_json(
+    task: Path,  # noqa: F811
+    held_out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "21>", "answer": "12"}\n')
+    sets = ["--set", "rollout.max_length=16", "--set", "evaluation.num_generations=2", "--set", "evaluation.pass_k=2"]
+    arguments = [str(held_out), str(other), "--model", str(task / "model"), *sets]
+
+    table, as_json = (CliRunner().invoke(eval_command, [*arguments, *more]) for more in ([], ["--json"]))
+
+    assert table.exit_code == as_json.exit_code == 0, (table.output, as_json.output)
+    lines = table.stdout.splitlines()
+    assert lines[0].split() == ["file", "prompts", "failed", "pass@1", "pass@2", "reward", "length", "cut"]
+    assert [line.split()[:3] for line in lines[1:]] == [["held", "7", "0"], ["other", "1", "0"], ["all", "8", "0"]]
+    total = json.loads(as_json.stdout)["total"]
+    assert lines[3].split()[3] == f"{total['pass_at_1']:.4f}"
+
+
+def test_reward_functions_beside_the_configuration_are_found_from_another_folder(
+    task: Path,  # noqa: F811
+    held_out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = f"held_{tmp_path.name.replace('-', '_')}"  # modules stay loaded in this process
+    (tmp_path / f"{module}.py").write_text("def score(*row, **others):\n    return 1.0\n")
+    (tmp_path / "run.toml").write_text(
+        f"[model]\nactor = '{task / 'model'}'\n[prompts]\npath = '{task / 'prompts.jsonl'}'\n"
+        f"[rollout]\nmax_length = 12\nreward_functions = ['{module}:score']\n"
+        f"[evaluation]\nfiles = ['{held_out}']\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+
+    found = CliRunner().invoke(eval_command, ["--config", "../run.toml", "--json"])
+
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["total"]["pass_at_1"] == 1.0
+
+
+@pytest.fixture
+def checkpoint(task: Path, tmp_path: Path) -> Path:  # noqa: F811
+    """A checkpoint of an embedded run; it is a model of 128 positions."""
+    model = shutil.copytree(task / "model", tmp_path / "step-000004")
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 128}))
+    run = Config.model_validate({"evaluation": {"num_generations": 2}}).model_dump(mode="json")
+    note = {"identity": "", "step": 4, "version": 4, "position": 0, "complete": True, "config": run}
+    (model / "trainer_state.json").write_text(json.dumps(note))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("has_note", "sets", "length", "dtype"),
+    [
+        (True, (), 24, "float32"),
+        (True, ("rollout.max_new_tokens=8", "rollout.max_prompt_length=24"), 32, "float32"),
+        (True, ("model.dtype=bfloat16",), 24, "bfloat16"),
+        (False, (), 128, "bfloat16"),
+    ],
+)
+def test_a_checkpoint_has_the_defaults_of_its_run_and_any_other_model_its_own(
+    checkpoint: Path,
+    held_out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_note: bool,
+    sets: tuple[str, ...],
+    length: int,
+    dtype: str,
+) -> None:
+    if not has_note:
+        (checkpoint / "trainer_state.json").unlink()
+    monkeypatch.chdir(checkpoint.parent)
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+    # The embedded run has no defaults that follow from GPUs.
+    monkeypatch.setattr(placement, "visible_gpus", lambda environ: ["0"])
+    monkeypatch.setattr(setup, "prepare", lambda folder: None)
+    seen: list[Config] = []
+
+    def evaluated(config: Config, **_: Any) -> None:
+        seen.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(alone, "evaluate", evaluated)
+    run = Config.model_validate({"evaluation": {"files": [str(held_out)], "num_generations": 2}})
+    words = [word for one in ("evaluation.num_generations=2", *sets) for word in ("--set", one)]
+
+    CliRunner().invoke(eval_command, [str(held_out), "--model", "step-000004", *words])
+
+    assert [(one.model.actor, one.lengths.row, one.model.dtype) for one in seen] == [(str(checkpoint), length, dtype)]
+    plans = [EvaluationPlan.of(one) for one in (run, *seen)]
+    assert (plans[0] == plans[1]) is (length == 24)
+
+
+def test_a_conflict_with_the_lengths_of_the_checkpoints_run_is_named(
+    checkpoint: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+
+    found = CliRunner().invoke(
+        eval_command, [str(held_out), "--model", "step-000004", "--set", "evaluation.max_new_tokens=100"]
+    )
+
+    assert isinstance(found.exception, ConfigError)
+    assert "evaluation.max_new_tokens: must be at most the 23 tokens" in str(found.exception)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_model_alone_computes_its_logits_as_a_worker_does(
+    load: Load, monkeypatch: pytest.MonkeyPatch, *, given: bool
+) -> None:
+    _, config = load()
+    config = config.model_copy(update={"model": config.model.model_copy(
+        update={"dtype": "bfloat16", "float32_logits": given}
+    )})  # fmt: skip
+    dtypes = set()
+    roll = LocalRoller.roll
+
+    def watched(self: LocalRoller, *arguments: Any, **keywords: Any) -> Any:
+        if self.evaluations:
+            actor = self.of(0)._maker.actor  # type: ignore[attr-defined]
+            dtypes.add(actor(torch.ones(1, 2, dtype=torch.long)).logits.dtype)
+        return roll(self, *arguments, **keywords)
+
+    monkeypatch.setattr(LocalRoller, "roll", watched)
+
+    alone.evaluate(config)
+
+    assert dtypes == {torch.float32 if given else torch.bfloat16}
+
+
+def test_without_held_out_prompts_the_command_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+
+    refused = CliRunner().invoke(eval_command, [])
+
+    assert refused.exit_code == 2 and "give FILES of held-out prompts" in refused.output

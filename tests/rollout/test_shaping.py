@@ -1,0 +1,192 @@
+"""Rewards, advantages and further fields of a maker, by configuration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.experience.types import Experience
+from pipeline.models.critic import Critic
+from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.shaping import Shaping, load_advantages, shaping_of
+from tests.support import tiny
+
+EOS, PAD, A, G = 1, 0, 4, 2
+PROMPTS = torch.tensor([[5, 6], [7, 8]])
+# Ended by eos, cut, ended by eos in the last column, ended by a stop sequence in the last column.
+RESPONSES = torch.tensor([[9, EOS, PAD, PAD], [9, 10, 11, 12], [9, 10, 11, EOS], [9, 10, 13, 14]])
+LENGTHS = torch.tensor([2, 4, 4, 4])
+SCORES = torch.tensor([1.0, 0.0, 0.5, 0.5])
+SAMPLED = -torch.arange(1.0, 17.0).reshape(4, 4) / 10
+
+
+class Engine:
+    """Returns fixed responses, with log-probs that are not the model's."""
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, sampling: Sampling, **_: Any) -> Responses:
+        rows = input_ids.repeat_interleave(G if len(input_ids) == 2 else 1, dim=0)
+        mask = torch.arange(A) < LENGTHS.unsqueeze(1)
+        return Responses(torch.cat([rows, RESPONSES], dim=1), LENGTHS, SAMPLED * mask)
+
+    def update_weights(self, actor: Any) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def experience(shaping: Shaping, *, ppo: bool = False, scores: Tensor = SCORES, **settings: Any) -> Experience:
+    actor, reference = tiny.llama(), tiny.llama(1)
+    critic = Critic.from_actor(actor) if ppo else None
+    if critic is not None:
+        torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
+
+    def reward(input_ids: Tensor, **_: Any) -> Tensor:
+        return scores[: len(input_ids)]
+
+    tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
+    maker = NaiveExperienceMaker(
+        actor, critic, reward, reference, tokenizer, use_grpo=not ppo, num_generation=G, generator=Engine(),
+        shaping=shaping, **settings,
+    )  # fmt: skip
+    prompts = PROMPTS.repeat_interleave(2, dim=0) if ppo else PROMPTS
+    return maker.make_experience(prompts, torch.ones_like(prompts), max_length=2 + A, stop_token_ids=[[13, 14]])
+
+
+def test_the_default_adds_no_field() -> None:
+    made = experience(Shaping())
+
+    assert made.behaviour_log_probs is None
+    assert made.info is not None and made.info.keys() == {"score", "group_mixed"}
+    # Each field is memory of its own: a field may be changed in place.
+    assert made.values is not None and made.reward is not None
+    assert made.values.data_ptr() != made.reward.data_ptr()
+
+
+def test_cut_responses_are_those_of_the_longest_length_without_a_stop() -> None:
+    made = experience(Shaping(marks_cut=True))
+
+    assert made.info is not None
+    assert made.info["cut"].tolist() == [False, True, False, False]
+
+
+def test_log_probs_of_the_engine_are_kept_beside_those_of_the_model() -> None:
+    made = experience(Shaping(keeps_engine_log_probs=True))
+    plain = experience(Shaping())
+
+    assert made.behaviour_log_probs is not None and made.action_mask is not None
+    assert torch.equal(made.behaviour_log_probs, SAMPLED * made.action_mask)
+    assert made.action_log_probs is not None and plain.action_log_probs is not None
+    assert torch.equal(made.action_log_probs, plain.action_log_probs)
+    assert not torch.allclose(made.action_log_probs, made.behaviour_log_probs)
+
+
+def test_long_responses_lose_reward_and_give_a_group_of_equal_scores_a_signal() -> None:
+    made = experience(Shaping(overlong_buffer_tokens=4, overlong_penalty=0.5, longest=8), kl_coef=0.0)
+    shaped = experience(Shaping(overlong_buffer_tokens=2, longest=4), kl_coef=0.0)
+
+    assert made.reward is not None and shaped.reward is not None and shaped.info is not None
+    assert torch.equal(made.reward, SCORES)
+    # Lengths 2, 4, 4, 4 of 4, with a buffer of 2.
+    assert shaped.reward.tolist() == [1.0, -1.0, -0.5, -0.5]
+    assert shaped.info["score"].tolist() == SCORES.tolist()
+    assert shaped.info["group_mixed"].tolist() == [True, True, False, False]
+    equal = experience(Shaping(overlong_buffer_tokens=2, longest=4), kl_coef=0.0, scores=torch.full((4,), 0.5))
+    assert equal.info is not None and equal.info["group_mixed"].tolist() == [True, True, False, False]
+
+
+def test_the_kl_of_the_reward_has_the_estimator_that_is_configured() -> None:
+    made = {name: experience(shaping_of(config(kl_estimator=name)), kl_coef=0.3) for name in ("k1", "k2", "k3")}
+
+    for name, one in made.items():
+        assert one.action_log_probs is not None and one.base_action_log_probs is not None
+        assert one.action_mask is not None and one.reward is not None
+        k = (one.action_log_probs - one.base_action_log_probs) * one.action_mask
+        kl = {"k1": k, "k2": k**2 / 2, "k3": (-k).exp() - 1 + k}[name]
+        expected = SCORES - 0.3 * kl.sum(dim=1) / one.action_mask.sum(dim=1)
+        torch.testing.assert_close(one.reward, expected)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("dr_grpo", [0.5, -0.5, 0.0, 0.0]), ("rloo", [1.0, -1.0, 0.0, 0.0]), ("reinforce_baseline", [0.5, -0.5, 0.0, 0.0]),
+])  # fmt: skip
+def test_advantages_by_name(name: str, expected: list[float]) -> None:
+    made = experience(shaping_of(config(advantages=name)), kl_coef=0.0)
+
+    assert made.advantages is not None and made.info is not None
+    assert made.advantages.tolist() == pytest.approx(expected)
+    # REINFORCE++ normalizes over all rows of a step: none is left out.
+    mixed = [True] * 4 if name == "reinforce_baseline" else [True, True, False, False]
+    assert made.info["group_mixed"].tolist() == mixed
+
+
+OWN = """
+def by_length(inputs):
+    return inputs.rewards / inputs.action_mask.sum(dim=1)
+
+def of_actions(inputs):
+    return inputs.action_rewards - inputs.values
+
+def ones(inputs):
+    return (inputs.action_mask | True).float()
+
+def wrong(inputs):
+    return inputs.rewards[1:]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_advantages_of_test.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_advantages_of_test", raising=False)
+
+
+def test_advantages_of_ones_own(own: None) -> None:
+    made = experience(shaping_of(config(advantages="my_advantages_of_test:by_length")), kl_coef=0.0)
+    ppo = experience(Shaping(advantages=load_advantages("my_advantages_of_test:of_actions")), ppo=True, kl_coef=0.0)
+    a_row = experience(Shaping(advantages=load_advantages("my_advantages_of_test:by_length")), ppo=True, kl_coef=0.0)
+
+    everywhere = experience(Shaping(advantages=load_advantages("my_advantages_of_test:ones")), kl_coef=0.0)
+
+    assert everywhere.advantages is not None and everywhere.action_mask is not None
+    assert torch.equal(everywhere.advantages, everywhere.action_mask.float())
+    assert made.advantages is not None and made.info is not None
+    assert made.advantages.tolist() == pytest.approx((SCORES / LENGTHS).tolist())
+    assert made.info["group_mixed"].all()
+    assert ppo.advantages is not None and ppo.values is not None and ppo.action_mask is not None
+    last = LENGTHS - 1
+    rewards = torch.zeros(4, A).scatter(1, last.unsqueeze(1), SCORES.unsqueeze(1))
+    torch.testing.assert_close(ppo.advantages, (rewards - ppo.values) * ppo.action_mask)
+    assert a_row.advantages is not None
+    torch.testing.assert_close(a_row.advantages, (SCORES / LENGTHS).unsqueeze(1) * ppo.action_mask)
+
+
+def test_advantages_that_cannot_be_used_are_named(own: None) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.advantages returned \(3,\) for 4 rows of 4 actions"):
+        experience(Shaping(advantages=load_advantages("my_advantages_of_test:wrong")))
+    with pytest.raises(ConfigError, match=r"rollout\.advantages: my_advantages_of_test has no function missing"):
+        load_advantages("my_advantages_of_test:missing")
+    with pytest.raises(ConfigError, match=r"rollout\.advantages: cannot import no_such_module.*looked in"):
+        load_advantages("no_such_module:advantages")
+
+
+def config(**rollout: Any) -> Config:
+    return Config.model_validate({"rollout": rollout})
+
+
+def test_the_shaping_of_the_default_configuration_is_the_default() -> None:
+    assert shaping_of(config()) == Shaping()
+    assert shaping_of(config(algorithm="ppo")) == Shaping(trains_all_groups=True)
+    assert shaping_of(config(engine="my_engines:new")).keeps_engine_log_probs
+    assert shaping_of(Config.model_validate({"trainer": {"mask_cut_responses": True}})).marks_cut
+    assert shaping_of(config(max_length=24, max_new_tokens=9, overlong_buffer_tokens=3)).longest == 9

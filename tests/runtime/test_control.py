@@ -1,0 +1,56 @@
+"""The control socket's server, beside a loop that is late."""
+
+import asyncio
+import json
+import socket
+import time
+
+from pipeline.runtime import control
+
+_TIMEOUT_S = 0.2
+
+
+async def handler(request):
+    return {"heard": request["command"]}
+
+
+def served(path, client):
+    """Return the answer that `client`, a function of the connected socket, makes the server give."""
+
+    async def run():
+        server = await control.serve_control(path, handler)
+        try:
+            with socket.socket(socket.AF_UNIX) as connected:
+                connected.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(connected, str(path))
+                await client(connected)
+                async with asyncio.timeout(60):
+                    return json.loads(await loop.sock_recv(connected, 1 << 16))
+        finally:
+            server.close()
+
+    return asyncio.run(run())
+
+
+def test_a_request_that_arrives_while_the_loop_is_busy_for_the_whole_time_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "_CLIENT_TIMEOUT_S", _TIMEOUT_S)
+
+    async def client(connected):
+        # The server waits for the line before the loop is busy.
+        await asyncio.sleep(_TIMEOUT_S / 4)
+        connected.send(b'{"command": "status"}\n')
+        time.sleep(2 * _TIMEOUT_S)  # As a fork that is not answered does.
+
+    assert served(tmp_path / "control.sock", client) == {"heard": "status"}
+
+
+def test_a_client_that_sends_no_line_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "_CLIENT_TIMEOUT_S", _TIMEOUT_S)
+
+    async def client(connected):
+        connected.send(b'{"command"')
+
+    answer = served(tmp_path / "control.sock", client)
+
+    assert answer == {"error": "no request of one JSON line: none within 0.2 s"}

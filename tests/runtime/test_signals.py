@@ -1,0 +1,94 @@
+"""A stopped process is found, with the signal that stopped it; commands to a stopped daemon say so.
+
+Each process has a group of its own: the kernel ignores SIGTSTP in a group without a parent of another group in its
+session, such as that of a program started by setsid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli.main import main
+from pipeline.errors import ExitCode, StoppedError
+from pipeline.runtime import control
+from pipeline.runtime.lock import InstanceRecord
+from pipeline.runtime.signals import stop_signal
+
+DEADLINE_S = 60.0
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pipeline.runtime.lock import InstanceLock
+with InstanceLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"], process_group=0)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def stop(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while stop_signal(pid) is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP])
+def test_the_signal_that_stopped_a_process_is_named(sleeper: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    assert stop_signal(sleeper.pid) is None
+
+    stop(sleeper.pid, number)
+
+    assert stop_signal(sleeper.pid) == number.name
+    os.kill(sleeper.pid, signal.SIGCONT)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while stop_signal(sleeper.pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert stop_signal(sleeper.pid) is None
+
+
+def test_a_request_to_a_stopped_instance_is_refused_at_once(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    stop(sleeper.pid, signal.SIGTSTP)
+    record = InstanceRecord(sleeper.pid, 0.0, "run", str(tmp_path))
+
+    with pytest.raises(StoppedError, match=rf"^pid {sleeper.pid} is stopped \(SIGTSTP\), kill -CONT {sleeper.pid}$"):
+        control.request(record, "status", timeout_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("has_record", [True, False], ids=["running", "starting"])
+def test_commands_say_that_the_daemon_is_stopped(tmp_path: Path, has_record: bool) -> None:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, process_group=0
+        ) as instance,
+        contextlib.ExitStack() as ended,
+    ):
+        ended.callback(instance.kill)
+        assert instance.stdout is not None
+        assert instance.stdout.readline() == b"held\n"
+        if has_record:
+            InstanceRecord(instance.pid, 0.0, "run", str(tmp_path)).write(tmp_path)
+        stop(instance.pid, signal.SIGTSTP)
+
+        for command in ("status", "why", "stop"):
+            result = CliRunner().invoke(main, [command, "--runtime-dir", str(tmp_path)])
+
+            assert result.exit_code == ExitCode.UNREACHABLE
+            assert result.output == f"pid {instance.pid} is stopped (SIGTSTP), kill -CONT {instance.pid}\n"

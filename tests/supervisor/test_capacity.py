@@ -1,0 +1,260 @@
+"""`trainer.sharding = "auto"`: decided by the plan, for a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli.main import main
+from pipeline.cli.status import render
+from pipeline.config.plan import models_of
+from pipeline.config.schema import Config
+from pipeline.config.sections import ClusterConfig
+from pipeline.errors import ConfigError
+from pipeline.supervisor.capacity import machine as machines
+from pipeline.supervisor.capacity.machine import Machine, described, of_processes
+from pipeline.supervisor.capacity.places import places_of, remedies
+from pipeline.supervisor.capacity.sharding import choice, decided, misfits
+from tests.supervisor.test_gpus import FakeDriver
+from tests.support import tiny
+
+GB = 10**9
+CARDS = Machine(gpus=4, gpu_bytes=80 * GB, ram_bytes=1000 * GB, shm_bytes=500 * GB)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("capacity")
+    tiny.llama(hidden_size=64, intermediate_size=256, num_hidden_layers=8).save_pretrained(folder)
+    return folder
+
+
+def configured(folder: Path, ranks: int = 2, **trainer: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"actor": str(folder), "dtype": "bfloat16"},
+            "trainer": {"world_size": ranks, "micro_batch_size": 1, **trainer},
+            "rollout": {"max_length": 16},
+        }
+    )
+
+
+def chosen(config: Config, machine: Machine) -> tuple[str, str]:
+    found = choice(config, models_of(config), machine)
+    return found.config.trainer.sharding, found.reason
+
+
+def with_images(folder: Path, target: Path) -> Path:
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    described = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**described, "vision_config": {}}))
+    return target
+
+
+def test_auto_is_none_where_a_whole_model_fits_beside_each_rank(folder: Path) -> None:
+    sharding, reason = chosen(configured(folder), CARDS)
+
+    assert sharding == "none"
+    assert reason.startswith("with whole ranks GPU of trainer 0 (2 like it) takes ") and reason.endswith("of 80.0 GB")
+
+
+def test_auto_is_full_where_a_whole_model_does_not_fit(folder: Path) -> None:
+    config = configured(folder)
+    small = CARDS._replace(gpu_bytes=18 * models_of(config).actor.parameters)
+
+    sharding, reason = chosen(config, small)
+
+    assert sharding == "full" and "GPU of trainer 0" in reason
+
+
+def test_on_a_cpu_auto_depends_on_the_memory_of_the_host(folder: Path) -> None:
+    config, whole = configured(folder), configured(folder, sharding="none")
+    small = models_of(config).actor
+    # A billion parameters: the shards of a small model save less than their collectives take.
+    large = small._replace(tensors=small.tensors | {"more": (10**9,)})
+    models = models_of(config)._replace(actor=large, reference=large)
+    machine = CARDS._replace(gpus=0, gpu_bytes=0)
+    (needed,) = (place.total_bytes for place in places_of(whole, models, machine) if place.holds_ranks)
+
+    fits, lacks = (choice(config, models, machine._replace(ram_bytes=nbytes)) for nbytes in (needed, needed - 1))
+
+    assert fits.config.trainer.sharding == "none" and lacks.config.trainer.sharding == "full"
+    assert all(found.reason.startswith("with whole ranks host memory takes ") for found in (fits, lacks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trainer", "sharding", "reason"),
+    [
+        (1, {}, "none", "one rank"),
+        (2, {"kind": "external"}, "none", "an external trainer shards its own models"),
+        (2, {"sharding": "full"}, "full", "configured"),
+        (2, {"sharding": "none"}, "none", "configured"),
+    ],
+)
+def test_what_no_plan_decides_is_settled(
+    folder: Path, ranks: int, trainer: dict[str, Any], sharding: str, reason: str
+) -> None:
+    assert chosen(configured(folder, ranks, **trainer), CARDS._replace(gpu_bytes=1)) == (sharding, reason)
+
+
+def test_a_vision_language_model_is_never_sharded_by_auto(folder: Path, tmp_path: Path) -> None:
+    sharding, reason = chosen(configured(with_images(folder, tmp_path)), CARDS._replace(gpu_bytes=1))
+
+    assert sharding == "none" and reason.endswith("vision-language models are not sharded")
+
+
+def test_a_model_without_a_plan_is_not_sharded_and_the_reason_is_given(tmp_path: Path) -> None:
+    found = decided(configured(tmp_path), {})
+
+    assert (found.config.trainer.sharding, found.reason) == (
+        "none",
+        f"no plan: model.actor: {tmp_path} has no config.json",
+    )
+
+
+def test_the_configuration_is_shown_with_the_choice_and_its_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "gpus_here", lambda environ: [18 * 527_000] * 4)
+    monkeypatch.setattr(machines, "visible_gpus", lambda environ: list("0123"))
+    sets = [word for item in ("trainer.world_size=2", "rollout.max_length=16", "trainer.micro_batch_size=1",
+                              f"model.actor={folder}", "model.dtype=bfloat16") for word in ("--set", item)]  # fmt: skip
+
+    shown = CliRunner().invoke(main, ["config", "show", "--effective", *sets]).output
+    monkeypatch.setattr(machines, "gpus_here", lambda environ: [1_000_000] * 4)
+    checked = CliRunner().invoke(main, ["config", "check", *sets]).output
+
+    assert 'sharding = "auto"  # full here: with whole ranks GPU of trainer 0 (2 like it) takes ' in shown
+    assert "note: rlhfd plan: " in checked and "to fit: " in checked
+
+
+def test_a_check_without_cards_has_no_notes_of_a_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "visible_gpus", lambda environ: [])
+    monkeypatch.setattr(machines, "gpus_here", lambda environ: [])
+
+    assert misfits(configured(folder), {}) == []
+
+
+@dataclasses.dataclass
+class DriverOf(FakeDriver):
+    """A driver of GPUs of different memory."""
+
+    uuids: tuple[str, ...] = ("GPU-small", "GPU-large-a", "GPU-large-b")
+    capacity_bytes: tuple[int, ...] = (4 * GB, 80 * GB, 80 * GB)
+    used_bytes: tuple[int, ...] = (0, 0, 0)
+    percent: tuple[int, ...] = (0, 0, 0)
+
+    def _nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:
+        memory._obj.total, memory._obj.used = self.capacity_bytes[self._index(device)], 0
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("listed", "gpus", "gpu_bytes"),
+    [
+        (None, 3, 4 * GB),
+        ("1,2", 2, 80 * GB),
+        ("0,1", 2, 4 * GB),
+        ("GPU-large-a", 1, 80 * GB),
+        ("GPU-s,2", 2, 4 * GB),
+        ("", 0, 0),
+        ("-1", 0, 0),
+    ],
+)
+def test_the_gpus_of_a_plan_are_those_that_the_run_may_use(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, listed: str | None, gpus: int, gpu_bytes: int
+) -> None:
+    monkeypatch.setattr("pipeline.supervisor.capacity.machine.ctypes.CDLL", lambda name: DriverOf())
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+
+    planned = described(None, None, None, environ)
+    given = described(8, 10 * GB, None, environ)
+
+    assert (planned.gpus, planned.gpu_bytes) == (gpus, gpu_bytes)
+    assert (given.gpus, given.gpu_bytes) == (8, 10 * GB)
+    if listed is not None:
+        assert of_processes(environ) == planned._replace(shm_bytes=of_processes(environ).shm_bytes)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        shown = CliRunner().invoke(main, ["plan", "--set", f"model.actor={folder}"]).output
+        assert f"machine      {f'{gpus} GPUs of {gpu_bytes / 1e9:.1f} GB' if gpus else 'no GPU'}, " in shown
+
+
+def test_a_gpu_whose_memory_is_not_known_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.supervisor.capacity.machine.ctypes.CDLL", lambda name: DriverOf())
+
+    # The second begins the names of two.
+    for listed in ("1,MIG-1", "GPU-large", "7"):
+        for read in (of_processes, lambda environ: described(None, None, None, environ)):
+            with pytest.raises(ConfigError, match="does not tell the memory"):
+                read({"CUDA_VISIBLE_DEVICES": listed})
+
+
+def terms_of(config: Config, machine: Machine = CARDS) -> dict[str, dict[str, int]]:
+    return {place.name: place.terms for place in places_of(config, models_of(config), machine)}
+
+
+def test_each_process_on_a_card_loads_its_models_through_host_memory(folder: Path) -> None:
+    config = configured(folder)
+    nbytes = 2 * models_of(config).actor.parameters
+
+    on_cards = terms_of(config)["host memory"]
+    on_cpus = terms_of(config, CARDS._replace(gpus=0))["host memory"]
+    sharded = terms_of(configured(folder, sharding="full"))["host memory"]
+
+    loads = {name: value for name, value in on_cards.items() if name.endswith(": load") and value}
+    assert loads == {f"{role} {index}: load": nbytes for role in ("trainer", "rollout") for index in (0, 1)}
+    assert not any(name.endswith(": load") for name in on_cpus)
+    assert {name for name, value in sharded.items() if name.endswith(": load") and value} == {
+        "rollout 0: load", "rollout 1: load"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", [CARDS, CARDS._replace(gpus=0)], ids=["cards", "cpus"])
+def test_the_models_of_a_clusters_workers_are_not_in_this_machines_memory(folder: Path, machine: Machine) -> None:
+    config = configured(folder).model_copy(update={"cluster": ClusterConfig(engine="ray")})
+
+    found = [term for terms in terms_of(config, machine).values() for term in terms]
+
+    assert any(term.startswith("trainer 0: weights") for term in found)
+    assert not any(term.startswith("rollout ") for term in found)
+
+
+def test_every_setting_that_is_proposed_is_toml(folder: Path) -> None:
+    config = configured(folder, micro_batch_size=None, micro_batch_tokens=50, activation_checkpointing=False)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+
+    lines = remedies(config, models_of(config), CARDS._replace(gpu_bytes=1))
+
+    settings = [setting for line in lines for setting in line.rpartition(":")[0].split(" and ")]
+    assert "trainer.activation_checkpointing = true" in settings and "trainer.keep_state" not in str(lines)
+    for setting in settings:
+        assert len(tomllib.loads(setting)) == 1, setting
+
+
+def test_shards_of_a_vision_language_model_are_not_proposed(folder: Path, tmp_path: Path) -> None:
+    small = CARDS._replace(gpu_bytes=1)
+    text, vision = (configured(one, sharding="none") for one in (folder, with_images(folder, tmp_path)))
+
+    assert "trainer.sharding" in str(remedies(text, models_of(text), small))
+    assert "trainer.sharding" not in str(remedies(vision, models_of(vision), small))
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        ({"ranks": 2, "sharding": "full"}, "m, grpo, 2 trainer ranks with shards of it"),
+        ({"ranks": 2, "sharding": "none"}, "m, grpo, 2 trainer ranks with all of it each"),
+        ({"ranks": 1, "sharding": "none"}, "m, grpo"),
+    ],
+)
+def test_the_status_tells_the_choice(status: dict[str, Any], text: str) -> None:
+    shown = render({"model": "m", "algorithm": "grpo", **status})
+
+    assert f"model      {text}\n" in shown

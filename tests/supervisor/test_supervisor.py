@@ -1,0 +1,74 @@
+"""The supervisor's ticks: rare while the run is paused, and at once when something changes."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.supervisor import supervisor as module
+from pipeline.supervisor.supervisor import Supervisor
+
+PAUSED = {"phase": "paused", "is_buffer_paused": True}
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Return a supervisor whose usual ticks follow at once, and whose rare ticks never do."""
+    monkeypatch.setattr(module, "_TICK_S", 0.0)
+    monkeypatch.setattr(module, "_PAUSED_TICK_S", 1e6)
+
+    def make(*, all_ready=True, **status):
+        made = Supervisor(None, None, None, None, None, None)
+        made._status = SimpleNamespace(**PAUSED | status)
+        made._fleet = SimpleNamespace(all_ready=lambda: all_ready)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "state", [{"phase": "ready"}, {"phase": "draining"}, {"is_buffer_paused": None}, {"all_ready": False}], ids=str
+)
+def test_ticks_are_as_frequent_as_ever_unless_everything_is_paused_and_ready(made, state):
+    supervisor = made(**state)
+
+    asyncio.run(asyncio.wait_for(supervisor._until_next_tick(), 30))
+
+
+def test_news_end_the_wait_of_a_paused_run(made):
+    supervisor = made()
+
+    async def wait():
+        waiting = asyncio.create_task(supervisor._until_next_tick())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        supervisor._news.set()
+        await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(wait())
+
+
+def test_a_drain_is_news(made):
+    supervisor = made()
+    supervisor._shutdown = SimpleNamespace(begin=lambda *, complete: None)
+
+    supervisor._drain("asked to stop")
+
+    assert supervisor._news.is_set()
+
+
+@pytest.mark.parametrize("word", ["pause", "resume"])
+def test_a_command_to_pause_or_resume_is_news(made, word):
+    supervisor = made()
+    supervisor._shutdown = SimpleNamespace(under_way=False)
+
+    async def turn(on, seen):
+        return on
+
+    supervisor._pause = SimpleNamespace(turn=turn)
+
+    answer = asyncio.run(supervisor._answer({"command": word}))
+
+    assert answer == {"in_force": word == "pause"}
+    assert supervisor._news.is_set()

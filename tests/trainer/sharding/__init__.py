@@ -1,0 +1,1 @@
+"""The trainer's models sharded over ranks."""

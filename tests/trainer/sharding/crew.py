@@ -1,0 +1,288 @@
+"""Ranks of a sharded trainer, each a process, that load, step, publish and save a small model, and report."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pipeline.config.schema import TrainerConfig
+from pipeline.config.sections import ModelConfig
+from pipeline.errors import CheckpointError
+from pipeline.models.loading import load_actor, load_critic
+from pipeline.models.lora import adapt, adapter_of
+from pipeline.models.weights.shards import ShardedVersions
+from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, load_shards, save_together, state_shards
+from pipeline.trainer.sharding.models import fill, load_actor_shards, load_critic_shards, shards_of
+from pipeline.trainer.sharding.ranks import RankGroup
+from pipeline.trainer.state import Progress, tensors_of
+from tests.support import tiny
+from tests.trainer.test_checkpoints import Tokenizer
+from tests.trainer.test_learner import experience_of, rows_of
+
+CPU = torch.device("cpu")
+TRAINER = TrainerConfig(warmup_steps=0, decay_steps=0, critic_warmup_steps=0, learning_rate=1e-3, micro_batch_size=2)
+BY_TOKENS = TRAINER.model_copy(
+    update={"micro_batch_size": None, "micro_batch_tokens": 20, "activation_checkpointing": True, "entropy_coef": 0.01}
+)
+"""Micro-batches cut by tokens, checkpointed activations, and a loss of two results of a pass."""
+OF_SEVERAL_UPDATES = TRAINER.model_copy(
+    update={"epochs": 2, "mini_batches": 3, "target_kl": 0.05, "kl_coef_target": 0.001, "kl_coef_horizon": 16}
+)
+PACKED = TRAINER.model_copy(update={"packing": True, "activation_checkpointing": True})
+ROWS = {1: [slice(8)], 2: [slice(5), slice(5, 8)], 4: [slice(3), slice(3, 4), slice(4, 7), slice(7, 8)]}
+"""Rows of each rank: ranks have different numbers of micro-batches."""
+STEPS = 3
+MODELS = {
+    "grpo": ModelConfig(),
+    "ppo": ModelConfig(),
+    "tokens": ModelConfig(),
+    "ppo-tokens": ModelConfig(),
+    "updates": ModelConfig(),
+    "packed": ModelConfig(),
+    "ppo-packed": ModelConfig(),
+    "lora": ModelConfig(lora_rank=2),
+    "bfloat16": ModelConfig(dtype="bfloat16"),
+    "lora-bfloat16": ModelConfig(dtype="bfloat16", lora_rank=2),
+}
+CASES = {2: list(MODELS), 4: ["grpo", "ppo", "lora", "tokens", "ppo-packed"]}
+"""The cases of each number of ranks."""
+
+
+def write_model(folder: Path, name: str) -> None:
+    """Write the model of a case: with tied embeddings, and of odd sizes, in the first."""
+    changes = {"tie_word_embeddings": True, "intermediate_size": 23} if name == "grpo" else {}
+    model = tiny.llama(1, **changes)
+    if "bfloat16" in name:
+        # Small weights: rounding is then not amplified, and gradients of rows in other micro-batches agree.
+        for parameter in model.parameters():
+            parameter.data *= 0.3 if parameter.dim() > 1 else 1
+    model.save_pretrained(folder)
+
+
+def algorithm_of(name: str) -> Any:
+    return "ppo" if name.startswith("ppo") else "grpo"
+
+
+def whole_models(folder: Path, name: str) -> dict[str, Any]:
+    settings = MODELS[name]
+    actor = load_actor(folder, dtype=settings.dtype, device=CPU)
+    models: dict[str, Any] = {"actor": actor}
+    if name.startswith("ppo"):
+        models["critic"] = load_critic(folder, dtype=settings.dtype, device=CPU)
+    adapt(actor, settings, seed=5)
+    return models
+
+
+def sharded_models(folder: Path, name: str, world_size: int) -> dict[str, Any]:
+    settings = MODELS[name]
+    models: dict[str, Any] = {
+        "actor": load_actor_shards(
+            folder, dtype=settings.dtype, device=CPU, world_size=world_size, lora=settings, seed=5
+        )
+    }
+    if name.startswith("ppo"):
+        models["critic"] = load_critic_shards(folder, dtype=settings.dtype, device=CPU, world_size=world_size)
+    return models
+
+
+def new_learner(models: dict[str, Any], name: str, process_group: Any = None) -> Learner:
+    trainer = OF_SEVERAL_UPDATES if name == "updates" else TRAINER
+    return Learner(
+        BY_TOKENS if name.endswith("tokens") else PACKED if name.endswith("packed") else trainer,
+        algorithm_of(name),
+        models["actor"],
+        models.get("critic"),
+        kl_coef=0.0 if name.startswith("ppo") else 0.05,
+        process_group=process_group,
+    )
+
+
+def write_experience(folder: Path, name: str) -> None:
+    """Write the rows of each step, sampled by a model that is a little different from the trained one."""
+    models = whole_models(folder / name, name)
+    models["actor"].float()
+    for step in range(STEPS):
+        experience = experience_of(models["actor"], algorithm_of(name), critic=models.get("critic"), seed=step)
+        assert experience.action_log_probs is not None
+        noise = torch.randn(experience.action_log_probs.shape, generator=torch.Generator().manual_seed(step))
+        experience.action_log_probs += 0.1 * noise
+        torch.save(experience, folder / f"{name}-{step}.pt")
+
+
+def steps(learner: Learner, folder: Path, name: str, rows: slice) -> list[dict[str, Any]]:
+    found = []
+    for step in range(STEPS):
+        experience = torch.load(folder / f"{name}-{step}.pt", weights_only=False)
+        stats = learner.update([rows_of(experience, rows)])
+        found.append(
+            {"loss": stats.loss, "norm": stats.gradient_norm, "critic_norm": stats.critic_gradient_norm or 0.0}
+        )
+    return found
+
+
+def whole_tensors(models: dict[str, nn.Module], group: RankGroup) -> dict[str, Tensor]:
+    """Return all tensors of sharded models on rank 0."""
+    found = {}
+    for model, module in models.items():
+        for name, shard in shards_of(module).items():
+            whole = group.whole(shard._replace(dtype=shard.local.dtype))
+            if whole is not None:
+                found[f"{model}.{name}"] = whole.clone()
+    return found
+
+
+def start(folder: Path, world_size: int) -> dict[str, Any]:
+    """Run all cases on ranks of their own; return rank 0's results, by case."""
+    code = "import sys, tests.trainer.sharding.crew as c; c.rank_main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
+    command = [sys.executable, "-W", "error::UserWarning:torch.distributed.fsdp", "-c", code]
+    ranks = [subprocess.Popen([*command, str(rank), str(world_size), str(folder)]) for rank in range(world_size)]
+    try:
+        # One rank after another: those that wait for a failed one in a collective are killed.
+        assert all(rank.wait(timeout=900) == 0 for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    results: dict[str, Any] = torch.load(folder / f"results-{world_size}.pt", weights_only=False)
+    return results
+
+
+def rank_main(rank: int, world_size: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    folder = Path(directory)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{world_size}", rank=rank, world_size=world_size)
+    try:
+        group = RankGroup(CPU)
+        results = {name: _case(name, folder, group) for name in CASES[world_size]}
+        # Four ranks resume what two have written.
+        for name in CASES[world_size] if world_size == 4 and (folder / "results-2.pt").exists() else ():
+            results[name]["resumed"] = resumed(name, folder, group, saved_by=2)
+        if rank == 0:
+            torch.save(results, folder / f"results-{world_size}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:
+    models = sharded_models(folder / name, name, group.world_size)
+    learner = new_learner(models, name, dist.group.WORLD)
+    loaded = whole_tensors(models, group)
+    found = steps(learner, folder, name, ROWS[group.world_size][group.rank])
+    found = {"loaded": loaded, "steps": found, "weights": whole_tensors(models, group)}
+    place = folder / f"{name}-{group.world_size}"
+    place.mkdir(exist_ok=True)
+    state = tensors_of(learner, Progress(STEPS, 7, 11), CPU)
+    found |= _published(models, state, place, group) | _saved(models, state, place, name, group)
+    return found | {"held": sum(shard.local.numel() for shard in shards_of(models["actor"]).values())}
+
+
+def _published(models: dict[str, Any], state: dict[str, Tensor], place: Path, group: RankGroup) -> dict[str, Any]:
+    """Publish the models, set all to 0, and restore all; return rank 0's findings."""
+    before = _copies(models, state)
+    versions = ShardedVersions(place / "weights", group)
+    shards = {model: shards_of(module, published=True) for model, module in models.items()}
+    first = versions.publish(1, shards, state, trained_through=5)
+    # Rank 0 turns the page once it has gathered the digests; the others do not wait for that.
+    group.barrier()
+    _clear(models, state, shards)
+    again = ShardedVersions(place / "weights", group)
+    is_restored = again.restore_training(first, state)
+    again.restore(first, shards)
+    different = _different(before, _copies(models, state), group)
+    # The second publish is that of a successor.
+    second = again.publish(2, shards, state, trained_through=6)
+    if group.rank == 0:
+        _write_held(versions, second, models, state, place)
+    group.barrier()
+    versions.close()
+    again.close()
+    return {"restored": group.agree(is_restored), "different": different, "versions": [first, second]}
+
+
+def _write_held(versions: Any, version: Any, models: dict[str, Any], state: dict[str, Tensor], place: Path) -> None:
+    """Write a checkpoint of the newest version from shared memory."""
+    split = {name for name, shard in state_shards(state, models).items() if shard.split}
+    held = versions.held(version, split)
+    if not adapter_of(models["actor"]):
+        note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
+        write = functools.partial(save_checkpoint, place / "held", note, tokenizer=Tokenizer())
+        HeldCheckpoint(models, state, held).write(write)
+    assert held.is_next is False
+
+
+def _saved(
+    models: dict[str, Any], state: dict[str, Tensor], place: Path, name: str, group: RankGroup
+) -> dict[str, Any]:
+    """Save the models, set all to 0, and load all; then fail to save. Return rank 0's findings."""
+    before = _copies(models, state)
+    note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
+    write = functools.partial(save_checkpoint, place / "checkpoints", note, tokenizer=Tokenizer())
+    path = save_together(group, models, state, MODELS[name], write)
+    _clear(models, state, {model: shards_of(module) for model, module in models.items()})
+    if name.startswith("lora"):
+        # The base model is the one of its own folder.
+        fill(models["actor"], place.parent / name, "model.actor", without=adapter_of(models["actor"]))
+    load_shards(place / "checkpoints" / "step-000003", "trainer_state.safetensors", models, state)
+    different = _different(before, _copies(models, state), group)
+    return {"different_again": different, "path": path, "failures": _failures(models, state, name, group)}
+
+
+def resumed(name: str, folder: Path, group: RankGroup, saved_by: int) -> set[str]:
+    """Load the checkpoint that another number of ranks has written; return the names that differ from a whole one's."""
+    models = sharded_models(folder / name, name, group.world_size)
+    learner = new_learner(models, name, dist.group.WORLD)
+    state = tensors_of(learner, Progress(), CPU)
+    checkpoint = folder / f"{name}-{saved_by}" / "checkpoints" / "step-000003"
+    load_shards(checkpoint, "trainer_state.safetensors", models, state)
+    whole = load_file(checkpoint / "trainer_state.safetensors")
+    return {key for key, shard in state_shards(state, models).items() if not _equal(group, shard, whole[key])}
+
+
+def _equal(group: RankGroup, shard: Any, expected: Tensor) -> bool:
+    found = group.whole(shard._replace(dtype=shard.local.dtype))
+    return found is None or torch.equal(found, expected)
+
+
+def _failures(models: dict[str, Any], state: dict[str, Tensor], name: str, group: RankGroup) -> list[str]:
+    """Let rank 0 fail after the actor; return every rank's error."""
+
+    def write(*, actor: Any, critic: Any, state: Any) -> Path:
+        with tempfile.TemporaryDirectory() as folder:
+            actor.save_pretrained(folder)
+        raise CheckpointError("the disk is full")
+
+    try:
+        save_together(group, models, state, MODELS[name], write)
+    except CheckpointError as error:
+        messages: list[Any] = [None] * group.world_size
+        dist.all_gather_object(messages, str(error))
+        return messages
+    return []
+
+
+def _copies(models: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    shards = {f"{model}.{name}": shard for model in models for name, shard in shards_of(models[model]).items()}
+    return {**{name: shard.local.clone() for name, shard in shards.items()}, **{n: t.clone() for n, t in state.items()}}
+
+
+def _clear(models: dict[str, Any], state: dict[str, Tensor], shards: dict[str, dict[str, Any]]) -> None:
+    for tensor in [*state.values(), *(shard.local for named in shards.values() for shard in named.values())]:
+        tensor.zero_()
+
+
+def _different(first: dict[str, Tensor], second: dict[str, Tensor], group: RankGroup) -> list[set[str]]:
+    """Return the names of the tensors that differ, for each rank."""
+    found: list[Any] = [None] * group.world_size
+    dist.all_gather_object(found, {name for name in first if not torch.equal(first[name], second[name])})
+    return found

@@ -1,0 +1,176 @@
+"""Sharded models: loaded, stepped and computed as whole ones, on two ranks and four."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.models.loading import load_actor, load_critic
+from pipeline.models.lora import adapter_of, load_adapter, merged
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
+from pipeline.trainer.checkpoints import load_state, read_note, verify
+from pipeline.trainer.state import Progress, tensors_of
+from tests.trainer.sharding import crew
+
+# Ranks are processes; the other tests are spread over workers, each of which would start the ranks again.
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharding")
+    for name in crew.MODELS:
+        crew.write_model(folder / name, name)
+        crew.write_experience(folder, name)
+    return folder
+
+
+# Four ranks take the same code as two, in twice the time.
+MARKS: dict[int, Any] = {2: (), 4: pytest.mark.variant}
+RANKS = [pytest.param(world_size, marks=marks) for world_size, marks in MARKS.items()]
+CASES = [
+    pytest.param(world_size, name, marks=marks)
+    for world_size, marks in MARKS.items()
+    for name in crew.CASES[world_size]
+]
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Callable[[int], Any]:
+    """Return a function that runs all cases on a number of ranks, once."""
+    return functools.cache(lambda world_size: crew.start(folder, world_size))
+
+
+@pytest.mark.parametrize(("world_size", "name"), CASES)
+def test_a_sharded_model_is_loaded_and_trained_as_a_whole_one(
+    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+) -> None:
+    whole = crew.whole_models(folder / name, name)
+    loaded = {f"{model}.{key}": t.clone() for model in whole for key, t in whole[model].state_dict().items()}
+    expected = crew.steps(crew.new_learner(whole, name), folder, name, slice(8))
+
+    found = runs(world_size)[name]
+
+    assert found["loaded"].keys() <= loaded.keys()
+    assert all(torch.equal(tensor.to(loaded[key].dtype), loaded[key]) for key, tensor in found["loaded"].items())
+    # In bfloat16 the gradients of a whole model are rounded before they are summed over its micro-batches.
+    tolerance = 6e-2 if "bfloat16" in name else 1e-5
+    for step, wanted in zip(found["steps"], expected, strict=True):
+        assert step == pytest.approx(wanted, rel=tolerance, abs=tolerance)
+    trained = {f"{model}.{key}": t for model in whole for key, t in whole[model].state_dict().items()}
+    for key, tensor in found["weights"].items():
+        assert torch.allclose(tensor.float(), trained[key].float(), atol=tolerance, rtol=0), key
+
+
+@pytest.mark.parametrize(("world_size", "name"), CASES)
+def test_a_publish_by_shards_is_the_publish_of_one_rank_byte_for_byte(
+    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+) -> None:
+    found = runs(world_size)[name]
+    expected = published(crew.MODELS[name], found["weights"])
+    publisher = WeightsPublisher(folder / f"{name}-{world_size}" / "whole", expected)
+    whole = publisher.publish(1, expected)
+    publisher.close()
+
+    into = {key: torch.empty_like(tensor) for key, tensor in expected.items()}
+    reader = WeightsReader(folder / f"{name}-{world_size}" / "weights")
+    newest = reader.fetch(into)
+    reader.close()
+
+    first, second = found["versions"]
+    assert newest == second and (first.version, second.version) == (1, 2)
+    assert (first.trained_through, second.trained_through) == (5, 6)
+    assert first.fingerprint == second.fingerprint == whole.fingerprint
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in into.items())
+    assert found["restored"] and found["different"] == [set()] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "name"), CASES)
+def test_a_checkpoint_of_shards_is_one_of_a_whole_trainer(
+    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+) -> None:
+    found = runs(world_size)[name]
+    path, settings = found["path"], crew.MODELS[name]
+    whole = crew.whole_models(folder / name, name)
+    learner = crew.new_learner(whole, name)
+    state = tensors_of(learner, Progress(), crew.CPU)
+
+    verify(path, read_note(path))
+    load_state(path, state)
+    actor = load_actor(path, dtype=settings.dtype, device=crew.CPU)
+
+    assert Progress(*state["progress"].tolist()) == Progress(crew.STEPS, 7, 11)
+    assert actor.config.architectures == ["LlamaForCausalLM"]
+    if settings.lora_rank:
+        adapter = load_adapter(path)
+        assert adapter.keys() == adapter_of(whole["actor"]).keys()
+        assert all(torch.equal(t, found["weights"][f"actor.{key}"].to(t.dtype)) for key, t in adapter.items())
+        whole["actor"].load_state_dict(adapter, strict=False)
+        expected = merged(whole["actor"])
+    else:
+        keys = actor.state_dict().keys() & {key.removeprefix("actor.") for key in found["weights"]}
+        expected = {key: found["weights"][f"actor.{key}"].to(actor.dtype) for key in keys}
+    assert expected and all(torch.equal(actor.state_dict()[key], tensor) for key, tensor in expected.items())
+    if name.startswith("ppo"):
+        critic = load_critic(path / "critic", dtype=settings.dtype, device=crew.CPU).state_dict()
+        assert all(torch.equal(tensor, found["weights"][f"critic.{key}"]) for key, tensor in critic.items())
+    for key, tensor in state.items():
+        if key.startswith("actor.float32.") and not settings.lora_rank:
+            assert torch.equal(tensor, found["weights"][f"actor.{key.removeprefix('actor.float32.')}"])
+    # All ranks get rank 0's random state.
+    assert found["different_again"][0] == set()
+    assert all(names <= {"generator.cpu"} for names in found["different_again"])
+
+
+@pytest.mark.parametrize(("world_size", "name"), CASES)
+def test_a_checkpoint_from_shared_memory_is_that_of_all_ranks_byte_for_byte(
+    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+) -> None:
+    together = runs(world_size)[name]["path"]
+    held = folder / f"{name}-{world_size}" / "held" / together.name
+
+    if crew.MODELS[name].lora_rank:
+        assert not held.exists(), "no rank holds the base model whole"
+        return
+    files = [path.relative_to(together) for path in together.rglob("*.safetensors")]
+    assert len(files) == (4 if name.startswith("ppo") else 2)
+    assert all((held / file).read_bytes() == (together / file).read_bytes() for file in files)
+    verify(held, read_note(held))
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("name", crew.CASES[4])
+def test_a_checkpoint_of_two_ranks_is_resumed_by_four(runs: Callable[[int], Any], name: str) -> None:
+    runs(2)
+
+    assert runs(4)[name]["resumed"] == set()
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_checkpoint_that_rank_0_cannot_write_fails_on_every_rank_and_none_hangs(
+    runs: Callable[[int], Any], world_size: int
+) -> None:
+    assert runs(world_size)["ppo"]["failures"] == [
+        "the disk is full",
+        *["rank 0 could not write the checkpoint"] * (world_size - 1),
+    ]
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_rank_holds_its_share_of_a_model(runs: Callable[[int], Any], world_size: int) -> None:
+    found = runs(world_size)["ppo"]
+
+    whole = sum(tensor.numel() for tensor in found["loaded"].values())
+    assert found["held"] < 1.1 * whole / world_size
+
+
+def published(settings: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that a whole trainer with these weights publishes."""
+    dtype = getattr(torch, settings.dtype)
+    chosen = {key: t for key, t in weights.items() if not settings.lora_rank or ".lora_" in key}
+    return {key: t if ".value_head." in key else t.to(dtype) for key, t in chosen.items()}

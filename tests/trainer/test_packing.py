@@ -1,0 +1,102 @@
+"""A step on packed rows is the step on padded ones, for any budget, with and without checkpointed activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import ConfigError, FieldError
+from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.models.critic import Critic
+from pipeline.trainer.learner import Learner
+from tests.support import tiny
+from tests.trainer.test_learner import (
+    TRAINER,
+    Algorithm,
+    applied_gradients,
+    assert_same,
+    assert_same_stats,
+    disturbed,
+    experience_of,
+)
+from tests.trainer.test_out_of_memory import Device
+
+PACKING: dict[str, Any] = {"packing": True}
+
+
+def learner_of(build: Any, algorithm: Algorithm, **changes: Any) -> Learner:
+    actor = build()
+    critic = Critic.from_actor(actor) if algorithm == "ppo" else None
+    if critic is not None:
+        nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
+    kl_coef = 0.0 if algorithm == "ppo" else 0.05
+    return Learner(TRAINER.model_copy(update=changes), algorithm, actor, critic, kl_coef=kl_coef, temperature=0.9)
+
+
+def rows_for(learner: Learner, algorithm: Algorithm, *, holes: bool = True) -> Experience:
+    made = disturbed(experience_of(learner._actor, algorithm, critic=learner._critic, temperature=0.9))
+    if holes:
+        assert made.action_mask is not None
+        kept = torch.rand(made.action_mask.shape, generator=torch.Generator().manual_seed(2)) < 0.8
+        made = replace(made, action_mask=made.action_mask & kept)
+    return made
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.qwen2, tiny.gpt2])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("more", [{}, {"micro_batch_tokens": 30}, {"activation_checkpointing": True}], ids=str)
+def test_a_step_on_packed_rows_is_the_step_on_padded_ones(build: Any, algorithm: Algorithm, more: Any) -> None:
+    padded, packed = learner_of(build, algorithm), learner_of(build, algorithm, packing=True, **more)
+    experience = rows_for(padded, algorithm)
+    passes = Device(packed._actor).passes
+
+    expected, stats = padded.update([experience]), packed.update([experience])
+
+    assert_same(applied_gradients(packed), applied_gradients(padded), 1e-5)
+    assert_same_stats(stats, expected)
+    assert stats.clipped_ratio == expected.clipped_ratio > 0
+    assert stats.padding_ratio == 0 < expected.padding_ratio
+    assert max(passes) <= more.get("micro_batch_tokens", 2048)
+    assert (len(passes) > 2) == ("micro_batch_tokens" in more)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_on_fresh_experience_packed_ratios_are_1(algorithm: Algorithm) -> None:
+    learner = learner_of(tiny.llama, algorithm, packing=True)
+    experience = experience_of(learner._actor, algorithm, critic=learner._critic, temperature=0.9)
+
+    stats = learner.update([experience])
+
+    assert stats.row_importance_ratios == pytest.approx([1.0] * 8, abs=1e-5)
+    assert stats.clipped_ratio == 0
+
+
+@pytest.mark.parametrize("most_tokens", [25, 40])
+def test_a_packed_pass_that_runs_out_of_memory_is_cut(most_tokens: int) -> None:
+    padded, packed = learner_of(tiny.llama, "grpo"), learner_of(tiny.llama, "grpo", packing=True)
+    experience = rows_for(padded, "grpo")
+    passes = Device(packed._actor, most_tokens=most_tokens).passes
+
+    expected, stats = padded.update([experience]), packed.update([experience])
+
+    assert_same(applied_gradients(packed), applied_gradients(padded), 1e-5)
+    assert_same_stats(stats, expected)
+    assert passes[-1] <= most_tokens < max(passes)
+
+
+def test_models_and_rows_that_cannot_be_packed_are_refused() -> None:
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+    with pytest.raises(ConfigError, match=r"trainer\.packing: a Custom cannot be packed"):
+        Learner(TRAINER.model_copy(update=PACKING), "grpo", Custom())
+    learner = learner_of(tiny.llama, "grpo", packing=True)
+    pixels: Any = {"pixel_values": torch.ones(32, 2), "image_grid_thws": torch.tensor([[1, 2, 2]] * 8)}
+    with pytest.raises(FieldError, match=r"rows with images cannot be packed: set trainer\.packing to false"):
+        learner.update([ExperienceVL(**vars(rows_for(learner, "grpo")), **pixels)])
