@@ -25,7 +25,7 @@ from benches.rollout_peers import EOS, PAD, tokenizer
 from pipeline import connect
 from pipeline.errors import RlhfdError
 from pipeline.prompts.source import PromptSource
-from pipeline.rollout.generation.vllm.wire import row_seed
+from pipeline.rollout.generation.interface import row_seed
 from pipeline.rollout.roller import seed_of
 from pipeline.runtime import control, lock
 from pipeline.telemetry.reader import MetricsReader

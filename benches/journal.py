@@ -18,7 +18,8 @@ from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.snapshot import BufferSnapshot
-from pipeline.config.schema import BufferConfig, Config, DaemonConfig
+from pipeline.config.schema import Config, DaemonConfig
+from pipeline.config.sections import BufferConfig
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout

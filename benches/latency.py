@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benches.contest import BARE, COATI, PEERS, RAW, STREAMER, TRANSFER_QUEUE, FailedError, running
+from benches.contest import BARE, COATI, PEERS, RAW, STREAMER, TRANSFER_QUEUE, Contestant, FailedError, running
 from benches.measure import figure, interleaved, percentile
 from benches.report import Section, Table
 from benches.transport import OURS
@@ -22,7 +22,7 @@ def run(*, quick: bool) -> Sequence[Section]:
     with running(ways, 1) as (runners, failed):
         for shape in shapes:
 
-            def measure(way, shape=shape):  # type: ignore[no-untyped-def]
+            def measure(way: Contestant, shape: str = shape) -> list[float]:
                 try:
                     return runners[way].measure(shape, appends, pause_s=_PAUSE_S)["latencies"]
                 except FailedError:

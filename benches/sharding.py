@@ -177,7 +177,7 @@ def rank_main(options: argparse.Namespace) -> None:
             memory.report("loaded")
         learner = Learner(
             config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef, process_group=dist.group.WORLD,
-            on_phase=lambda phase: options.verbose and memory.report(phase),
+            on_phase=memory.report if options.verbose else lambda _: None,
         )  # fmt: skip
         publish = _publisher(config, models["actor"], shared)
         for step in range(STEPS):

@@ -22,7 +22,8 @@ from benches.ways import QUEUED_BATCHES, Send
 from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays
 from pipeline.buffer import process as buffer_process
 from pipeline.buffer.sizing import checked_layout
-from pipeline.config.schema import BufferConfig, Config, DaemonConfig, MetricsConfig, RolloutConfig, TrainerConfig
+from pipeline.config.schema import Config, DaemonConfig, RolloutConfig, TrainerConfig
+from pipeline.config.sections import BufferConfig, MetricsConfig
 from pipeline.errors import DeadlineError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience, ExperienceVL
@@ -31,7 +32,8 @@ from pipeline.runtime.role import RoleContext
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, worker_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
-from pipeline.telemetry.slab import MetricsSlab, SlotName
+from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
 
