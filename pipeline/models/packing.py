@@ -28,9 +28,12 @@ from pipeline.models.vision_inputs import vision_backbone
 
 log = logging.getLogger(__name__)
 
-_FIRSTS = ((0, 1, 1, 0, 1, 0), (1, 0, 0, 1, 0, 1))
+_FIRSTS = ((0, 0, 0, 0, 0, 1), (1, 1, 1, 1, 1, 0))
 _SECOND = (0, 1, 0, 0, 1)
-"""Rows of tokens that every model has, longer than the window of a convolution: rows of one token look isolated."""
+"""Rows of tokens that every model has, longer than the window of a convolution: rows of one token look isolated.
+
+The first rows differ in the number of each token too: attention that weighs all tokens equally sees their mean alone.
+"""
 
 _isolates_rows: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
