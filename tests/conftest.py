@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.leaks import Holdings, mark_descendants, open_cuda
+from tests.support.leaks import Holdings, mark_descendants, open_cuda, own_folder
 
 mark_descendants()
 # As at a terminal, though a shell that runs the tests in the background, or nohup, has these ignored: what a test
@@ -73,8 +73,9 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _session_leaves_nothing() -> Iterator[None]:
+def _session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Catch what fixtures of a wider scope than one test leave."""
+    own_folder(tmp_path_factory.getbasetemp())
     before = Holdings.now()
     yield
     _fail_on(before, descriptors=False)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pipeline.runtime.lock import shm_directory
 from tests import conftest
 from tests.support.leaks import Holdings, open_cuda
 
@@ -27,6 +30,13 @@ SLEEPING_RETITLED = (
 )
 
 
+def leaks_of(before: Holdings, *own: Path, **settings: Any) -> list[str]:
+    """Return what is left, of shared memory that of the test alone: another worker's tests of leaks have theirs."""
+    own_lines = [f"shared memory is left: {path}" for path in own]
+    leaks = before.leaks(**settings)
+    return [leak for leak in leaks if leak in own_lines or not leak.startswith("shared memory is left: ")]
+
+
 def orphan(program: str) -> int:
     return int(subprocess.check_output([sys.executable, "-c", ORPHANING, program]))
 
@@ -41,7 +51,7 @@ def test_a_running_child_is_found_and_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", SLEEPING], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
         # Amid exec a process has no command line yet.
         assert child.stdout is not None and child.stdout.readline() == b"\n"
-        leaks = before.leaks(grace_s=0.0, descriptors=False)
+        leaks = leaks_of(before, grace_s=0.0, descriptors=False)
 
     assert leaks == [f"process {child.pid} is still running: {sys.executable} -c {SLEEPING}"]
 
@@ -51,8 +61,8 @@ def test_an_orphan_is_found_and_killed(program: str) -> None:
     before = Holdings.now()
     pid = orphan(program)
 
-    assert [leak.split(" is ")[0] for leak in before.leaks(grace_s=0.0)] == [f"process {pid}"]
-    assert before.leaks() == []
+    assert [leak.split(" is ")[0] for leak in leaks_of(before, grace_s=0.0)] == [f"process {pid}"]
+    assert leaks_of(before) == []
 
 
 def test_what_a_process_that_was_there_before_has_started_is_its_own_to_end() -> None:
@@ -68,7 +78,7 @@ def test_what_a_process_that_was_there_before_has_started_is_its_own_to_end() ->
         parent.stdin.write("\n")
         pid = int(parent.stdout.readline())
 
-        assert pid not in before.pids and before.leaks(grace_s=0.0) == []
+        assert pid not in before.pids and leaks_of(before, grace_s=0.0) == []
 
         parent.stdin.write("\n")
 
@@ -76,17 +86,39 @@ def test_what_a_process_that_was_there_before_has_started_is_its_own_to_end() ->
 def test_a_process_that_ends_within_the_grace_is_no_leak() -> None:
     before = Holdings.now()
     with subprocess.Popen(["sleep", "0.2"]):
-        assert before.leaks() == []
+        assert leaks_of(before) == []
 
 
 def test_a_segment_is_found_until_it_is_unlinked(segment: Path) -> None:
     before = Holdings.now()
     segment.mkdir()
-    found = before.leaks(grace_s=0.0)
+    found = leaks_of(before, segment, grace_s=0.0)
     segment.rmdir()
 
     assert found == [f"shared memory is left: {segment}"]
-    assert before.leaks() == []
+    assert leaks_of(before, segment) == []
+
+
+def test_a_segment_of_a_runtime_directory_is_its_own_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    before = Holdings.now()
+    own, other = tmp_path / "run", tmp_path / "pytest-of-somebody" / "pytest-7" / "popen-gw3" / "test_one0" / "run"
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+        shm_directory(folder).mkdir()
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        found = leaks_of(before, shm_directory(own), shm_directory(other), grace_s=0.0)
+        # This session's own folder lies among those of all sessions.
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.getbasetemp().parents[1]))
+        found_in_place = leaks_of(before, shm_directory(own), shm_directory(other), grace_s=0.0)
+    finally:
+        for folder in (own, other):
+            shm_directory(folder).rmdir()
+
+    assert found == [f"shared memory is left: {shm_directory(own)}"]
+    assert f"shared memory is left: {shm_directory(own)}" in found_in_place
 
 
 def test_a_segment_held_by_a_stranger_is_not_ours(segment: Path) -> None:
@@ -102,7 +134,9 @@ def test_a_segment_held_by_a_stranger_is_not_ours(segment: Path) -> None:
     with stranger:
         assert stranger.stdout and stranger.stdin
         stranger.stdout.readline()
-        leaks = before.leaks(grace_s=0.0, descriptors=False)
+        # setsid, a child of ours, ends at the fork, before or after the line.
+        stranger.wait()
+        leaks = leaks_of(before, segment, grace_s=0.0, descriptors=False)
         stranger.stdin.close()
         assert stranger.stdout.read() == b""
     segment.unlink()
@@ -113,14 +147,14 @@ def test_a_segment_held_by_a_stranger_is_not_ours(segment: Path) -> None:
 def test_an_open_file_descriptor_is_found_until_it_is_closed() -> None:
     before = Holdings.now()
     reading, writing = os.pipe()
-    found = before.leaks(grace_s=0.0)
+    found = leaks_of(before, grace_s=0.0)
     os.close(reading)
     os.close(writing)
 
     assert [leak.split(":")[0] for leak in found] == [
         f"file descriptor {number} is still open" for number in (reading, writing)
     ]
-    assert before.leaks() == []
+    assert leaks_of(before) == []
 
 
 def test_what_cuda_keeps_open_is_no_leak_of_the_test_that_uses_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +178,4 @@ def test_a_second_use_of_cuda_opens_no_descriptor_of_unknown_owner() -> None:
 
     open_cuda.__wrapped__()
 
-    assert before.leaks(grace_s=0) == []
+    assert leaks_of(before, grace_s=0) == []

@@ -1,8 +1,9 @@
 """Resources of this process outside itself - processes, shared memory, file descriptors - before a test and after it.
 
 Processes are ours by parent, or by a mark in the environment that descendants inherit: an orphan, whose parent died, is
-found by it. A segment counts only if no live process of another owner holds it, so that a daemon or a test session
-running beside this one is not taken for a leak.
+found by it. A segment counts only if no live process of another owner holds it, and it is not that of a runtime
+directory in a folder of another test session, whose daemon may be between two lives: a daemon or a test session running
+beside this one is not taken for a leak.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import functools
 import gc
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.runtime.lock import shm_directory
+
 _MARK = "RLHFD_TEST_SESSION"
 _SEGMENT_PREFIX = "rlhfd"
-# Longer than the time between two lives of a daemon of another test session, when no process holds its segments.
 _GRACE_S = 10.0
 # Opened once by a library and kept for the life of the process.
 _LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/dri/", "/dev/shm/cuda", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
+
+
+_own: set[Path] = set()
 
 
 def mark_descendants() -> None:
@@ -82,6 +88,7 @@ class Holdings:
             if not (processes or segments or opened) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
+        segments = [path for path in segments if not _is_of_another_session(path)]
         for pid in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -136,6 +143,23 @@ def _command(pid: int) -> str:
 
 def _segments() -> set[Path]:
     return set(Path("/dev/shm").glob(f"{_SEGMENT_PREFIX}*"))
+
+
+def own_folder(folder: Path) -> None:
+    """Note the folder of this session's tests, ``basetemp``: segments of runtime directories in it are ours."""
+    _own.add(folder)
+
+
+def _is_of_another_session(segment: Path) -> bool:
+    """Return whether the segment is that of a runtime directory in a folder of another session or worker."""
+    # By their numbers: pytest-current is a link to one of them.
+    for session in Path(tempfile.gettempdir()).glob("pytest-of-*/pytest-[0-9]*"):
+        for folder, names, _ in os.walk(session):
+            if Path(folder) in _own:
+                names.clear()
+            elif shm_directory(folder) == segment:
+                return True
+    return False
 
 
 def _is_held_by_others(segment: Path) -> bool:
