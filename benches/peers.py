@@ -42,7 +42,7 @@ class Environment:
 RAY = Environment("ray", ("ray==2.58.0", "torchrl==0.14.1", "TransferQueue==0.1.11"), _PINNED)
 REVERB = Environment("reverb", ("dm-reverb[tensorflow]==0.14.0",), ("pyzmq",))
 TRL = "trl==1.16.0"
-_TRL_FOLDER = ROOT / ".venv-trl"
+TRL_FOLDER = ROOT / ".venv-trl"
 
 
 class NotInstallableError(Exception):
@@ -79,10 +79,10 @@ def python_of_trl() -> str:
         NotInstallableError: If pip fails.
         OSError: If the environment cannot be written.
     """
-    python, stamp = _TRL_FOLDER / "bin" / "python", _TRL_FOLDER / "complete"
+    python, stamp = TRL_FOLDER / "bin" / "python", TRL_FOLDER / "complete"
     if not stamp.exists():
-        venv.create(_TRL_FOLDER, with_pip=True, clear=True)
-        (shared,) = _TRL_FOLDER.glob("lib/python*/site-packages")
+        venv.create(TRL_FOLDER, with_pip=True, clear=True)
+        (shared,) = TRL_FOLDER.glob("lib/python*/site-packages")
         (shared / "rlhfd.pth").write_text(sysconfig.get_path("purelib"))
         _run([str(python), "-m", "pip", "install", "--no-input", "--quiet", TRL])
         stamp.touch()
