@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
-    from pipeline.telemetry.evaluations import Evaluation
+    from pipeline.telemetry.evaluations import Evaluation, PromptResult
 
 
 @click.command("eval", short_help="Evaluate a model on held-out prompts.")
@@ -28,9 +29,20 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="The model: a checkpoint such as step-000070, or any folder for from_pretrained; else model.actor.",
 )
+@click.option(
+    "--pass-rates",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the rows of the one file as JSON lines, each with the share of its responses that passed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
-    files: tuple[Path, ...], path: Path | None, sets: tuple[str, ...], model: Path | None, as_json: bool
+    files: tuple[Path, ...],
+    path: Path | None,
+    sets: tuple[str, ...],
+    model: Path | None,
+    pass_rates: Path | None,
+    as_json: bool,
 ) -> None:
     """Evaluate a model on held-out prompts: FILES, else evaluation.files of the configuration.
 
@@ -43,6 +55,7 @@ def evaluate(
       rlhfd eval --config grpo.toml --model state/runs/NAME/checkpoints/best
       rlhfd eval held-out.jsonl --model step-000070 --set evaluation.num_generations=8
       rlhfd eval --config grpo.toml --model step-000070 --json | jq .total.pass_at_1
+      rlhfd eval train.jsonl --config grpo.toml --pass-rates rated.jsonl     (prompts.pass_rate_column)
     """
     from pipeline import sort_digits
     from pipeline.config import user_modules
@@ -54,6 +67,8 @@ def evaluate(
     loaded = load(path, sets, files=True)
     if not loaded.config.evaluation.files:
         raise click.UsageError("give FILES of held-out prompts, or a configuration with evaluation.files")
+    if pass_rates is not None and len(loaded.config.evaluation.files) > 1:
+        raise click.UsageError("--pass-rates needs one file of prompts")
     config = sort_digits.with_paths(loaded.config if model is None else _as_its_run(loaded, model))
     # As `start` does it: modules of the user are found beside the configuration file and in the current folder.
     user_modules.use_folder_of(loaded.path)
@@ -65,10 +80,17 @@ def evaluate(
     if sort_digits.is_used(loaded.config):
         setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
     shown = sys.stderr.isatty()
+    results: list[PromptResult] = []
     try:
-        found = alone.evaluate(config, on_progress=_show_progress if shown else lambda done, prompts: None)
+        found = alone.evaluate(
+            config,
+            on_progress=_show_progress if shown else lambda done, prompts: None,
+            on_result=lambda file, result: results.append(result),
+        )
     except ConfigError as error:
         raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
+    if pass_rates is not None:
+        _write_pass_rates(config, results, pass_rates)
     replace_unknown_characters()
     if as_json:
         import msgspec
@@ -77,6 +99,23 @@ def evaluate(
         return
     for line in lines_of(found):
         click.echo(line)
+
+
+def _write_pass_rates(config: Config, results: list[PromptResult], path: Path) -> None:
+    from pipeline.config.evaluation import held_out
+    from pipeline.prompts.pass_rates import write_pass_rates
+    from pipeline.prompts.source import PromptSource
+
+    prompts = held_out(config, config.evaluation.files[0])
+    column = config.prompts.pass_rate_column or "pass_rate"
+    with contextlib.closing(PromptSource(prompts, config.daemon.seed)) as source:
+        rates = {source.at(result.position).index: result.right / result.responses for result in results}
+    try:
+        left_out = write_pass_rates(prompts, rates, path, column=column)
+    except OSError as error:
+        raise ConfigError(f"--pass-rates: cannot write {path}: {error.strerror}") from error
+    click.echo(f'{len(rates):,} rows with the column "{column}" are in {path}'
+               + (f", {left_out:,} without a result are left out" if left_out else ""), err=True)  # fmt: skip
 
 
 def _as_its_run(loaded: LoadedConfig, model: Path) -> Config:

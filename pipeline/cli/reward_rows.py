@@ -69,7 +69,7 @@ def of_prompts(config: Config, responses: Sequence[str], count: int) -> Iterator
 
 
 def _row(line: bytes, where: str, index: int) -> Row:
-    prompt, answer, images, columns, _ = parse_columns(line, where)
+    prompt, answer, images, columns, *_ = parse_columns(line, where)
     if images:
         raise ConfigError(f"{where}:1: a row with images cannot be scored here")
     record = json.loads(line.decode("utf-8-sig"))

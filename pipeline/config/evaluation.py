@@ -70,8 +70,9 @@ def names_of(files: list[Path]) -> list[str]:
 
 def held_out(config: Config, file: Path | str) -> PromptsConfig:
     """Return the section of a held-out file: columns, split and template of the run's prompts, without filters."""
-    every = {"path": str(file), "sources": [], "min_characters": 0, "max_characters": None}
-    return config.prompts.model_copy(update=every)
+    filters = ("min_characters", "max_characters", "pass_rate_column", "min_pass_rate", "max_pass_rate", "curriculum")
+    none = {name: type(config.prompts).model_fields[name].default for name in filters}
+    return config.prompts.model_copy(update={"path": str(file), "sources": [], **none})
 
 
 def prompts_per_ticket(config: Config) -> int:

@@ -84,6 +84,19 @@ class PromptsConfig(Section):
     max_characters: int | None = Field(
         default=None, ge=1, le=2**31, description="Maximum characters of a prompt; rows with more are left out."
     )
+    pass_rate_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column of the share of a prompt's responses that passed, 0 to 1, which every row must have; "
+        "`rlhfd eval --pass-rates` writes it.",
+    )
+    min_pass_rate: float = Field(default=0.0, ge=0, le=1, description="Minimum pass rate; rows below are left out.")
+    max_pass_rate: float = Field(default=1.0, ge=0, le=1, description="Maximum pass rate; rows above are left out.")
+    curriculum: Literal["none", "easy_first"] = Field(
+        default="none",
+        description='Order of the first epoch: all rows mixed, or "easy_first", in tenths of the rows from the highest '
+        "pass rate to the lowest; later epochs are mixed.",
+    )
     system_prompt: str | None = Field(
         default=None,
         min_length=1,
@@ -156,6 +169,16 @@ def conflict_of_prompts(config: Config) -> tuple[tuple[str, ...], str] | None:
         keys = ("prompts.max_characters", "prompts.min_characters")
         least = f"the {prompts.min_characters} of prompts.min_characters"
         return keys, f"must be at least {least}, got {prompts.max_characters}"
+    if prompts.max_pass_rate < prompts.min_pass_rate:
+        keys = ("prompts.max_pass_rate", "prompts.min_pass_rate")
+        return (
+            keys,
+            f"must be at least the {prompts.min_pass_rate} of prompts.min_pass_rate, got {prompts.max_pass_rate}",
+        )
+    by_rate = ("min_pass_rate", "max_pass_rate", "curriculum")
+    used = [name for name in by_rate if getattr(prompts, name) != type(prompts).model_fields[name].default]
+    if used and prompts.pass_rate_column is None:
+        return (f"prompts.{used[0]}", "prompts.pass_rate_column"), "needs prompts.pass_rate_column"
     if prompts.template == "none" and prompts.needs_template:
         keys = ("prompts.system_prompt", "prompts.template_arguments", "prompts.tools_file", "prompts.tools_column")
         set_key = next(key for key in keys if getattr(prompts, key.partition(".")[2]))

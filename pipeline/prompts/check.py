@@ -10,7 +10,7 @@ from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
 from pipeline.prompts.files import files_of, open_rows
 from pipeline.prompts.rows import MissingColumnError, suggested
-from pipeline.prompts.source import AnyPrompts, OpenedPart, Part, lengths_of, parts_of
+from pipeline.prompts.source import AnyPrompts, OpenedPart, Part, nothing_wanted, parts_of
 from pipeline.prompts.tables import table_kind
 from pipeline.prompts.types import JsonValue, Message
 
@@ -107,5 +107,5 @@ def _checked(part: Part) -> int:
     if lines:
         raise ConfigError("\n".join(lines))
     if not taken:
-        raise ConfigError(f"{name}:1:1: no prompt has the length that is wanted: {lengths_of(part)}")
+        raise ConfigError(f"{name}:1:1: {nothing_wanted(part)}")
     return taken

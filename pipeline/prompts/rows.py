@@ -28,21 +28,24 @@ class ColumnNames(NamedTuple):
         prompt: Of the prompt.
         answer: Of the answer, which every row must have; None: "answer", in the rows that have one.
         tools: Of the tools, in the rows that have some.
+        pass_rate: Of the pass rate, which every row must have; None: it is not read.
     """
 
     prompt: str = "prompt"
     answer: str | None = None
     tools: str | None = None
+    pass_rate: str | None = None
 
 
 class Row(NamedTuple):
-    """The parts of a row; see `pipeline.prompts.types.Prompt`."""
+    """The parts of a row; see `pipeline.prompts.types.Prompt`. `pass_rate` is 0 to 1, None where it is not read."""
 
     prompt: str | list[Message]
     answer: JsonValue
     images: list[str]
     columns: dict[str, JsonValue]
     tools: list[JsonValue] | None = None
+    pass_rate: float | None = None
 
     @property
     def characters(self) -> int:
@@ -103,6 +106,9 @@ def row_of(
     answer, _ = _column(record, names.answer or "answer")
     if names.answer is not None and answer is None:
         raise _missing(record, where, "answer_column", names.answer)
+    pass_rate = _column(record, names.pass_rate)[0] if names.pass_rate else None
+    if names.pass_rate is not None and pass_rate is None:
+        raise _missing(record, where, "pass_rate_column", names.pass_rate)
     images = record.get("images") or []
     tools, problem_of_tools = _tools(tools, names.tools)
     problem = (
@@ -110,12 +116,13 @@ def row_of(
         or _problem_of_images(record, prompt)
         or _problem_of_text([prompt, answer, images])
         or problem_of_tools
+        or _problem_of_pass_rate(pass_rate, names.pass_rate)
     )
     if problem:
         raise ConfigError(f"{where}:1: {problem}")
     own = {names.prompt, names.answer or "answer", names.tools, "images", "videos"}
     columns = {key: value for key, value in record.items() if key not in own}
-    return Row(prompt, answer, images, columns, tools)
+    return Row(prompt, answer, images, columns, tools, pass_rate)
 
 
 def suggested(column: str, found: list[str]) -> str:
@@ -156,6 +163,12 @@ def _tools(value: Any, name: str | None) -> tuple[list[JsonValue] | None, str]:
     if value is not None and not isinstance(value, list):
         return None, f"{name} is {kind_of(value)}, not a list of functions"
     return value or None, ""
+
+
+def _problem_of_pass_rate(value: object, name: str | None) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "" if 0 <= value <= 1 else f"{name} is {value}, not a number from 0 to 1"
+    return "" if value is None else f"{name} is {kind_of(value)}, not a number from 0 to 1"
 
 
 def _characters(content: object) -> int:

@@ -17,6 +17,8 @@ from pipeline.prompts.order import Mixture, permuted, source_seed
 from pipeline.prompts.rows import ColumnNames, Row, row_of
 from pipeline.prompts.types import Prompt
 
+_PARTS = 10
+
 AnyPrompts = str | os.PathLike[str] | PromptsConfig
 """The section of the configuration, or the path of one file with the defaults."""
 
@@ -66,7 +68,7 @@ class PromptSource:
         which, number = self._mixture.place(position)
         part = self._parts[which]
         epoch, slot = divmod(number, len(part))
-        index = part.index_of(permuted(slot, len(part), seed=self._seeds[which], epoch=epoch))
+        index = part.index_at(slot, seed=self._seeds[which], epoch=epoch)
         rows, at = part.rows_at(index)
         row = part.read(rows, at)
         paths = tuple(str(rows.path.parent / image) for image in row.images)
@@ -89,6 +91,9 @@ class Part(NamedTuple):
         names: Its columns.
         least: Minimum characters of a prompt.
         most: Maximum characters of a prompt; None for no maximum.
+        least_rate: Minimum pass rate of a prompt.
+        most_rate: Maximum pass rate of a prompt.
+        easy_first: Whether the first epoch goes from the highest pass rate to the lowest.
     """
 
     source: PromptSourceConfig
@@ -96,6 +101,9 @@ class Part(NamedTuple):
     names: ColumnNames = ColumnNames()
     least: int = 0
     most: int | None = None
+    least_rate: float = 0.0
+    most_rate: float = 1.0
+    easy_first: bool = False
 
     @property
     def weight(self) -> float:
@@ -105,10 +113,12 @@ class Part(NamedTuple):
     @property
     def filters(self) -> bool:
         """Whether some rows may be left out."""
-        return self.least > 0 or self.most is not None
+        return self.least > 0 or self.most is not None or self.least_rate > 0 or self.most_rate < 1
 
     def takes(self, row: Row) -> bool:
-        """Return whether a row's prompt has a length that is wanted."""
+        """Return whether a row's prompt has a length and a pass rate that are wanted."""
+        if row.pass_rate is not None and not self.least_rate <= row.pass_rate <= self.most_rate:
+            return False
         return self.least <= row.characters and (self.most is None or row.characters <= self.most)
 
 
@@ -125,7 +135,7 @@ class OpenedPart:
 
         Args:
             part: The source.
-            filtered: Whether rows whose length is not wanted are left out; every row is read then.
+            filtered: Whether rows that are not wanted are left out, and the others ordered; every row is read then.
 
         Raises:
             ConfigError: If a file cannot be read, or the source has no prompt.
@@ -133,6 +143,7 @@ class OpenedPart:
         self.part = part
         self.files: list[Rows] = []
         self._kept: array.array[int] | None = None
+        self._easiest_first: array.array[int] | None = None
         with contextlib.ExitStack() as undone:
             undone.callback(self.close)
             paths = files_of(part.source, field=part.field)
@@ -145,12 +156,28 @@ class OpenedPart:
                 rows = range(self._starts[-1])
                 self._kept = array.array("q", (at for at in rows if part.takes(self.read(*self.rows_at(at)))))
                 if not self._kept:
-                    raise ConfigError(f"{paths[0]}:1:1: no prompt has the length that is wanted: {lengths_of(part)}")
+                    raise ConfigError(f"{paths[0]}:1:1: {nothing_wanted(part)}")
+            if filtered and part.easy_first:
+                rates = [
+                    self.read(*self.rows_at(self.index_of(number))).pass_rate or 0.0 for number in range(len(self))
+                ]
+                self._easiest_first = array.array("q", sorted(range(len(self)), key=lambda number: -rates[number]))
             undone.pop_all()
 
     def __len__(self) -> int:
         """Return the number of prompts."""
         return self._starts[-1] if self._kept is None else len(self._kept)
+
+    def index_at(self, slot: int, *, seed: int, epoch: int) -> int:
+        """Return the place, among all rows, of the prompt at a slot of an epoch."""
+        if epoch or self._easiest_first is None:
+            return self.index_of(permuted(slot, len(self), seed=seed, epoch=epoch))
+        # A negative epoch is that of no other permutation of the seed.
+        tenth = slot * _PARTS // len(self)
+        start, end = -(-tenth * len(self) // _PARTS), -(-(tenth + 1) * len(self) // _PARTS)
+        return self.index_of(
+            self._easiest_first[start + permuted(slot - start, end - start, seed=seed, epoch=-1 - tenth)]
+        )
 
     def index_of(self, number: int) -> int:
         """Return the place of a prompt among all rows, those left out included."""
@@ -184,18 +211,27 @@ def parts_of(prompts: AnyPrompts) -> list[Part]:
         Part(
             source,
             field,
-            ColumnNames(source.prompt_column or "prompt", source.answer_column, section.tools_column),
+            ColumnNames(
+                source.prompt_column or "prompt", source.answer_column, section.tools_column, section.pass_rate_column
+            ),
             section.min_characters,
             section.max_characters,
+            section.min_pass_rate,
+            section.max_pass_rate,
+            section.curriculum == "easy_first",
         )
         for source in section.files
     ]
 
 
-def lengths_of(part: Part) -> str:
-    """Return the wanted lengths of a source in words."""
+def nothing_wanted(part: Part) -> str:
+    """Return the message about a source of which no prompt is wanted."""
     bounds = [f"prompts.min_characters = {part.least}"] if part.least else []
-    return ", ".join([*bounds, *([f"prompts.max_characters = {part.most}"] if part.most is not None else [])])
+    bounds += [f"prompts.max_characters = {part.most}"] if part.most is not None else []
+    bounds += [f"prompts.min_pass_rate = {part.least_rate}"] if part.least_rate > 0 else []
+    bounds += [f"prompts.max_pass_rate = {part.most_rate}"] if part.most_rate < 1 else []
+    wanted = "length or pass rate" if part.least_rate > 0 or part.most_rate < 1 else "length"
+    return f"no prompt has the {wanted} that is wanted: {', '.join(bounds)}"
 
 
 def prompts_at_most(prompts: PromptsConfig) -> int:

@@ -63,6 +63,11 @@ MISTAKES = [
         "3:18: prompts.max_characters: must be at least the 3 of prompts.min_characters, got 2",
     ),
     (
+        '[prompts]\npass_rate_column = "r"\nmin_pass_rate = 0.5\nmax_pass_rate = 0.2',
+        "4:17: prompts.max_pass_rate: must be at least the 0.5 of prompts.min_pass_rate, got 0.2",
+    ),
+    ('[prompts]\ncurriculum = "easy_first"', "2:14: prompts.curriculum: needs prompts.pass_rate_column"),
+    (
         "[prompts.template_arguments]\ntokenize = true",
         "1:10: prompts.template_arguments: must not name tokenize, which rlhfd sets itself, got {tokenize = true}",
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from pipeline.config.prompts import PromptsConfig, PromptSourceConfig
 from pipeline.errors import ConfigError
 from pipeline.prompts.check import check
+from pipeline.prompts.pass_rates import write_pass_rates
 from pipeline.prompts.source import PromptSource, prompts_at_most
 
 
@@ -88,6 +91,86 @@ def test_lengths_that_no_prompt_has_are_refused(tmp_path: Path) -> None:
     for use in (check, lambda prompts: PromptSource(prompts, 0)):
         with pytest.raises(ConfigError, match=r"p\.jsonl:1:1: no prompt has the length .*prompts\.min_characters = 9"):
             use(PromptsConfig(path=path, min_characters=9))
+
+
+def test_prompts_outside_the_pass_rates_are_left_out(tmp_path: Path) -> None:
+    rates = (0, 0.2, 0.5, 0.9, 1)
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"{rate}", "stats": {"rate": rate}} for rate in rates])
+    prompts = PromptsConfig(path=path, pass_rate_column="stats.rate", min_pass_rate=0.2, max_pass_rate=0.9)
+
+    with closing(PromptSource(prompts, 0)) as source:
+        found = sorted(source.at(position).prompt for position in range(len(source)))
+
+    assert check(prompts) == 3 and found == ["0.2", "0.5", "0.9"]
+    for use in (check, lambda prompts: PromptSource(prompts, 0)):
+        with pytest.raises(ConfigError, match=r"1:1: no prompt has the length or pass rate .* = 0\.6, .* = 0\.8"):
+            use(prompts.model_copy(update={"min_pass_rate": 0.6, "max_pass_rate": 0.8}))
+
+
+def test_easy_prompts_come_first_in_the_first_epoch_alone(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{number}", "rate": (number * 37 % 101) / 100} for number in range(101)]
+    prompts = PromptsConfig(
+        path=write(tmp_path / "p.jsonl", rows), pass_rate_column="rate", max_pass_rate=0.98, curriculum="easy_first"
+    )
+    seeds = []
+
+    for seed in (0, 1):
+        with closing(PromptSource(prompts, seed)) as source:
+            size = len(source)
+            found = [source.at(position) for position in range(2 * size)]
+        rates = [float(str(prompt.columns["rate"])) for prompt in found]
+        tenths = [rates[-(-tenth * size // 10) : -(-(tenth + 1) * size // 10)] for tenth in range(10)]
+        assert size == 99 and sorted(prompt.index for prompt in found[:size]) == sorted({p.index for p in found})
+        assert all(min(one) > max(other) for one, other in itertools.pairwise(tenths))
+        assert all(one != sorted(one, reverse=True) for one in tenths), "the rows of a tenth are mixed"
+        assert max(rates[size : size + 50]) > 0.9 and min(rates[size : size + 50]) < 0.1, "later epochs are mixed"
+        seeds.append([prompt.index for prompt in found])
+    assert seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 10, 11])
+def test_few_prompts_come_each_once_an_epoch(tmp_path: Path, rows: int) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"p{number}", "rate": 0.5} for number in range(rows)])
+    prompts = PromptsConfig(path=path, pass_rate_column="rate", curriculum="easy_first")
+
+    with closing(PromptSource(prompts, 5)) as source:
+        assert sorted(source.at(position).index for position in range(rows)) == list(range(rows))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (1.5, "rate is 1.5, not a number from 0 to 1"),
+        (True, "rate is a boolean, not a number from 0 to 1"),
+        ("0.5", "rate is a text, not a number from 0 to 1"),
+        (None, '"rate" is null'),
+    ],
+)
+def test_a_pass_rate_that_is_none_is_named_with_its_line(tmp_path: Path, value: Any, problem: str) -> None:
+    rows = [{"prompt": "a", "rate": 0.5}, {"prompt": "b", "rate": value}]
+    prompts = PromptsConfig(path=write(tmp_path / "p.jsonl", rows), pass_rate_column="rate")
+
+    with pytest.raises(ConfigError, match=re.escape(f"p.jsonl:2:1: {problem}")):
+        check(prompts)
+
+
+def test_a_pass_rate_that_no_row_has_is_one_line(tmp_path: Path) -> None:
+    prompts = PromptsConfig(path=named(tmp_path / "p.jsonl", "p", 3), pass_rate_column="promt")
+
+    with pytest.raises(
+        ConfigError, match=r'^prompts\.pass_rate_column: no column "promt" in .*, did you mean "prompt"'
+    ):
+        check(prompts)
+
+
+def test_pass_rates_are_written_beside_each_row(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"question": f"p{number}", "answer": number, "rate": 7} for number in range(4)]
+    prompts = PromptsConfig(path=write(tmp_path / "p.jsonl", rows), prompt_column="question")
+
+    assert write_pass_rates(prompts, {0: 0.25, 3: 1.0}, tmp_path / "rated.jsonl", column="rate") == 2
+
+    written = [json.loads(line) for line in (tmp_path / "rated.jsonl").read_text().splitlines()]
+    assert written == [{**rows[0], "rate": 0.25}, {**rows[3], "rate": 1.0}]
 
 
 def test_columns_by_name_and_every_further_one_reaches_the_reward(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import torch
 from click.testing import CliRunner
 
 from pipeline.cli.evaluate import evaluate as eval_command
+from pipeline.config.prompts import PromptsConfig
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ConfigError
 from pipeline.models.loading import load_tokenizer
+from pipeline.prompts.check import check
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.evaluation import alone
 from pipeline.rollout.evaluation.roller import EvaluationRoller
@@ -189,6 +191,43 @@ def test_the_command_shows_a_table_or_json(
     assert [line.split()[:3] for line in lines[1:]] == [["held", "7", "0"], ["other", "1", "0"], ["all", "8", "0"]]
     total = json.loads(as_json.stdout)["total"]
     assert lines[3].split()[3] == f"{total['pass_at_1']:.4f}"
+
+
+COIN = """def score(input_ids, attention_mask, *, response_start, **_):
+    return float(input_ids[response_start] % 2)
+"""
+
+
+def test_the_command_writes_the_pass_rate_of_each_prompt_for_a_curriculum(
+    task: Path,  # noqa: F811
+    held_out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+    sets = ["--set", "rollout.max_length=16", "--set", "evaluation.num_generations=2", "--set", "evaluation.pass_k=2"]
+    module = f"coin_{tmp_path.name.replace('-', '_')}"  # modules stay loaded in this process
+    (tmp_path / f"{module}.py").write_text(COIN)
+    sets += ["--set", f'rollout.reward_functions=["{module}:score"]', "--set", "rollout.reward_timeout_s=0"]
+    arguments = [str(held_out), "--model", str(task / "model"), *sets, "--json"]
+
+    done = CliRunner().invoke(eval_command, [*arguments, "--pass-rates", "rated.jsonl"])
+    two = CliRunner().invoke(eval_command, [str(held_out), *arguments, "--pass-rates", "two.jsonl"])
+    nowhere = CliRunner().invoke(eval_command, [*arguments, "--pass-rates", "no/rated.jsonl"])
+
+    assert done.exit_code == 0, done.output
+    rated = [json.loads(line) for line in Path("rated.jsonl").read_text().splitlines()]
+    given = [json.loads(line) for line in held_out.read_text().splitlines()]
+    assert [{**row, "pass_rate": None} for row in rated] == [{**row, "pass_rate": None} for row in given]
+    rates = [row["pass_rate"] for row in rated]
+    assert sum(rates) / len(rates) == pytest.approx(json.loads(done.stdout)["total"]["pass_at_1"])
+    assert 0 < sum(rates) < len(rates), "prompts that pass and prompts that do not"
+    assert 'rows with the column "pass_rate" are in rated.jsonl' in done.stderr
+    prompts = PromptsConfig(path="rated.jsonl", pass_rate_column="pass_rate", curriculum="easy_first")
+    assert check(prompts) == len(given)
+    assert two.exit_code == 2 and "--pass-rates needs one file of prompts" in two.output
+    assert isinstance(nowhere.exception, ConfigError) and "cannot write no/rated.jsonl" in str(nowhere.exception)
 
 
 def test_reward_functions_beside_the_configuration_are_found_from_another_folder(

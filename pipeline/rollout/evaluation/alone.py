@@ -53,13 +53,19 @@ class _Unwatched:
         pass
 
 
-def evaluate(config: Config, *, on_progress: Callable[[int, int], None] = lambda done, prompts: None) -> Evaluation:
+def evaluate(
+    config: Config,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, prompts: None,
+    on_result: Callable[[int, PromptResult], None] = lambda file, result: None,
+) -> Evaluation:
     """Return the evaluation of `model.actor` on `evaluation.files`.
 
     Args:
         config: A configuration with at least one file; critic and reference are not read, of the training prompts the
             first one.
         on_progress: Called after each ticket with the prompts done and all prompts.
+        on_result: Called with the number of a file in `evaluation.files`, and a result of it.
 
     Raises:
         ConfigError: If a model, a file or a reward function cannot be loaded, or no prompt gets a result.
@@ -74,6 +80,8 @@ def evaluate(config: Config, *, on_progress: Callable[[int, int], None] = lambda
             try:
                 rolled = roller.roll(position, prompts, evaluation=file)
                 results[file] += rolled.results
+                for result in rolled.results:
+                    on_result(file, result)
                 reward_problem = functions and functions.problem
                 problem = problem or (reward_problem.text if reward_problem else str(rolled.refused or ""))
             except (RewardError, FieldError, ShapeError) as error:

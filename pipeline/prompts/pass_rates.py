@@ -1,0 +1,40 @@
+"""Rows of prompts with the share of their responses that passed, for `prompts.pass_rate_column`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.config.prompts import PromptsConfig
+from pipeline.prompts.source import OpenedPart, parts_of
+from pipeline.storage.files import replacing
+
+
+def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: Path, *, column: str) -> int:
+    """Write the rows of one source as JSON lines, each with its pass rate; rows without one are left out.
+
+    Args:
+        prompts: The section, of one source.
+        rates: From the index of a row among all rows of the source to its pass rate, 0 to 1.
+        path: The file to write; an earlier one is replaced in one step.
+        column: Name of the column of the pass rate; one that the rows have is overwritten.
+
+    Returns:
+        The number of rows left out.
+
+    Raises:
+        ConfigError: If the source cannot be read.
+        OSError: If the file cannot be written.
+    """
+    (part,) = parts_of(prompts)
+    opened = OpenedPart(part, filtered=False)
+    try:
+        with replacing(path) as descriptor, open(descriptor, "w", closefd=False, encoding="utf-8") as file:
+            for index in range(len(opened)):
+                if index in rates:
+                    rows, at = opened.rows_at(index)
+                    file.write(json.dumps({**rows.record(at), column: rates[index]}, ensure_ascii=False) + "\n")
+        return len(opened) - len(rates)
+    finally:
+        opened.close()
