@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -102,6 +104,8 @@ class Trainer:
         self._probe = probe
         self._step_log = step_log
         self._recorder: StepRecorder | None = None
+        # Whether recorded rows were removed for the last checkpoint, which failed on a full disk.
+        self._made_room = False
         self._sharding = sharding
         self.evaluations: EvaluationFollower | None = None
         self._best_step = -1
@@ -193,6 +197,9 @@ class Trainer:
         if self._all_ranks_save(self.step > self._saved_step):
             self._checkpoint()
             self._wait_for_checkpoint()
+            while self._made_room and self.step > self._saved_step:
+                self._checkpoint()
+                self._wait_for_checkpoint()
         if self._sharding is not None:
             # All ranks took part in the last checkpoint.
             self._ranks.leave()
@@ -402,10 +409,13 @@ class Trainer:
 
     def _ended(self, outcome: Outcome) -> None:
         is_first = self._connection.rank == 0
+        self._made_room = False
         if outcome.error:
             if is_first:
                 self._metrics.not_saved()
                 log.error("%s", outcome.error)
+                if self._recorder is not None and os.strerror(errno.ENOSPC) in outcome.error:
+                    self._made_room = self._recorder.give_way()
             return
         self._saved_step = outcome.step
         if is_first:
