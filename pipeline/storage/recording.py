@@ -32,7 +32,7 @@ _CHECKSUM: Final = b',"xxh3":"'
 _CHECKSUM_BYTES: Final = len(_CHECKSUM) + 16 + len(b'"}')
 
 Recorded = Literal["kept", "removed", "too_large", "failed"]
-"""Results for the rows of a step: kept; removed for newer ones; larger than the limit; not written."""
+"""Results for the rows of a step: kept; removed for newer ones or on a full disk; above the limit; not written."""
 
 
 class Origin(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 import os
 import time
@@ -17,7 +16,7 @@ from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.recording.recorder import StepRecorder
+from pipeline.trainer.recording.recorder import FULL_DISK, StepRecorder
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
 from pipeline.trainer.saving.best import EvaluationFollower
@@ -414,7 +413,8 @@ class Trainer:
             if is_first:
                 self._metrics.not_saved()
                 log.error("%s", outcome.error)
-                if self._recorder is not None and os.strerror(errno.ENOSPC) in outcome.error:
+                is_full = any(os.strerror(number) in outcome.error for number in FULL_DISK)
+                if self._recorder is not None and is_full:
                     self._made_room = self._recorder.give_way()
             return
         self._saved_step = outcome.step

@@ -107,13 +107,11 @@ def test_steps_of_several_updates_batches_and_packed_rows_are_replayed_bit_for_b
     assert [line.endswith("weights were not published") for line in lines[1:]] == [False, True, False, True, False]
 
 
-def test_recorded_rows_train_another_configuration(
-    recorded: Path, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_recorded_rows_train_another_configuration(recorded: Path, run: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = str(recorded / "own" / "rlhfd.toml")
     words = ("replay", "--rows", "--config", config, "--run", str(run))
-    answer = rlhfd(*words, folder=tmp_path)
-    assert answer.returncode == 0, answer.stderr
+    answer = CliRunner().invoke(main, [*words])
+    assert answer.exit_code == 0, answer.output
     logged = (run / "metrics.jsonl").read_text().splitlines()
     assert [lasting(line) for line in answer.stdout.splitlines()] == [lasting(line) for line in logged]
     for sets, message in (

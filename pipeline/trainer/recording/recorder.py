@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ from pipeline.trainer.checkpoints import libraries
 from pipeline.trainer.connection import Batch
 from pipeline.trainer.state import Progress
 
+FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
 _LEAST_ROOM_BYTES = 1 << 20
 _HEADER_BYTES = 8192
 """Room for the header of a file, beside the numbers of its rows."""
@@ -89,7 +91,6 @@ class StepRecorder:
         self._hold = hold
         self._clock_s = clock_s
         self._memories: list[npt.NDArray[np.uint8]] = []
-        self._unflushed = 0
         self._is_failing = False
         self._lines = StepLines(folder / LINES, after_step=after_step)
         try:
@@ -97,12 +98,14 @@ class StepRecorder:
                 left.unlink(missing_ok=True)
             kept = remove_rows(folder, after_step)
             self._files = collections.deque((path, path.stat().st_size) for path in kept)
+            self._nbytes = sum(nbytes for _, nbytes in self._files)
+            self._warn_of_little_room()
         except BaseException:
             self._lines.close()
             raise
-        self._nbytes = 0
-        self._held(sum(nbytes for _, nbytes in self._files))
-        self._warn_of_little_room()
+        # A killed predecessor may have flushed none of them.
+        self._unflushed = len(self._files)
+        self._hold(self._nbytes)
         self._write(RecordLine(after_step, start=start))
 
     def record(self, step: int, batches: Sequence[Batch], progress: Progress) -> None:
@@ -193,7 +196,7 @@ class StepRecorder:
             try:
                 nbytes, saved = extent_file.save_bytes(path, extents, {"step": str(step)})
             except OSError as error:
-                if error.errno != errno.ENOSPC or not self._files:
+                if error.errno not in FULL_DISK or not self._files:
                     raise
                 self.give_way()
                 nbytes, saved = extent_file.save_bytes(path, extents, {"step": str(step)})
