@@ -42,9 +42,10 @@ def record(path: Path | None, runtime_dir: Path | None, run: str, last: int, as_
       rlhfd record --json --last 0 | jq -r .weights
     """
     from pipeline.cli.status import table
+    from pipeline.storage.recording import recording_of
 
     folder = _folder_of(path, runtime_dir, run)
-    recording = _recording_of(folder)
+    recording = recording_of(folder)
     entries = list(entries_of(folder, recording, last))
     replace_unknown_characters()
     if as_json:
@@ -78,17 +79,17 @@ def replay(
     """Take a recorded step again in this process, and compare experience and weights with the recorded ones.
 
     It begins from the newest checkpoint before the step, or from the models as the run began, and takes each step from
-    there on its recorded rows: no worker and no daemon take part. The exit code is 1 at the first difference. On
-    another device or with other libraries the weights differ by rounding.
+    there on its recorded rows: no worker and no daemon take part. The exit code is 1 at the first difference; with
+    --debug the replay goes on to the step. On another device or with other libraries the weights differ by rounding.
 
     With --rows the recorded rows train the models of the given configuration, from its first step on, each step one
-    line of JSON as in metrics.jsonl.
+    line of JSON as in metrics.jsonl. Algorithm and advantages must be those of the run.
 
     \b
     Examples:
       rlhfd replay --step 70
       rlhfd replay --step 70 --debug
-      rlhfd replay --rows --config grpo.toml --set trainer.learning_rate=1e-5
+      rlhfd replay --rows --config other.toml --set trainer.learning_rate=1e-5
     """
     if rows == (step is not None):
         raise click.UsageError("give either --step N or --rows")
@@ -99,10 +100,11 @@ def replay(
     folder = _folder_of(path, runtime_dir, run)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from pipeline.config import load as config_load
     from pipeline.config import user_modules
 
     # As `start` does it: modules of the user are found in these folders.
-    user_modules.use_folder_of(path)
+    user_modules.use_folder_of(path or config_load.path_in(os.environ))
     user_modules.extend_path()
     replace_unknown_characters()
     if step is None:
@@ -119,12 +121,12 @@ def replay(
 
 def entries_of(folder: Path, recording: Recording, last: int) -> Iterator[dict[str, Any]]:
     """Yield the last recorded steps as JSON objects, in order; 0: all."""
-    from pipeline.runtime.run_folder import heads_in
+    from pipeline.trainer.recording.bases import Bases
 
-    checkpoints = {head.step: path.name for path, head in heads_in(folder / "checkpoints")}
+    bases = Bases(folder, recording)
     for step in sorted(recording.steps)[-last:]:
         taken, weights = recording.steps[step], recording.weights.get(step)
-        base = recording.base_of(step, checkpoints)
+        base = bases.of(step)
         yield {
             "step": step,
             "time_unix_s": taken.time_unix_s,
@@ -134,7 +136,7 @@ def entries_of(folder: Path, recording: Recording, last: int) -> Iterator[dict[s
             "bytes": taken.nbytes if recording.has_rows(step) else 0,
             "experiences": taken.experiences,
             "weights": "" if weights is None else weights.weights,
-            "replayed_from": None if base is None else checkpoints.get(base, "start"),
+            "replayed_from": None if base is None else base.name,
             "batches": [
                 {
                     "lease": batch.lease,
@@ -168,18 +170,14 @@ def _train(folder: Path, path: Path | None, sets: tuple[str, ...], device: str) 
         setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
     try:
         replaying.train(config, folder, device, write=click.echo)
+    except OSError as error:
+        raise RlhfdError(f"the recorded rows cannot be trained on: {error}") from error
     except ConfigError as error:
         raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
 
 
 def _folder_of(path: Path | None, runtime_dir: Path | None, run: str) -> Path:
     return Path(run) if "/" in run else run_folder_of(runtime_dir, path, run)
-
-
-def _recording_of(folder: Path) -> Recording:
-    from pipeline.storage.recording import recording_of
-
-    return recording_of(folder)
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:

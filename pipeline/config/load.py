@@ -130,7 +130,7 @@ def load(
     Raises:
         ConfigErrors: If there are errors; contains all of them.
     """
-    path = path or _path_in(environ)
+    path = path or path_in(environ)
     errors: list[str] = []
     values = _from_file(path, errors) if path else {}
     values |= _from_environment(environ, errors)
@@ -172,7 +172,7 @@ def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
     for variable in (RUNTIME_DIR_VARIABLE, "RLHFD_DAEMON__RUNTIME_DIR"):
         if environ.get(variable):
             return Path(_resolve("daemon.runtime_dir", environ[variable], Path()))
-    path = path or _path_in(environ)
+    path = path or path_in(environ)
     errors: list[str] = []
     _, tables, _ = _parse_file(path, errors) if path else ("", {}, None)
     if errors:
@@ -229,7 +229,8 @@ def get(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def _path_in(environ: Mapping[str, str]) -> Path | None:
+def path_in(environ: Mapping[str, str]) -> Path | None:
+    """Return the file that RLHFD_CONFIG names; None without one."""
     return Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None
 
 

@@ -27,7 +27,9 @@ def recorded_batches(
     """Yield the batches of all recorded steps whose rows are kept, in the order in which they were trained.
 
     Args:
-        folder: The folder ``recording`` of a run with ``trainer.record = "rows"``; the run may go on meanwhile.
+        folder: The folder ``recording`` of a run with ``trainer.record = "rows"``. The run may go on meanwhile: the
+            steps are those recorded at the first batch, without those whose rows have been removed until their turn.
+            If it goes back to an earlier checkpoint meanwhile, rows of steps taken again are not the recorded ones.
         first: First step.
         last: Last step; None for the last one that is recorded.
 
@@ -42,7 +44,12 @@ def recorded_batches(
     recording = read_recording(Path(folder))
     for step in sorted(recording.steps):
         if first <= step and (last is None or step <= last) and recording.has_rows(step):
-            yield from batches_of(recording, step)
+            try:
+                batches = batches_of(recording, step)
+            except FileNotFoundError:
+                # Removed by the run, between the look and the read.
+                continue
+            yield from batches
 
 
 def batches_of(recording: Recording, step: int) -> list[Experience]:

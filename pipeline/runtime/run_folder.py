@@ -76,6 +76,7 @@ class CheckpointHead(msgspec.Struct, frozen=True):
     complete: bool
     run: str = ""
     fingerprint: str = ""
+    digest: str = ""
     config: dict[str, Any] = {}
 
     def latest(self, folder: Path) -> Latest:

@@ -6,17 +6,20 @@
         {"step": 5, "published": {...}}      its weights were published: version and fingerprint
               rows/step-000005.safetensors   its rows, an extent a batch, as in the quarantine
 
+Each line ends with ``"xxh3"``, the xxh3-64 of the line without it. Recordings of earlier releases have none.
+
 A step's rows are in place before its line, and its line before its weights are published: what is published is
 recorded. A trainer killed in between takes the step again; its successor has removed what it left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+import xxhash
 
 from pipeline.errors import ConfigError, DecodeError
 from pipeline.storage.extent_file import SUFFIX
@@ -25,9 +28,11 @@ from pipeline.storage.files import UNREADABLE
 FOLDER: Final = "recording"
 LINES: Final = "steps.jsonl"
 ROWS: Final = "rows"
+_CHECKSUM: Final = b',"xxh3":"'
+_CHECKSUM_BYTES: Final = len(_CHECKSUM) + 16 + len(b'"}')
 
 Recorded = Literal["kept", "removed", "too_large", "failed"]
-"""Results for the rows of a step: kept; removed for newer ones; larger than the limit; not written."""
+"""Results for the rows of a step: kept; removed for newer ones or on a full disk; above the limit; not written."""
 
 
 class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,7 +75,8 @@ class Taken(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         time_unix_s: Unix time of the step's end.
-        for_version: The policy version whose weights took the step.
+        for_version: The policy version that the step's last batch was leased for. It is that of the weights that took
+            the step, unless several steps are taken between two versions (`trainer.publish_every`).
         experiences: Digest of all experience up to and including this step, in hexadecimal.
         batches: The batches of the step, in order.
         nbytes: Bytes of the file of its rows when it was written; 0 if they were not kept.
@@ -96,7 +102,7 @@ class TrainerStart(msgspec.Struct, frozen=True):
     Attributes:
         identity: Identity of the run.
         config: The configuration in force.
-        libraries: Versions of rlhfd, torch and transformers.
+        libraries: Versions of rlhfd, torch and transformers; without rlhfd's in recordings of earlier releases.
         device: The trainer's device.
     """
 
@@ -139,13 +145,50 @@ class Recording(msgspec.Struct, frozen=True):
         return rows_path(self.folder, step)
 
     def has_rows(self, step: int) -> bool:
-        """Return whether a step's rows were recorded and are still there."""
-        return step in self.steps and bool(self.steps[step].nbytes) and self.rows_path(step).is_file()
+        """Return whether a step's rows were recorded and are still there, in a file of the recorded size."""
+        taken = self.steps.get(step)
+        if taken is None or not taken.nbytes:
+            return False
+        try:
+            # After a power failure a file may be there and be empty, or short.
+            return self.rows_path(step).stat().st_size == taken.nbytes
+        except OSError:
+            return False
 
-    def base_of(self, step: int, checkpoints: Iterable[int]) -> int | None:
-        """Return the step of the newest checkpoint before a step, 0 without one; None if rows after it are missing."""
-        base = max((found for found in checkpoints if found < step), default=0)
-        return base if all(map(self.has_rows, range(base + 1, step + 1))) else None
+    def passed(self, step: int, *, digest: str, weights: str) -> bool:
+        """Return whether training with these digests after a step was the recorded training.
+
+        Args:
+            step: The step; one without lines tells nothing.
+            digest: Digest of all experience up to and including the step, in hexadecimal.
+            weights: Fingerprint of the weights after it, in hexadecimal.
+        """
+        taken, published = self.steps.get(step), self.weights.get(step)
+        return (taken is None or taken.experiences == digest) and (published is None or published.weights == weights)
+
+
+def encoded(line: RecordLine) -> bytes:
+    """Return the bytes of a line, with its checksum and a newline."""
+    return _with_checksum(msgspec.json.encode(line)) + b"\n"
+
+
+def decoded(text: bytes) -> RecordLine:
+    """Return the line of these bytes.
+
+    Raises:
+        DecodeError: If they do not decode, or are not those that were written.
+    """
+    whole = text.rstrip(b"\n")
+    start = len(whole) - _CHECKSUM_BYTES
+    if start > 0 and whole[start:].startswith(_CHECKSUM):
+        plain = whole[:start] + b"}"
+        if whole != _with_checksum(plain):
+            raise DecodeError("its checksum is not the one that was written")
+        whole = plain
+    try:
+        return msgspec.json.decode(whole, type=RecordLine)
+    except UNREADABLE as error:
+        raise DecodeError(str(error)) from error
 
 
 def rows_path(folder: Path, step: int) -> Path:
@@ -167,7 +210,7 @@ def read_recording(folder: Path) -> Recording:
         folder: The folder ``recording`` of a run.
 
     Raises:
-        DecodeError: If a line does not decode.
+        DecodeError: If a line does not decode, or is not the one that was written.
         OSError: If there is no recording, or it cannot be read.
     """
     found = Recording(folder, [], {}, {})
@@ -177,8 +220,8 @@ def read_recording(folder: Path) -> Recording:
             if not text.endswith(b"\n"):
                 break
             try:
-                line = msgspec.json.decode(text, type=RecordLine)
-            except UNREADABLE as error:
+                line = decoded(text)
+            except DecodeError as error:
                 raise DecodeError(f"{path}:{number} is damaged: {error}") from error
             if line.start is not None:
                 found.starts.append((line.step, line.start))
@@ -204,6 +247,10 @@ def recording_of(run: Path) -> Recording:
         raise ConfigError(f'no recording in {run}: trainer.record = "rows" or "steps" keeps one') from error
     except (OSError, DecodeError) as error:
         raise ConfigError(f"{run / FOLDER}: {error}") from error
+
+
+def _with_checksum(text: bytes) -> bytes:
+    return text[:-1] + _CHECKSUM + f"{xxhash.xxh3_64_intdigest(text):016x}".encode() + b'"}'
 
 
 def _step_of(path: Path) -> int:

@@ -270,8 +270,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     event_time("rlhfd_checkpoint_last_success_timestamp_seconds", TRAINER,
                "Unix time of the last complete checkpoint."),
     counter("rlhfd_recordings_total", TRAINER,
-            "Results for the rows of recorded steps (trainer.record): kept, removed for newer ones, not kept as they "
-            "exceed trainer.record_bytes (too_large) or could not be written (failed).",
+            "Results for the rows of recorded steps (trainer.record): kept, removed for newer ones or on a full disk, "
+            "not kept as they exceed trainer.record_bytes (too_large) or could not be written (failed).",
             result="kept removed too_large failed"),
     gauge("rlhfd_recording_bytes", TRAINER, "Bytes of the recorded rows on disk."),
 

@@ -184,17 +184,17 @@ def verify(folder: Path, note: CheckpointNote) -> None:
             raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def load_state(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
+def load_state(folder: Path, into: Mapping[str, torch.Tensor], optional: frozenset[str] = OPTIONAL) -> None:
     """Copy a checkpoint's training state into tensors: all of them or, if any does not fit, none.
 
     Raises:
-        CheckpointError: If a tensor is missing or unexpected, and not `OPTIONAL`, or has another shape or dtype.
+        CheckpointError: If a tensor is missing or unexpected, and not `optional`, or has another shape or dtype.
     """
     try:
         saved = load_file(folder / STATE_FILE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / STATE_FILE}: {error}") from error
-    odd = OPTIONAL & (saved.keys() ^ into.keys())
+    odd = optional & (saved.keys() ^ into.keys())
     saved, into = ({name: one for name, one in each.items() if name not in odd} for each in (saved, into))
     copy_tensors(saved, into, str(folder / STATE_FILE))
 

@@ -217,9 +217,12 @@ class TrainerMetrics:
         self._recordings = {result: self._writer.counter("rlhfd_recordings_total", result=result) for result in results}
         self._recording_bytes = self._writer.gauge("rlhfd_recording_bytes")
 
-    def recorded(self, result: Recorded, nbytes: int) -> None:
-        """Count a result for the rows of a step, and set the bytes of all recorded rows."""
+    def recorded(self, result: Recorded) -> None:
+        """Count a result for the rows of a step."""
         self._recordings[result].inc()
+
+    def recording_holds(self, nbytes: int) -> None:
+        """Set the bytes of all recorded rows on disk."""
         self._recording_bytes.set(nbytes)
 
     def not_saved(self) -> None:

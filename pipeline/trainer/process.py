@@ -29,14 +29,14 @@ from pipeline.storage.recording import FOLDER as RECORDING
 from pipeline.storage.recording import TrainerStart
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
-from pipeline.trainer.checkpoints import CheckpointNote, libraries, save_checkpoint
+from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.prefetch import Gathering
-from pipeline.trainer.recording.recorder import StepRecorder
+from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
 from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
@@ -197,6 +197,8 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         step_log=open_step_log(config, start) if context.index == 0 else None,
         sharding=sharding,
     )
+    if context.index == 0:
+        forget_undone_steps(config, start)
     if recorder := open_recorder(config, start, device, metrics):
         trainer.record_to(recorder)
     if context.index == 0 or sharding is not None:
@@ -297,17 +299,32 @@ def open_recorder(config: Config, start: Start, device: torch.device, metrics: T
     record, folder = config.trainer.record, run_dir(config) / RECORDING
     if record == "off":
         return None
-    described = TrainerStart(identity_of(config), config.model_dump(mode="json"), libraries(), device_name(device))
-    most_bytes = config.trainer.record_bytes if record == "rows" else 0
+    described = TrainerStart(identity_of(config), config.model_dump(mode="json"), versions(), device_name(device))
     metrics.begin_recording()
     try:
         return StepRecorder(
-            folder, described, after_step=start.progress.step, most_bytes=most_bytes, count=metrics.recorded
+            folder,
+            described,
+            after_step=start.progress.step,
+            most_bytes=config.trainer.record_bytes if record == "rows" else 0,
+            count=metrics.recorded,
+            hold=metrics.recording_holds,
         )
     except OSError as error:
-        metrics.recorded("failed", 0)
+        metrics.recorded("failed")
         log.error("no step is recorded: path=%s error=%s", folder, error.strerror)
         return None
+
+
+def forget_undone_steps(config: Config, start: Start) -> None:
+    """Remove the steps after the start from a recording that an earlier start kept, if this one keeps none."""
+    if config.trainer.record != "off":
+        return
+    folder = run_dir(config) / RECORDING
+    try:
+        cut(folder, start.progress.step)
+    except OSError as error:
+        log.error("recorded steps that are taken again are not removed: path=%s error=%s", folder, error.strerror)
 
 
 def evaluation_follower(config: Config, agree: Callable[[bool], bool]) -> EvaluationFollower | None:

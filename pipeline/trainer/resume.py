@@ -42,7 +42,7 @@ from pipeline.trainer.checkpoints import (
 )
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.sharding.sharding import Sharding
-from pipeline.trainer.state import LearnerProtocol, Progress, restore_random_state, tensors_of
+from pipeline.trainer.state import OPTIONAL, LearnerProtocol, Progress, restore_random_state, tensors_of
 
 _FRESH = "`rlhfd start --fresh` starts anew"
 
@@ -243,9 +243,21 @@ class Resumption:
 
 
 def load_whole(
-    folder: Path, config: Config, models: Mapping[str, torch.nn.Module], state: Mapping[str, torch.Tensor]
+    folder: Path,
+    config: Config,
+    models: Mapping[str, torch.nn.Module],
+    state: Mapping[str, torch.Tensor],
+    *,
+    optional: frozenset[str] = OPTIONAL,
 ) -> None:
     """Set whole models and a training state (`tensors_of`) to those of a checkpoint; its files are verified before.
+
+    Args:
+        folder: The checkpoint.
+        config: The run's configuration.
+        models: ``actor`` and, with PPO, ``critic``.
+        state: The training state, live.
+        optional: Tensors of the state that the checkpoint may lack or have more.
 
     Raises:
         CheckpointError: If a file cannot be read, or is of other models.
@@ -264,7 +276,7 @@ def load_whole(
             raise CheckpointError(f"{path}: {error}") from error
     for name, target in targets.items():
         copy_tensors(saved[name], target, f"{folder} ({name})")
-    load_state(folder, state)
+    load_state(folder, state, optional)
 
 
 def _changes(before: Mapping[str, Any], config: Config) -> list[str]:

@@ -20,6 +20,9 @@ _CUDA_GENERATOR = "generator.cuda"
 OPTIONAL = frozenset({"kl_coef"})
 """Tensors that a checkpoint may lack or have more: those of settings that may change with a resume."""
 
+DEVICE_STATE = frozenset({_CUDA_GENERATOR})
+"""Tensors that a checkpoint has if its trainer was on a GPU."""
+
 
 class LearnerProtocol(Protocol):
     """The interface of a learner (`pipeline.trainer.learner.Learner`).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.recording.recorder import StepRecorder
+from pipeline.trainer.recording.recorder import FULL_DISK, StepRecorder
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
 from pipeline.trainer.saving.best import EvaluationFollower
@@ -102,6 +103,8 @@ class Trainer:
         self._probe = probe
         self._step_log = step_log
         self._recorder: StepRecorder | None = None
+        # Whether recorded rows were removed for the last checkpoint, which failed on a full disk.
+        self._made_room = False
         self._sharding = sharding
         self.evaluations: EvaluationFollower | None = None
         self._best_step = -1
@@ -193,6 +196,9 @@ class Trainer:
         if self._all_ranks_save(self.step > self._saved_step):
             self._checkpoint()
             self._wait_for_checkpoint()
+            while self._made_room and self.step > self._saved_step:
+                self._checkpoint()
+                self._wait_for_checkpoint()
         if self._sharding is not None:
             # All ranks took part in the last checkpoint.
             self._ranks.leave()
@@ -402,10 +408,14 @@ class Trainer:
 
     def _ended(self, outcome: Outcome) -> None:
         is_first = self._connection.rank == 0
+        self._made_room = False
         if outcome.error:
             if is_first:
                 self._metrics.not_saved()
                 log.error("%s", outcome.error)
+                is_full = any(os.strerror(number) in outcome.error for number in FULL_DISK)
+                if self._recorder is not None and is_full:
+                    self._made_room = self._recorder.give_way()
             return
         self._saved_step = outcome.step
         if is_first:

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from pipeline import recorded_batches
 from pipeline.errors import ConfigError, DecodeError
-from pipeline.storage.recording import LINES, read_recording, rows_path
+from pipeline.storage.recording import LINES, RecordLine, read_recording, rows_path
 from pipeline.trainer.recording.replay import Replay, report, train
 from tests.support.daemon import SMALL, Daemon, rlhfd, task, telling_reward, total
+from tests.support.recording import rewrite
 
 pytestmark = pytest.mark.integration
 __all__ = ["task"]
@@ -117,7 +119,7 @@ def test_recorded_steps_of_a_killed_run_are_replayed_bit_for_bit(
     logged = (run / "metrics.jsonl").read_text().splitlines()
     assert [lasting(line) for line in trained] == [lasting(line) for line in logged]
 
-    # A flipped byte is found, in rows and in a line.
+    # A flipped byte is found, in rows and in a line; so is another value in a whole line.
     path = rows_path(folder, 2)
     whole = path.read_bytes()
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
@@ -127,10 +129,22 @@ def test_recorded_steps_of_a_killed_run_are_replayed_bit_for_bit(
     text = (folder / LINES).read_text()
     known = recording.weights[2].weights
     (folder / LINES).write_text(text.replace(known, f"{int(known, 16) ^ 1:016x}"))
+    with pytest.raises(ConfigError, match=r"steps\.jsonl:\d+ is damaged: its checksum is not"):
+        report(run, 2, "cpu", debug=False, write=lines.append)
+    (folder / LINES).write_text(text)
+    rewrite(folder, lambda line: with_weights(line, 2, int(known, 16) ^ 1))
     assert not report(run, 2, "cpu", debug=False, write=lines.append)
     assert lines[-1].startswith(f"step 2: weights={known}") and "differs, weights=" in lines[-1]
     (folder / LINES).write_text(text)
     refuses_what_it_cannot_replay(run, last)
+
+
+def with_weights(line: RecordLine, step: int, weights: int) -> RecordLine:
+    """Return a line, that of a step's published weights with these."""
+    if line.step != step or line.published is None:
+        return line
+    published = msgspec.structs.replace(line.published, weights=f"{weights:016x}")
+    return msgspec.structs.replace(line, published=published)
 
 
 def lasting(line: str) -> dict[str, Any]:
@@ -164,6 +178,7 @@ def refuses_what_it_cannot_replay(run: Path, last: int) -> None:
     folder = run / "recording"
     with pytest.raises(ConfigError, match=f"step {last + 1} is not recorded: steps 1 to {last} are"):
         Replay(run, last + 1)
+    rows = rows_path(folder, 1).read_bytes()
     rows_path(folder, 1).unlink()
     with pytest.raises(ConfigError, match=r"is the start of the run, and 1 of .* first step 1: its rows were removed"):
         Replay(run, 3)
@@ -172,11 +187,10 @@ def refuses_what_it_cannot_replay(run: Path, last: int) -> None:
     with pytest.raises(ConfigError, match="is of another run"):
         Replay(run, 2)
     (run / "run.json").write_text(json.dumps(note))
-    lines = (folder / LINES).read_text().splitlines(keepends=True)
-    first = json.loads(lines[0])
-    first["start"]["config"]["trainer"]["learning_rate"] = 0.5
-    rows_path(folder, 1).write_bytes(rows_path(folder, 2).read_bytes())
-    (folder / LINES).write_text("".join([json.dumps(first) + "\n", *lines[1:]]))
+    rows_path(folder, 1).write_bytes(rows)
+    first = read_recording(folder).starts[0][1]
+    first.config["trainer"]["learning_rate"] = 0.5
+    rewrite(folder, lambda line: msgspec.structs.replace(line, start=first) if line.start and not line.step else line)
     with pytest.raises(ConfigError, match=r"step \d+ was taken with other settings of \[model\], \[rollout\]"):
         Replay(run, last)
     shutil.rmtree(folder)

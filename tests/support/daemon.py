@@ -394,12 +394,14 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def rlhfd(*words: str, folder: Path, timeout_s: float = END_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def rlhfd(
+    *words: str, folder: Path, timeout_s: float = END_TIMEOUT_S, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command of rlhfd to its end."""
     return subprocess.run(
         [str(PROGRAM), *words],
         cwd=folder,
-        env=clean_environment(),
+        env={**clean_environment(), **(environment or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -1,28 +1,34 @@
 """The writer of a run's recording (`pipeline.storage.recording`, which has the format and the order of the writes).
 
 Rows are recorded as the batch that the step was taken on, encoded again: without padding, each row once. The oldest
-rows are removed beyond `trainer.record_bytes`; lines stay. A full disk stops no step: it costs the rows of these steps,
-and lines wait.
+rows are removed beyond `trainer.record_bytes`; lines stay. A full disk stops no step: the older half of the rows is
+removed, for a checkpoint that finds no room too. If that is not enough, it costs the rows of these steps, and lines
+wait.
 """
 
 from __future__ import annotations
 
 import collections
+import errno
+import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import ArenaFullError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
+from pipeline.runtime.lock import installed_version
 from pipeline.runtime.messages import ExtentRows
 from pipeline.storage import extent_file
 from pipeline.storage.extent_file import SavedExtent
+from pipeline.storage.files import flush_folder
 from pipeline.storage.recording import (
     LINES,
     ROWS,
@@ -33,14 +39,17 @@ from pipeline.storage.recording import (
     RecordLine,
     Taken,
     TrainerStart,
+    encoded,
     recorded_rows,
     rows_path,
 )
 from pipeline.storage.step_lines import StepLines
 from pipeline.storage.weights_header import WeightsVersion
+from pipeline.trainer.checkpoints import libraries
 from pipeline.trainer.connection import Batch
 from pipeline.trainer.state import Progress
 
+FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
 _LEAST_ROOM_BYTES = 1 << 20
 _HEADER_BYTES = 8192
 """Room for the header of a file, beside the numbers of its rows."""
@@ -58,7 +67,8 @@ class StepRecorder:
         *,
         after_step: int,
         most_bytes: int,
-        count: Callable[[Recorded, int], None],
+        count: Callable[[Recorded], None],
+        hold: Callable[[int], None] = lambda nbytes: None,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         """Open a recording, remove the steps that are taken again, and record the start.
@@ -68,7 +78,8 @@ class StepRecorder:
             start: Description of this start.
             after_step: Steps that training continues from.
             most_bytes: Most bytes of all rows together; 0 records no rows.
-            count: Called with each result, and the bytes of all rows on disk.
+            count: Called with each result.
+            hold: Called with the bytes of all rows on disk, at first and whenever they have changed.
             clock_s: Unix time.
 
         Raises:
@@ -77,6 +88,7 @@ class StepRecorder:
         self._folder = folder
         self._most_bytes = most_bytes
         self._count = count
+        self._hold = hold
         self._clock_s = clock_s
         self._memories: list[npt.NDArray[np.uint8]] = []
         self._is_failing = False
@@ -84,17 +96,16 @@ class StepRecorder:
         try:
             for left in (folder / ROWS).glob("*.new"):
                 left.unlink(missing_ok=True)
-            files = list(recorded_rows(folder))
-            for step, path in files:
-                if step > after_step:
-                    path.unlink(missing_ok=True)
-            if files and files[-1][0] > after_step:
-                log.info("recorded steps are taken again: from_step=%d to_step=%d", after_step + 1, files[-1][0])
-            self._files = collections.deque((path, path.stat().st_size) for step, path in files if step <= after_step)
+            kept = remove_rows(folder, after_step)
+            self._files = collections.deque((path, path.stat().st_size) for path in kept)
+            self._nbytes = sum(nbytes for _, nbytes in self._files)
+            self._warn_of_little_room()
         except BaseException:
             self._lines.close()
             raise
-        self._nbytes = sum(nbytes for _, nbytes in self._files)
+        # A killed predecessor may have flushed none of them.
+        self._unflushed = len(self._files)
+        self._hold(self._nbytes)
         self._write(RecordLine(after_step, start=start))
 
     def record(self, step: int, batches: Sequence[Batch], progress: Progress) -> None:
@@ -124,15 +135,52 @@ class StepRecorder:
         self._write(RecordLine(step, published=PublishedWeights(version.version, f"{version.fingerprint:016x}")))
 
     def flush(self) -> None:
-        """Flush the lines to disk."""
+        """Flush the lines, and the rows since the last flush, to disk."""
         self._lines.flush()
+        count, self._unflushed = min(self._unflushed, len(self._files)), 0
+        try:
+            for path, _ in itertools.islice(reversed(self._files), count):
+                _flush(path)
+            if count:
+                flush_folder(self._folder / ROWS)
+        except OSError as error:
+            log.warning("recorded rows were not flushed: path=%s error=%s", self._folder / ROWS, error.strerror)
+
+    def give_way(self) -> bool:
+        """Remove the older half of the rows, for a checkpoint that found no room: without it the steps are lost.
+
+        Returns:
+            Whether any were removed.
+        """
+        if not self._files:
+            return False
+        before = self._nbytes
+        try:
+            self._remove_down_to(before // 2)
+        except OSError as error:
+            log.warning("recorded rows were not removed: path=%s error=%s", self._folder / ROWS, error.strerror)
+        log.warning("the disk is full, the older half of the recorded rows is removed: bytes=%d left_bytes=%d path=%s",
+                    before - self._nbytes, self._nbytes, self._folder / ROWS)  # fmt: skip
+        return self._nbytes < before
 
     def close(self) -> None:
         """Close the files."""
         self._lines.close()
 
     def _write(self, line: RecordLine) -> None:
-        self._lines.write(msgspec.json.encode(line) + b"\n")
+        self._lines.write(encoded(line))
+
+    def _held(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._hold(nbytes)
+
+    def _warn_of_little_room(self) -> None:
+        system = os.statvfs(self._folder)
+        free_bytes = system.f_bavail * system.f_frsize
+        if self._most_bytes > self._nbytes + free_bytes:
+            log.warning("recorded rows may fill the disk, which the checkpoints need too: lower trainer.record_bytes: "
+                        "trainer.record_bytes=%d recorded_bytes=%d free_bytes=%d path=%s",
+                        self._most_bytes, self._nbytes, free_bytes, self._folder)  # fmt: skip
 
     def _keep_rows(self, step: int, batches: Sequence[Batch]) -> tuple[int, list[str]]:
         """Write the rows of a step; return the size of the file, 0 if there is none, and a digest for each batch."""
@@ -145,12 +193,18 @@ class StepRecorder:
         try:
             if not self._make_room(step, sum(len(data) + _HEADER_BYTES + 8 * extent.rows for extent, data in extents)):
                 return 0, []
-            nbytes, saved = extent_file.save_bytes(path, extents, {"step": str(step)})
+            try:
+                nbytes, saved = extent_file.save_bytes(path, extents, {"step": str(step)})
+            except OSError as error:
+                if error.errno not in FULL_DISK or not self._files:
+                    raise
+                self.give_way()
+                nbytes, saved = extent_file.save_bytes(path, extents, {"step": str(step)})
         except OSError as error:
             if not self._is_failing:
                 log.error("the rows of a step are not recorded: step=%d path=%s error=%s", step, path, error.strerror)
             self._is_failing = True
-            self._count("failed", self._nbytes)
+            self._count("failed")
             return 0, []
         finally:
             for memory, (_, data) in zip(self._memories, extents, strict=False):
@@ -159,8 +213,9 @@ class StepRecorder:
             log.info("rows are recorded again: step=%d", step)
         self._is_failing = False
         self._files.append((path, nbytes))
-        self._nbytes += nbytes
-        self._count("kept", self._nbytes)
+        self._unflushed += 1
+        self._held(self._nbytes + nbytes)
+        self._count("kept")
         return nbytes, [f"{extent.digest:016x}" for extent in saved]
 
     def _encoded(self, place: int, experience: Experience) -> memoryview:
@@ -184,14 +239,65 @@ class StepRecorder:
                 log.error("the rows of a step are not recorded: step=%d bytes=%d trainer.record_bytes=%d",
                           step, nbytes, self._most_bytes)  # fmt: skip
             self._is_failing = True
-            self._count("too_large", self._nbytes)
+            self._count("too_large")
             return False
-        while self._files and self._nbytes + nbytes > self._most_bytes:
-            path, removed = self._files.popleft()
-            path.unlink(missing_ok=True)
-            self._nbytes -= removed
-            self._count("removed", self._nbytes)
+        self._remove_down_to(self._most_bytes - nbytes)
         return True
+
+    def _remove_down_to(self, nbytes: int) -> None:
+        """Remove the oldest rows until all that are left have at most `nbytes`.
+
+        Raises:
+            OSError: If a file cannot be removed; it still counts.
+        """
+        while self._files and self._nbytes > nbytes:
+            path, removed = self._files[0]
+            path.unlink(missing_ok=True)
+            self._files.popleft()
+            self._held(self._nbytes - removed)
+            self._count("removed")
+
+
+def remove_rows(folder: Path, after_step: int) -> list[Path]:
+    """Remove the rows of steps after one; return the files of the others, the oldest first.
+
+    Raises:
+        OSError: If a file cannot be removed.
+    """
+    files = list(recorded_rows(folder))
+    for step, path in files:
+        if step > after_step:
+            path.unlink(missing_ok=True)
+    if files and files[-1][0] > after_step:
+        log.info("recorded steps are taken again: from_step=%d to_step=%d", after_step + 1, files[-1][0])
+    return [path for step, path in files if step <= after_step]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of rlhfd and of the libraries whose functions a step calls."""
+    return {"rlhfd": installed_version(), **libraries()}
+
+
+def cut(folder: Path, after_step: int) -> None:
+    """Remove the steps after one from a recording, if there is one: a start that records nothing takes others.
+
+    Raises:
+        OSError: If a file cannot be cut or removed.
+    """
+    if (folder / LINES).exists():
+        StepLines(folder / LINES, after_step=after_step).close()
+        remove_rows(folder, after_step)
+
+
+def _flush(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # removed for newer rows
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _origin(part: ExtentRows) -> Origin:

@@ -1,7 +1,7 @@
 """Recorded steps, taken again in this process: from a checkpoint, or from the models as the run began.
 
 The steps after the checkpoint are taken on their recorded rows. On the same device, with the same libraries, each gives
-the recorded digests bit for bit; the first difference ends the replay.
+the recorded digests bit for bit; the first difference ends the replay, unless the step is wanted under pdb.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import pdb
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-import pydantic
 import torch
 
 from pipeline.config.identity import identity_of
@@ -31,22 +29,17 @@ from pipeline.models.weights.slot_copy import Slot
 from pipeline.models.weights.store import bytes_of_slot, flatten
 from pipeline.prompts.rendering import first_tokens
 from pipeline.runtime.child_process import attention_variables
-from pipeline.runtime.run_folder import heads_in, read_note
+from pipeline.runtime.run_folder import read_note
 from pipeline.storage.recording import Recording, TrainerStart, recording_of
-from pipeline.trainer.checkpoints import libraries, verify
 from pipeline.trainer.checkpoints import read_note as read_checkpoint
+from pipeline.trainer.checkpoints import verify
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import new_learner, whole_models
+from pipeline.trainer.recording.bases import Base, Bases, config_of
+from pipeline.trainer.recording.recorder import versions
 from pipeline.trainer.resume import load_whole
-from pipeline.trainer.state import Progress, digest_after, restore_random_state, tensors_of
+from pipeline.trainer.state import DEVICE_STATE, OPTIONAL, Progress, digest_after, restore_random_state, tensors_of
 from pipeline.trainer.step_log import line_of
-from pipeline.trainer.step_stats import StepStats
-
-_WITHOUT_EFFECT = frozenset({
-    "max_steps", "save_every", "keep_checkpoints", "resume", "keep_state", "probe_every", "publish_every", "record",
-    "record_bytes", "devices",
-})  # fmt: skip
-"""Keys of ``[trainer]`` that change no step."""
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +53,6 @@ class Replayed(NamedTuple):
         experiences: Digest of all experience up to and including it, in hexadecimal.
         recorded_weights: The recorded fingerprint; empty if its weights were not published.
         recorded_experiences: The recorded digest.
-        stats: The statistics of the step; None for the weights before the first one.
     """
 
     step: int
@@ -68,7 +60,6 @@ class Replayed(NamedTuple):
     experiences: str
     recorded_weights: str
     recorded_experiences: str
-    stats: StepStats | None = None
 
     @property
     def differences(self) -> list[str]:
@@ -111,13 +102,15 @@ class Replay:
             raise ConfigError(f"{self._recording.folder}: the start of the trainer that took step {step} is missing")
         self.start = start
         self.device = _device(device or ("cpu" if start.device == "cpu" else ""))
-        self.config = _config_of(self._recording, start)
+        self.config = config_of(self._recording, start)
         note = read_note(run)
         if note is None or not note.identity == start.identity == identity_of(self.config):
             raise ConfigError(f"{self._recording.folder} is of another run: its models, prompts, seed or batches are "
                               f"not those of {run / 'run.json'}")  # fmt: skip
-        self._checkpoint, self.base = self._checkpoint_before(run)
-        self._refuse_what_is_missing()
+        bases = Bases(run, self._recording)
+        found = self._usable(bases)
+        self._checkpoint, self.base = found.folder, found.step
+        self._refuse_what_is_missing(bases)
 
     @property
     def begin(self) -> str:
@@ -125,7 +118,7 @@ class Replay:
         return "the start of the run" if self._checkpoint is None else f"checkpoint {self._checkpoint.name}"
 
     def steps(self, *, debug: bool = False) -> Iterator[Replayed]:
-        """Take the steps again, from the one after the checkpoint to the wanted one.
+        """Take the steps again, from the one after the checkpoint to the wanted one, unless that is left in pdb.
 
         Args:
             debug: Whether to take the wanted step under pdb, which stops at its first line.
@@ -143,22 +136,29 @@ class Replay:
         progress = Progress()
         if self._checkpoint is not None:
             state = tensors_of(learner, progress, device)
-            load_whole(self._checkpoint, config, models, state)
+            # A device of another kind has no such state, or a checkpoint has none for this device.
+            load_whole(self._checkpoint, config, models, state, optional=OPTIONAL | DEVICE_STATE)
             progress = restore_random_state(state, device)
         learner.step, digest = progress.step, progress.digest
         if self.base in self._recording.weights:
-            yield self._compared(self.base, models, digest, None)
+            yield self._compared(self.base, models, digest)
         for step in range(self.base + 1, self._step + 1):
             batches = batches_of(self._recording, step)
             digest = digest_after(digest, batches)
             batches = _moved(batches, device)
-            is_debugged = debug and step == self._step
-            stats = pdb.runcall(learner.update, batches) if is_debugged else learner.update(batches)
-            yield self._compared(step, models, digest, stats)
+            if not (debug and step == self._step):
+                learner.update(batches)
+            # pdb returns None where it is left within the step: by `q` or the end of its input.
+            elif pdb.runcall(learner.update, batches) is None:
+                return
+            yield self._compared(step, models, digest)
 
-    def _compared(
-        self, step: int, models: dict[str, torch.nn.Module], digest: int, stats: StepStats | None
-    ) -> Replayed:
+    def hints(self, step: int) -> list[str]:
+        """Return the differences between the trainer that took a step and this process: they may explain others."""
+        start = self._recording.start_of(max(step, 1))
+        return hints_of(start or self.start, self.device)
+
+    def _compared(self, step: int, models: dict[str, torch.nn.Module], digest: int) -> Replayed:
         experiences = f"{digest:016x}"
         weights, taken = self._recording.weights.get(step), self._recording.steps.get(step)
         return Replayed(
@@ -168,56 +168,42 @@ class Replay:
             "" if weights is None else weights.weights,
             # Of the step before the first one there is no line.
             experiences if taken is None else taken.experiences,
-            stats,
         )
 
-    def _checkpoint_before(self, run: Path) -> tuple[Path | None, int]:
-        """Return the newest usable checkpoint before the step, with its step; None and 0 without one."""
-        heads = [(head.step, folder) for folder, head in heads_in(run / "checkpoints")
-                 if head.step < self._step and head.identity == self.start.identity]  # fmt: skip
-        for step, folder in sorted(heads, reverse=True):
+    def _usable(self, bases: Bases) -> Base:
+        for strange in bases.strange:
+            if strange.step < self._step:
+                log.warning("a checkpoint is not of the recorded steps, trying the one before it: %s", strange.folder)
+        for base in bases.before(self._step):
+            if base.folder is None:
+                return base
             try:
-                note = read_checkpoint(folder)
-                taken, weights = self._recording.steps.get(step), self._recording.weights.get(step)
-                if (taken is not None and note.digest != taken.experiences) or (
-                    weights is not None and note.fingerprint != weights.weights
-                ):
-                    raise CheckpointError(f"{folder} is not of the recorded steps")
-                verify(folder, note)
+                verify(base.folder, read_checkpoint(base.folder))
             except CheckpointError as error:
                 log.warning("a checkpoint cannot be used, trying the one before it: %s", error)
                 continue
-            return folder, step
-        return None, 0
+            return base
+        raise AssertionError("the start of the run is the last base")
 
-    def _refuse_what_is_missing(self) -> None:
+    def _refuse_what_is_missing(self, bases: Bases) -> None:
         recording = self._recording
         needed = range(self.base + 1, self._step + 1)
         lacking = [step for step in needed if not recording.has_rows(step)]
         if lacking:
             step = lacking[0]
-            if step not in recording.steps:
-                reason = "it is not recorded"
-            elif not recording.steps[step].nbytes:
-                reason = 'its rows were not kept: trainer.record = "rows" keeps them, unless the log tells of a failure'
-            else:
-                reason = "its rows were removed: raise trainer.record_bytes, or save checkpoints more often"
             raise ConfigError(
                 f"step {self._step} cannot be replayed: the newest usable checkpoint before it is {self.begin}, and "
-                f"{len(lacking)} of the steps from there on lack their rows, first step {step}: {reason}"
+                f"{len(lacking)} of the steps from there on lack their rows, first step {step}: "
+                f"{_why_without_rows(recording, step)}"
             )
-        wanted, before = _effective(self.config), self.start
+        wanted = bases.settings_of(self._step)
         for step in reversed(needed):
-            start = recording.start_of(step)
-            # Few starts for many steps: each configuration is checked once.
-            if start is before:
-                continue
-            if start is None or _effective(_config_of(recording, start)) != wanted:
+            if bases.settings_of(step) != wanted:
                 raise ConfigError(
                     f"step {self._step} cannot be replayed from {self.begin}: step {step} was taken with other "
-                    "settings of [model], [rollout] or [trainer], and there is no checkpoint after it"
+                    "settings of [model], [rollout], [trainer] or daemon.cudnn_attention, and there is no checkpoint "
+                    "after it; trainer.keep_checkpoints keeps more of them"
                 )
-            before = start
 
 
 def report(run: Path, step: int, device: str, *, debug: bool, write: Callable[[str], object]) -> bool:
@@ -227,11 +213,11 @@ def report(run: Path, step: int, device: str, *, debug: bool, write: Callable[[s
         run: Folder of the run.
         step: The step.
         device: Device of the models; empty for a device of the kind on which the step was taken.
-        debug: Whether to take the step under pdb.
+        debug: Whether to take the step under pdb, also after a difference.
         write: Called with each line.
 
     Returns:
-        Whether all digests are the recorded ones.
+        Whether all digests that were compared are the recorded ones.
 
     Raises:
         ConfigError: If something that the step needs is missing, or of another run.
@@ -240,46 +226,74 @@ def report(run: Path, step: int, device: str, *, debug: bool, write: Callable[[s
     replay = Replay(run, step, device)
     os.environ.update(attention_variables(cudnn_attention=replay.config.daemon.cudnn_attention))
     write(f"step {step} from {replay.begin}, on {device_name(replay.device)}")
+    reached, is_equal = -1, True
     for found in replay.steps(debug=debug):
+        reached = found.step
         digests = f"step {found.step}: weights={found.weights} experiences={found.experiences}"
-        if found.differences:
-            write(f"{digests}: differs, {'; '.join(found.differences)}")
-            for hint in hints_of(replay.start, replay.device):
+        if not found.differences:
+            published = "" if found.recorded_weights else ", weights were not published"
+            write(f"{digests}: equal to the recorded ones{published}")
+            continue
+        write(f"{digests}: differs, {'; '.join(found.differences)}")
+        if is_equal:
+            for hint in replay.hints(found.step):
                 write(f"  {hint}")
+        is_equal = False
+        if not debug:
             return False
-        published = "" if found.recorded_weights else ", weights were not published"
-        write(f"{digests}: equal to the recorded ones{published}")
-    return True
+    if reached != step:
+        write(f"step {step}: left in the debugger, nothing is compared")
+    return is_equal
 
 
 def train(config: Config, run: Path, device: str, *, write: Callable[[str], object]) -> None:
     """Train the models of a configuration on all recorded rows of a run, a line of statistics for each step.
 
     Args:
-        config: The configuration; nothing of it need be that of the run but the kind of the rows.
+        config: The configuration. Advantages were computed with the rows: its algorithm and its advantages must be
+            those of the run; its sampling, rewards, buffer and number of steps are not used.
         run: Folder of the run.
         device: Device of the models; empty for the process's.
-        write: Called with the line of each step, JSON as in ``metrics.jsonl``.
+        write: Called with the line of each step, JSON as in ``metrics.jsonl``; its ``step`` is the recorded one.
 
     Raises:
-        ConfigError: If there is no recording or no row in it, or a model cannot be loaded.
+        ConfigError: If there is no recording or no row in it, its rows are of another algorithm or have other
+            advantages, or a model cannot be loaded.
         DecodeError: If recorded rows are damaged.
         FieldError: If the rows lack a field that the configuration's algorithm needs.
+        OSError: If rows cannot be read.
     """
     recording, own = recording_of(run), _device(device)
     kept = [step for step in sorted(recording.steps) if recording.has_rows(step)]
     if not kept:
         raise ConfigError(f'no rows are recorded in {recording.folder}: trainer.record = "rows" keeps them')
+    _refuse_other_rows(config, recording, kept)
+    if kept != list(range(1, len(kept) + 1)):
+        log.warning("the models train from their start on, without the rows of all steps: first=%d last=%d kept=%d",
+                    kept[0], kept[-1], len(kept))  # fmt: skip
     os.environ.update(attention_variables(cudnn_attention=config.daemon.cudnn_attention))
     _, learner = _new(config, own)
     for step in kept:
         stats = learner.update(_moved(batches_of(recording, step), own))
-        write(line_of(learner.step, stats, time.time()).decode().rstrip())
+        write(line_of(step, stats, time.time()).decode().rstrip())
+
+
+def _refuse_other_rows(config: Config, recording: Recording, kept: list[int]) -> None:
+    starts = {id(start): start for step in kept if (start := recording.start_of(step)) is not None}
+    for start in starts.values():
+        recorded = config_of(recording, start)
+        for key, there, here in (
+            ("rollout.algorithm", recorded.rollout.algorithm, config.rollout.algorithm),
+            ("rollout.advantages", recorded.advantages, config.advantages),
+        ):
+            if there != here:
+                raise ConfigError(f"{key}: {here}, the recorded rows are of {there}: "
+                                  "their advantages were computed with them")  # fmt: skip
 
 
 def hints_of(start: TrainerStart, device: torch.device) -> list[str]:
     """Return the differences between the recorded start and this process that may explain other digests."""
-    here = {**libraries(), "device": device_name(device)}
+    here = {**versions(), "device": device_name(device)}
     there = {**start.libraries, "device": start.device}
     return [f"{name} is {here.get(name)} here, {there[name]} there" for name in there if here.get(name) != there[name]]
 
@@ -294,10 +308,18 @@ def fingerprint_of(models: dict[str, torch.nn.Module]) -> str:
 
 
 def _device(name: str) -> torch.device:
+    if not name:
+        return process_device()
     try:
-        return torch.device(name) if name else process_device()
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: neither cpu nor cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"--device {name}: this process can use {count} GPUs")
+    return device
 
 
 def _new(config: Config, device: torch.device) -> tuple[dict[str, torch.nn.Module], Learner]:
@@ -315,22 +337,15 @@ def _moved(batches: list[Experience], device: torch.device) -> list[Experience]:
     return batches
 
 
-def _config_of(recording: Recording, start: TrainerStart) -> Config:
-    try:
-        return Config.model_validate_json(msgspec.json.encode(start.config))
-    except pydantic.ValidationError as error:
-        raise ConfigError(f"{recording.folder}: its configuration is not one of this release: {error}") from error
-
-
-def _effective(config: Config) -> dict[str, Any]:
-    """Return the settings that a step depends on, besides its rows."""
-    rollout = config.rollout
-    return {
-        "model": config.model.model_dump(),
-        "trainer": config.trainer.model_dump(exclude=set(_WITHOUT_EFFECT)),
-        "kl_coef": config.trainer_kl_coef,
-        "rollout": (rollout.algorithm, rollout.temperature, rollout.log_probs, config.advantages, config.lengths),
-    }
+def _why_without_rows(recording: Recording, step: int) -> str:
+    if step not in recording.steps:
+        return "it is not recorded"
+    if not recording.steps[step].nbytes:
+        return 'its rows were not kept: trainer.record = "rows" keeps them, unless the log tells of a failure'
+    if recording.rows_path(step).is_file():
+        return "the file of its rows is not whole, as after a power failure"
+    return ("its rows were removed: raise trainer.record_bytes, or trainer.keep_checkpoints for a later checkpoint "
+            "before the step")  # fmt: skip
 
 
 def _range_of(recording: Recording) -> str:

@@ -2,82 +2,34 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-from pipeline.errors import ConfigError, DecodeError
-from pipeline.experience import codec
-from pipeline.experience.recorded_batches import batches_of, recorded_batches
-from pipeline.experience.types import Experience
-from pipeline.runtime.messages import ExtentRows
-from pipeline.storage import extent_file
+from pipeline.config.identity import run_dir
+from pipeline.config.schema import Config
+from pipeline.experience.recorded_batches import recorded_batches
+from pipeline.runtime.lock import installed_version
 from pipeline.storage.recording import (
     LINES,
     Origin,
-    Recorded,
-    TrainerStart,
     read_recording,
     recorded_rows,
-    recording_of,
     rows_path,
 )
-from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.reader import MetricsReader
 from pipeline.trainer.connection import Batch
-from pipeline.trainer.recording.recorder import StepRecorder
+from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.process import forget_undone_steps, open_recorder
+from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
 from pipeline.trainer.resume import Start
 from pipeline.trainer.state import Progress
 from tests.support.experiences import made_up, made_up_vl
-from tests.support.items import assert_equal
+from tests.support.recording import MOST_BYTES, START, Counts, batch_of, equal, gathered, recorder_in, take
 from tests.trainer.test_trainer import Bench, bench
 
 __all__ = ["bench"]
-MOST_BYTES = 1 << 30
-START = TrainerStart("identity", {"daemon": {"seed": 3}}, {"torch": "2"}, "cpu")
-
-
-class Counts(dict[Recorded, int]):
-    nbytes = 0
-
-    def count(self, result: Recorded, nbytes: int) -> None:
-        self[result] = self.get(result, 0) + 1
-        self.nbytes = nbytes
-
-
-def recorder_in(
-    folder: Path, counts: Counts | None = None, *, after_step: int = 0, most_bytes: int = MOST_BYTES
-) -> StepRecorder:
-    count = (Counts() if counts is None else counts).count
-    return StepRecorder(folder, START, after_step=after_step, most_bytes=most_bytes, count=count, clock_s=lambda: 5.0)
-
-
-def gathered(experience: Experience) -> Experience:
-    """Return a batch as a trainer gets it: padded on the left alone."""
-    memory = memoryview(bytearray(1 << 24))
-    nbytes = codec.encode(experience, memory).nbytes
-    return codec.gather([(codec.ExtentReader(memory[:nbytes]), range(len(experience.sequences)))])
-
-
-def batch_of(step: int, experience: Experience | None = None) -> Batch:
-    experience = gathered(made_up(seed=step)) if experience is None else experience
-    parts = [ExtentRows(0, 64, 0, step - 1, 9, [0, 1, 3], 40, 2), ExtentRows(64, 64, 0, step - 1, 10, [5])]
-    return Batch(experience, step + 100, step - 1, position=7, parts=parts)
-
-
-def take(recorder: StepRecorder, *steps: int) -> None:
-    for step in steps:
-        recorder.record(step, [batch_of(step)], Progress(step, 1000 + step))
-        recorder.published(step, WeightsVersion(step, 2000 + step))
-
-
-def equal(one: Experience, other: Experience) -> None:
-    for name, value in vars(other).items():
-        assert_equal(name, getattr(one, name), value)
 
 
 def test_a_step_is_recorded_with_its_rows_their_origin_and_both_digests(tmp_path: Path) -> None:
@@ -160,120 +112,69 @@ def test_a_successor_takes_steps_again_and_each_is_recorded_once(tmp_path: Path)
     assert b'"step":3' not in (tmp_path / LINES).read_bytes()
 
 
-def test_the_oldest_rows_are_removed_beyond_the_limit_and_their_lines_stay(tmp_path: Path) -> None:
-    counts = Counts()
-    recorder = recorder_in(tmp_path / "one", counts)
-    take(recorder, 1)
-    recorder.close()
-    each = counts.nbytes
-    # The header's room is not all used: three files fit into this, with the room for a fourth they do not.
-    limit = 3 * each + 8192
-    recorder = recorder_in(tmp_path / "some", counts := Counts(), most_bytes=limit)
-    take(recorder, *range(1, 5))
-    recorder.close()
-    recorder = recorder_in(tmp_path / "some", counts, after_step=4, most_bytes=limit)
-    take(recorder, 5)
-    recorder.close()
-
-    recording = read_recording(tmp_path / "some")
-
-    kept = [step for step in recording.steps if recording.has_rows(step)]
-    assert kept and kept == list(range(6 - len(kept), 6)) and [*recording.steps] == [1, 2, 3, 4, 5]
-    assert counts == {"kept": 5, "removed": 5 - len(kept)} and counts.nbytes <= limit
-    assert counts.nbytes == sum(path.stat().st_size for _, path in recorded_rows(tmp_path / "some"))
-
-
-def test_rows_larger_than_the_limit_are_counted_and_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recorder = recorder_in(tmp_path, counts := Counts(), most_bytes=100)
-    take(recorder, 1, 2)
-    recorder.close()
-
-    assert counts == {"too_large": 2} and [*read_recording(tmp_path).steps] == [1, 2]
-    assert sum("trainer.record_bytes=100" in record.message for record in caplog.records) == 1
-
-
-def test_a_full_disk_costs_rows_and_no_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    recorder = recorder_in(tmp_path, counts := Counts())
-    take(recorder, 1)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        take(recorder, 2, 3)
-    take(recorder, 4)
-    recorder.close()
-
-    recording = read_recording(tmp_path)
-    assert [step for step in recording.steps if recording.has_rows(step)] == [1, 4]
-    assert [*recording.steps] == [1, 2, 3, 4] and counts == {"kept": 2, "failed": 2}
-    logged = [record.message for record in caplog.records]
-    assert sum("are not recorded" in line for line in logged) == 1 and sum("again" in line for line in logged) == 1
-    assert not [*(tmp_path / "rows").glob("*.new")]
-
-
-def test_no_flipped_byte_of_recorded_rows_goes_unnoticed(tmp_path: Path) -> None:
-    recorder = recorder_in(tmp_path)
-    take(recorder, 1)
-    recorder.close()
-    path, rng = rows_path(tmp_path, 1), random.Random(4)
-    whole, recording = path.read_bytes(), read_recording(tmp_path)
-    bytes_start = extent_file.load(path).starts[0]
-
-    # Each byte of a row, and some of the header, of which some say nothing about the rows.
-    for place in [*range(bytes_start, len(whole), 7), *rng.sample(range(bytes_start), 200)]:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :])
-        if place >= bytes_start:
-            with pytest.raises(DecodeError, match="is not the one that was saved"):
-                batches_of(recording, 1)
-            continue
-        try:
-            (found,) = batches_of(recording, 1)
-        except DecodeError:
-            continue
-        equal(found, gathered(made_up(seed=1)))
-
-
-def test_damaged_lines_are_read_or_refused(tmp_path: Path) -> None:
-    recorder = recorder_in(tmp_path)
-    take(recorder, 1, 2)
-    recorder.close()
-    whole, rng, refused = (tmp_path / LINES).read_bytes(), random.Random(5), 0
-
-    for _ in range(500):
-        place = rng.randrange(len(whole))
-        (tmp_path / LINES).write_bytes(
-            whole[:place] + rng.randbytes(rng.randrange(4)) + whole[place + rng.randrange(3) :]
-        )
-        try:
-            read_recording(tmp_path)
-        except DecodeError:
-            refused += 1
-
-    assert 250 < refused < 500
-
-
-def test_rows_of_another_step_and_a_damaged_line_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "recording"
+def test_steps_that_are_undone_without_a_recording_are_removed_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "recording"
+    cut(folder, 0)
+    assert not folder.exists()
     recorder = recorder_in(folder)
-    take(recorder, 1, 2)
+    take(recorder, 1, 2, 3)
     recorder.close()
-    rows_path(folder, 2).rename(rows_path(folder, 1))
-    with pytest.raises(DecodeError, match="does not hold the batches that were recorded for step 1"):
-        batches_of(read_recording(folder), 1)
 
-    lines = (folder / LINES).read_bytes()
-    (folder / LINES).write_bytes(lines.replace(b'"taken":{"time', b'"taken":["time', 1))
-    with pytest.raises(ConfigError, match=r"steps\.jsonl:2 is damaged"):
-        recording_of(tmp_path)
-    with pytest.raises(ConfigError, match="no recording in"):
-        recording_of(tmp_path / "elsewhere")
+    cut(folder, 1)
+
+    assert [*read_recording(folder).steps] == [1] and [step for step, _ in recorded_rows(folder)] == [1]
+
+
+def config_in(tmp_path: Path, record: str) -> Config:
+    return Config.model_validate({"daemon": {"state_dir": str(tmp_path / "state")}, "trainer": {"record": record}})
+
+
+def test_a_start_that_records_nothing_removes_the_steps_that_it_takes_again(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "off")
+    folder = run_dir(config) / "recording"
+    recorder = recorder_in(folder)
+    take(recorder, 1, 2, 3)
+    recorder.close()
+
+    forget_undone_steps(config_in(tmp_path, "rows"), Start(Progress(1)))
+    assert [*read_recording(folder).steps] == [1, 2, 3], "the recorder's own affair"
+    forget_undone_steps(config, Start(Progress(2)))
+
+    assert [*read_recording(folder).steps] == [1, 2] and [step for step, _ in recorded_rows(folder)] == [1, 2]
+
+
+def test_the_bytes_on_disk_are_exported_from_the_start_on(bench: Bench, tmp_path: Path) -> None:
+    config, reader = config_in(tmp_path, "rows"), MetricsReader(bench.slab)
+    folder = run_dir(config) / "recording"
+
+    def open_one(after_step: int) -> StepRecorder | None:
+        bench.slab.begin("trainer", 0)
+        metrics = TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
+        return open_recorder(config, Start(Progress(after_step)), torch.device("cpu"), metrics)
+
+    first = open_one(0)
+    assert first is not None and reader.read().value("rlhfd_recording_bytes") == 0
+    take(first, 1, 2)
+    first.close()
+    second = open_one(1)
+    assert second is not None
+    second.close()
+    held = rows_path(folder, 1).stat().st_size
+    assert reader.read().value("rlhfd_recording_bytes") == held > 0
+    (_, start), *_ = read_recording(folder).starts
+    assert start.libraries == versions()
+    (folder / LINES).unlink()
+    (folder / LINES).mkdir()
+
+    # The rows are still there: their bytes are not known, and not 0.
+    assert open_one(1) is None
+
+    assert reader.read().value("rlhfd_recordings_total", result="failed") == 1
+    assert reader.read().value("rlhfd_recording_bytes") is None
+
+
+def test_a_start_names_the_version_of_rlhfd() -> None:
+    assert versions()["rlhfd"] == installed_version() and {"torch", "transformers"} < versions().keys()
 
 
 class Spy(StepRecorder):
