@@ -1,4 +1,7 @@
-"""A model's sizes from config.json and the headers of its safetensors files; no weight is read, no library loaded."""
+"""A model's sizes and problems from config.json and the headers of its safetensors files.
+
+No weight is read, and no library loaded.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,12 @@ from pipeline.errors import ConfigError
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_BYTES = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
+_LFS_POINTER = b"version https://git-lfs"
+_OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
+    "tekken.json", "*.tiktoken",
+)  # fmt: skip
 _HEADS = ("lm_head.", "value_head.", "score.")
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
 
@@ -95,6 +104,65 @@ def model_sizes(folder: Path, field: str) -> ModelSizes:
         raise ConfigError(f"{field}: {path} does not give the model's sizes: {error}") from error
 
 
+def problem_of_model(folder: Path, *, is_actor: bool, is_trained: bool) -> str:
+    """Return why the model in a folder with a config.json cannot be loaded or trained, else an empty text.
+
+    Args:
+        folder: The folder.
+        is_actor: Whether it is the language model that is sampled, with its tokenizer.
+        is_trained: Whether its weights are trained.
+    """
+    try:
+        described = json.loads((folder / "config.json").read_bytes())
+        quantized = described.get("quantization_config")
+    except (OSError, ValueError, AttributeError) as error:
+        return f"config.json in {folder} cannot be read: {error}"
+    if is_trained and isinstance(quantized, dict):
+        return (
+            f"{folder} is quantized ({quantized.get('quant_method', 'quantization_config')}), its weights cannot be "
+            "trained: take the model that it was made of"
+        )
+    if is_actor and described.get("is_encoder_decoder"):
+        return f"{folder} is an encoder-decoder ({described.get('model_type')}): take a causal language model"
+    if problem := _problem_of_weights(folder):
+        return problem
+    if is_actor and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
+        return f"no tokenizer in {folder}: copy the model's tokenizer.json and tokenizer_config.json into it"
+    return ""
+
+
+def _problem_of_weights(folder: Path) -> str:
+    try:
+        files = _weight_files(folder)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return f"{_INDEX} in {folder} cannot be read: {error}"
+    for file in files:
+        if problem := _problem_of_file(file):
+            return problem
+    if files or any(any(folder.glob(name)) for name in _OLD_WEIGHTS):
+        return ""
+    form = "GGUF is not read, " if any(folder.glob("*.gguf")) else ""
+    return f"no weights in {folder}: {form}take model.safetensors as save_pretrained wrote it"
+
+
+def _problem_of_file(path: Path) -> str:
+    try:
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return f"{path} is a pointer of Git LFS without the weights: run git lfs pull in its folder"
+            file.seek(0)
+            whole = _HEADER_BYTES.size + _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))[0]
+        whole += max((entry["data_offsets"][1] for entry in _entries(path).values()), default=0)
+    except FileNotFoundError:
+        return f"{path} is missing, {_INDEX} names it: download the model again"
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
+        return f"{path} is no safetensors file: {error}"
+    if nbytes < whole:
+        return f"{path} is cut: it has {nbytes:,} B of {whole:,} B, download it again"
+    return ""
+
+
 def has_images(folder: Path) -> bool:
     """Return whether config.json describes a vision-language model; False if it cannot be read."""
     try:
@@ -136,9 +204,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(entry["shape"]) for name, entry in _entries(path).items()}
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """Return the entry of each tensor in a file."""
     with path.open("rb") as file:
         (nbytes,) = _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))
         if nbytes > _MOST_HEADER_BYTES:
             raise ValueError(f"{path.name} has a header of {nbytes:,} B")
         header = json.loads(file.read(nbytes))
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, cast
 
 from pipeline.errors import ConfigError
@@ -56,6 +57,16 @@ def install_command(package: str) -> str:
     return f"{sys.executable} -m pip install {package}"
 
 
+def no_function(module: ModuleType, function: str) -> str:
+    """Return the message about a module without a function, with its file: it may shadow the user's own."""
+    file, own = getattr(module, "__file__", None), f"{module.__name__.replace('.', '/')}.py"
+    shadowed = [path for place in sys.path if (path := Path(place or ".") / own).is_file()]
+    text = f"{module.__name__} has no function {function}"
+    if file is None or not shadowed or any(path.samefile(file) for path in shadowed):
+        return text if file is None else f"{text}: {file}"
+    return f"{text}: it is {file}, which comes before {shadowed[-1]}; rename your own"
+
+
 def load_function(key: str, name: str) -> Callable[..., Any]:
     """Import a function.
 
@@ -78,7 +89,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: cannot import {module_name}: {problem}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{key}: {module_name} has no function {function_name}")
+        raise ConfigError(f"{key}: {no_function(module, function_name)}")
     return cast("Callable[..., Any]", function)
 
 
@@ -166,7 +177,7 @@ def _problem_of(name: str, kind: str) -> str:
         return f"cannot import {module_name}: {kind}{error}"
     found = getattr(module, function, None)
     if not callable(found):
-        return f"{module_name} has no function {function}"
+        return no_function(module, function)
     problem = (problem_of_factory if kind == "environment" else problem_of_call)(found)
     return f"{name} {problem}" if problem else ""
 

@@ -71,7 +71,7 @@ def shell(path: str | Path, dtype: str, kind: str) -> Any:
     if kind == "causal":
         auto_class = AutoModelForImageTextToText if sees_images(path) else AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             return auto_class.from_config(config, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:

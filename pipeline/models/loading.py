@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ _ROW = (1, 0, 1, 1, 0, 1, 0, 0)
 """Tokens that every model has; with `_PADDING` columns before them a model that does not read the mask differs."""
 _PADDING = 24
 _MOST_GAP_NATS, _MOST_ROUNDED_GAP_NATS = 0.01, 0.2
+_MOST_LATER_NATS = 1e-4
+
+_MOST_TOLD = 300
+"""Characters of an error of transformers."""
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -45,7 +50,7 @@ def load_actor(
 
     Raises:
         ConfigError: If the directory is missing or does not load, `dtype` is not a torch dtype, or the model reads
-            padding as tokens.
+            padding or later tokens, or computes no finite numbers.
     """
     _go_offline()
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -53,12 +58,46 @@ def load_actor(
     resolved = _torch_dtype(dtype)
     auto_class = AutoModelForImageTextToText if sees_images(path, field=field) else AutoModelForCausalLM
     model = _load(auto_class, path, field, device, dtype=resolved)
+    _refuse_wrong_log_probs(model, path, field)
+    return model
+
+
+def _refuse_wrong_log_probs(model: PreTrainedModel, path: str | Path, field: str) -> None:
+    name = f"{field}: the {type(model).__name__} in {path}"
+    # First, because a comparison with NaN is never true.
+    if not _log_probs(model, [_ROW]).isfinite().all():
+        raise ConfigError(
+            f"{name} gives log-probs that are no finite numbers: its files are damaged, or too large for {model.dtype}"
+        )
+    if not is_causal(model):
+        raise ConfigError(
+            f"{name} reads the tokens after a token too, as an encoder does: its log-probs would be wrong; take a "
+            "causal language model"
+        )
     if not ignores_padding(model):
         raise ConfigError(
-            f"{field}: the {type(model).__name__} in {path} reads the padding before a row as tokens: its log-probs "
-            "would be wrong; take a model that reads its attention_mask"
+            f"{name} reads the padding before a row as tokens: its log-probs would be wrong; take a model that reads "
+            "its attention_mask"
         )
-    return model
+
+
+@torch.no_grad()
+def is_causal(model: PreTrainedModel) -> bool:
+    """Return whether a language model gives a token the same log-prob whatever tokens come after it."""
+    before = len(_ROW) // 2
+    other = [*_ROW[:before], *(1 - token for token in _ROW[before:])]
+    one, two = (_log_probs(model, [row])[:, : before - 1] for row in (_ROW, other))
+    # Both passes have the same shape, so that a causal model rounds alike in both.
+    limit = _MOST_LATER_NATS if model.dtype == torch.float32 else _MOST_ROUNDED_GAP_NATS
+    return bool((one - two).abs().mean() < limit)
+
+
+def _log_probs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the log-probs of all tokens of rows of one length but the first, ``(B, A)``."""
+    ids = torch.tensor(rows, device=model.device)
+    vision = None if vision_backbone(model) is None else VisionRows.none(len(rows))
+    with torch.no_grad():
+        return action_log_probs(model, ids, torch.ones_like(ids), ids.shape[1] - 1, vision=vision)
 
 
 @torch.no_grad()
@@ -90,7 +129,7 @@ def sees_images(path: str | Path, *, field: str = "model.actor") -> bool:
     try:
         return is_vision_directory(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot load a model from {path}: {error}") from error
+        raise ConfigError(f"{field}: cannot load a model from {path}: {_told(error)}") from error
 
 
 def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTrainedTokenizerBase:
@@ -111,9 +150,11 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
 
     _check_directory(path, field)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot load a tokenizer from {path}: {error}") from error
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{field}: cannot load a tokenizer from {path}: {_told(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -239,10 +280,58 @@ def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _load(
     auto_class: Any, path: str | Path, field: str, device: torch.device | str, *, dtype: torch.dtype
 ) -> PreTrainedModel:
+    from safetensors import SafetensorError
+
     _check_directory(path, field)
     try:
-        model: Any = auto_class.from_pretrained(str(path), dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot load a model from {path}: {error}") from error
+        model, found = auto_class.from_pretrained(
+            str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    # A quantized model lacks packages: ImportError.
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"{field}: cannot load a model from {path}: {_told(error)}") from error
+    _refuse_random_tensors(found, path, field)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
+
+
+def _told(error: Exception) -> str:
+    """Return an error of transformers on one line; some list all models that it has."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own folder, which rlhfd does not run: take a model that transformers has"
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
+
+
+def _refuse_random_tensors(found: Mapping[str, Any], path: str | Path, field: str) -> None:
+    """Refuse weights that do not give all tensors of a model: transformers leaves the others random, and warns.
+
+    Args:
+        found: The names that transformers did not find, did not expect, or found in another shape.
+        path: Directory of the model, for the error message.
+        field: The configuration field that names the directory, for the error message.
+
+    Raises:
+        ConfigError: If a tensor is missing, or has another shape.
+    """
+    if different := sorted(found["mismatched_keys"]):
+        name, in_file, in_model = different[0][:3]
+        raise ConfigError(
+            f"{field}: {name} is {_shape(in_file)} in the weights in {path}, and {_shape(in_model)} by its config.json "
+            f"({len(different):,} tensors differ): both are not of one model"
+        )
+    if missing := sorted(found["missing_keys"]):
+        advice = "take the weights of this model"
+        for unexpected in sorted(found["unexpected_keys"]):
+            prefix = unexpected.removesuffix(missing[0])
+            if prefix != unexpected:
+                advice = f'they have {unexpected}: remove the prefix "{prefix}" from the names'
+        raise ConfigError(
+            f"{field}: the weights in {path} lack {len(missing):,} tensors of the model, such as {missing[0]}, which "
+            f"would be random; {advice}"
+        )
+
+
+def _shape(sizes: Any) -> str:
+    return " x ".join(str(size) for size in sizes)

@@ -37,7 +37,7 @@ def is_vision_directory(path: str | Path) -> bool:
     """Return whether a local model directory holds a vision-language model of the kind that this module supports."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     vision = getattr(config, "vision_config", None)
     return hasattr(config, "image_token_id") and hasattr(vision, "spatial_merge_size")
 

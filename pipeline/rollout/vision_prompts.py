@@ -57,7 +57,7 @@ class VisionPrompts:
         try:
             # Named: the default is torchvision's backend if that is installed, and its pixels differ by rounding.
             self._processor = AutoImageProcessor.from_pretrained(str(path), local_files_only=True, backend="pil")
-            config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{field}: cannot load an image processor from {path}: {error}") from error
         self._tokenizer = tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.config import user_modules
 from pipeline.config.evaluation import held_out
 from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
-from pipeline.config.model_files import has_images
+from pipeline.config.model_files import has_images, problem_of_model
 from pipeline.config.rewards import missing_package
 from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
@@ -36,6 +36,10 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
             errors.append(f"{loaded.where(key)}: {source} is a LoRA adapter: merge it into its model first")
         elif not (Path(source) / "config.json").is_file():
             errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
+        elif problem := problem_of_model(
+            Path(source), is_actor=key == "model.actor", is_trained=key in ("model.actor", "model.critic")
+        ):
+            errors.append(f"{loaded.where(key)}: {problem}")
     for problems_of in (check, rendering_of):
         try:
             problems_of(loaded.config.prompts)

@@ -11,6 +11,14 @@
 | ``reward_functions = ["my_rewards.py:exact"]`` | a worker fails | "did you mean my_rewards:exact?" |
 | ``def reward(completions, answer)`` of other trainers | a worker fails, TypeError | the parameters |
 | an adapter's folder as ``model.actor`` | "no config.json" | says that it is an adapter |
+| a model cloned without Git LFS, cut, or without one of its files | five starts of each process, "header too large" | \
+names the file before the start |
+| a model without a tokenizer, an encoder-decoder, GGUF | an error at the start of a worker | named before the start |
+| a quantized model | five starts of each process, ImportError | named before the start |
+| weights with names of a wrapper (``module.``) | silence: random weights are trained | `tests/models/test_refusals.py` |
+| an encoder, such as BERT | silence: log-probs that see later tokens | `tests/models/test_refusals.py` |
+| weights that are NaN | "reads the padding" | `tests/models/test_refusals.py` |
+| a reward module of the name of an installed one (``test.py``) | "test has no function" | both files |
 | PPO's keys with GRPO, LoRA's without a rank, ... | silence | a note for each key without effect |
 | ``trainer.max_steps = 1000`` | silence: after 150 steps a tenth of the learning rate | a note |
 | ``rollout.max_length`` beyond the model's positions | silence | a note |
@@ -22,6 +30,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +41,7 @@ from pipeline.config import sections
 from pipeline.config.load import load
 from pipeline.errors import ExitCode
 from pipeline.supervisor.notes import notes
+from tests.support.folders import save_shell
 
 
 @pytest.fixture(autouse=True)
@@ -169,9 +179,74 @@ def test_an_adapter_is_not_taken_for_a_model(folder: Path) -> None:
     assert "adapter is a LoRA adapter: merge it into its model first" in result.stderr
 
 
+def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Return a change of the weights' file."""
+    return lambda folder: (path := folder / "model.safetensors").write_bytes(change(path.read_bytes()))
+
+
+def described(**changes: object) -> Callable[[Path], object]:
+    """Return a change of config.json."""
+    return lambda folder: (folder / "config.json").write_text(json.dumps(changes))
+
+
+def in_two_files(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {"lm_head.weight": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (rewritten(lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n"),
+         "m/model.safetensors is a pointer of Git LFS without the weights: run git lfs pull in its folder"),
+        (rewritten(lambda whole: whole[:-5]), "m/model.safetensors is cut: it has "),
+        (rewritten(lambda _: b"<!DOCTYPE html><html>Not found</html>"), "m/model.safetensors is no safetensors file: "),
+        (in_two_files, "m/model-00002-of-00002.safetensors is missing, model.safetensors.index.json names it"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "q4.gguf"), "GGUF is not read, take model.saf"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "m: take model.safetensors as save_pretrained"),
+        (lambda folder: (folder / "tokenizer_config.json").unlink(), "m: copy the model's tokenizer.json and token"),
+        (lambda folder: (folder / "config.json").write_text("["), "cannot be read: "),
+        (described(is_encoder_decoder=True, model_type="t5"), "m is an encoder-decoder (t5): take a causal language"),
+        (described(quantization_config={"quant_method": "awq"}), "m is quantized (awq), its weights cannot be trained"),
+    ],
+    ids=["LFS", "cut", "a page", "a file short", "GGUF", "no weights", "no tokenizer", "no JSON", "T5", "quantized"],
+)  # fmt: skip
+def test_a_model_that_cannot_be_used_is_named_before_the_start(
+    folder: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(save_shell(folder / "m"))
+
+    result = check('[model]\nactor = "m"\n')
+
+    assert result.exit_code == ExitCode.BAD_CONFIG
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("c.toml:2:9: model.actor: ") and message in line
+
+
+def test_weights_of_torch_are_taken_and_a_reference_may_be_quantized(folder: Path) -> None:
+    save_shell(folder / "m")
+    (folder / "m/model.safetensors").rename(folder / "m/pytorch_model.bin")
+    save_shell(folder / "r", quantization_config={"quant_method": "awq"})
+    (folder / "r/tokenizer_config.json").unlink()
+
+    result = check('[model]\nactor = "m"\nreference = "r"\n')
+
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_reward_module_behind_an_installed_one_is_told_both_files(folder: Path) -> None:
+    (folder / "test.py").write_text("def exact(*_, **__):\n    return 1.0\n")
+
+    result = check('[rollout]\nreward_functions = ["test:exact"]\n')
+
+    assert result.exit_code == ExitCode.BAD_CONFIG
+    assert "test has no function exact: it is " in result.stderr
+    assert f"test/__init__.py, which comes before {folder}/test.py; rename your own" in result.stderr
+
+
 def model(folder: Path, **config: int) -> Path:
-    (folder / "m").mkdir()
-    (folder / "m/config.json").write_text(json.dumps(config))
+    save_shell(folder / "m", **config)
     (folder / "m/chat_template.jinja").write_text("{{ messages }}")
     (folder / "p").write_text('{"prompt": "7 + 8", "answer": 15}\n')
     return folder / "m"

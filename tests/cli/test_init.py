@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main as cli
 from pipeline.errors import ExitCode
+from tests.support.folders import save_shell
 
 FILES = {"grpo.toml", "my_rewards.py", "prompts.jsonl"}
 
@@ -53,9 +54,7 @@ def test_nothing_is_overwritten_and_nothing_is_written_beside(folder: Path) -> N
 
 
 def test_a_model_of_ones_own_is_named_wherever_the_run_is_started(folder: Path) -> None:
-    model = folder / 'a "model"'
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = save_shell(folder / 'a "model"')
 
     assert run("init", "my-run", "--model", model.name).exit_code == 0
     written = tomllib.loads((folder / "my-run/grpo.toml").read_text())

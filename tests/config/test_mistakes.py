@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pipeline.config import load as config_load
 from pipeline.config.advice import SECTIONS
 from pipeline.config.load import ConfigErrors
 from pipeline.supervisor.preflight import problems_of_files
+from tests.support.folders import save_shell
 
 
 @pytest.fixture(autouse=True)
@@ -909,8 +911,7 @@ class TestFiles:
     def test_images_are_refused_with_vllm_before_the_start(
         self, folder: Path, described: str, row: str, *, is_refused: bool
     ) -> None:
-        (folder / "m").mkdir()
-        (folder / "m/config.json").write_text(described)
+        save_shell(folder / "m", **json.loads(described))
         (folder / "p.jsonl").write_text(f'{{"prompt": "a"}}\n{row}')
         (folder / "b.png").touch()
         (folder / "c.toml").write_text('[rollout]\nengine = "vllm"\n[model]\nactor = "m"\n[prompts]\npath = "p.jsonl"')
@@ -923,8 +924,7 @@ class TestFiles:
         assert problems_of_files(transformers) == []
 
     def test_right_files_are_accepted(self, folder: Path) -> None:
-        (folder / "m").mkdir()
-        (folder / "m/config.json").touch()
+        save_shell(folder / "m")
         (folder / "p.jsonl").write_text('{"prompt": "a"}')
 
         config_load.load(None, ["model.actor=m", "prompts.path=p.jsonl"], {}, check_files=problems_of_files)

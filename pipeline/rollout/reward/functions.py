@@ -317,7 +317,7 @@ def load_reward_function(
         raise ConfigError(f"{field}: cannot import {module_name}: {kind}{error}{looked}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{field}: {module_name} has no function {function_name}")
+        raise ConfigError(f"{field}: {user_modules.no_function(module, function_name)}")
     if problem := user_modules.problem_of_call(function):
         raise ConfigError(f"{field}: {name} {problem}")
     loaded: RewardFunction = function

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pipeline.models.pass_size import release_memory
 from pipeline.rollout.generation import cuda_graphs
-from pipeline.rollout.generation.graph_capture import CudaDevice, GraphCapture
+from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny
@@ -233,6 +234,37 @@ def test_a_pass_without_memory_gets_that_of_the_graphs() -> None:
     assert_tokens_of_the_plain_loop(engine)
 
 
+def test_uninitialized_memory_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for a batch holds NaN and the largest numbers first, then what the batch before it left there."""
+    device, model = FakeDevice(), tiny.gpt2()
+    engine = engine_on(device, model)
+    to_the_end = Sampling(max_length=128, pad_token_id=tiny.PAD, eos_token_ids=(), seed=3)
+    made = torch.empty
+
+    def filled(*size: Any, **settings: Any) -> Tensor:
+        tensor = made(*size, **settings)
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+    monkeypatch.setattr(cuda_graphs.torch, "empty", filled)
+    for rows in (3, 4, 3):
+        prompts = PROMPTS.repeat(2, 1)[:rows]
+        # 12 and 16 rows have 16 rows of memory; a position beyond the last one is an error.
+        assert_tokens_of_the_plain_loop(engine, prompts=prompts, sampling=to_the_end, model=tiny.gpt2())
+
+
+def test_memory_after_a_release_is_for_the_batches_that_follow() -> None:
+    engine = engine_on(FakeDevice(), tiny.llama())
+    assert_tokens_of_the_plain_loop(engine, group_size=16)
+    assert engine._decoder is not None
+
+    release_memory()
+
+    assert_tokens_of_the_plain_loop(engine, group_size=1)
+    assert len(engine._decoder._memory["tokens"]) == 4, "three rows, not the 48 of before"
+
+
 def test_a_step_that_fails_leaves_the_engine_whole() -> None:
     device, model = FakeDevice(), tiny.llama()
     engine = engine_on(device, model)
@@ -350,75 +382,3 @@ def test_old_and_new_cache_are_never_held_at_once_by_more_than_a_layer(monkeypat
     )
 
     assert alive == [0] * 2 * layers, "the prompt's cache is moved once, and once for more room"
-
-
-class Generator:
-    """A generator whose state a capture has marked; a clone of the state is not marked."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    def clone_state(self) -> str:
-        return "clone"
-
-    def graphsafe_set_state(self, state: str) -> None:
-        self._calls.append(f"draw from {state}")
-
-
-class Driver:
-    """The calls of torch.cuda that a capture makes, logged; the end of a capture fails."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self.current = "main"
-        calls, driver = self.calls, self
-
-        class CUDAGraph:
-            def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-                calls.append(f"begin in {pool} on {driver.current}")
-
-            def capture_end(self) -> None:
-                calls.append("end")
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-        @contextlib.contextmanager
-        def stream(side: str) -> Iterator[None]:
-            before, driver.current = driver.current, side
-            try:
-                yield
-            finally:
-                driver.current = before
-
-        def end_allocation(device: int, pool: str) -> None:
-            calls.append(f"leave {pool}")
-            raise RuntimeError("the pool is not in use")
-
-        pools = iter(["pool 1", "pool 2"])
-        for name, value in (
-            ("CUDAGraph", CUDAGraph),
-            ("Stream", lambda: "side"),
-            ("stream", stream),
-            ("graph_pool_handle", lambda: next(pools)),
-            ("synchronize", lambda: calls.append("synchronize")),
-            ("current_device", lambda: 0),
-            ("default_generators", (Generator(calls),)),
-            ("empty_cache", lambda: calls.append("empty_cache")),
-        ):
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
-
-
-def test_a_failed_capture_leaves_stream_and_pool_and_names_the_error_of_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = Driver(monkeypatch)
-
-    def step() -> None:
-        raise RuntimeError("reads back")
-
-    with pytest.raises(RuntimeError, match="previous error during capture") as raised:
-        CudaDevice().capture(step)
-
-    assert "reads back" in str(raised.value.__context__)
-    assert driver.current == "main"
-    assert driver.calls == ["synchronize", "begin in pool 1 on side", "end", "leave pool 1", "draw from clone"]
