@@ -15,7 +15,7 @@
 names the file before the start |
 | a model without a tokenizer, an encoder-decoder, GGUF | an error at the start of a worker | named before the start |
 | a quantized model | five starts of each process, ImportError | named before the start |
-| weights with names of a wrapper (``module.``) | silence: random weights are trained | `tests/models/test_refusals.py` |
+| weights with names of a wrapper (``module.``) | silence: random weights | `tests/models/test_refusals.py` |
 | an encoder, such as BERT | silence: log-probs that see later tokens | `tests/models/test_refusals.py` |
 | weights that are NaN | "reads the padding" | `tests/models/test_refusals.py` |
 | a reward module of the name of an installed one (``test.py``) | "test has no function" | both files |

@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
@@ -38,6 +39,8 @@ STARTUP_TIMEOUT_S = 120.0
 _GRACE_S = 3.0
 _READ_BYTES = 1 << 16
 _TIMEOUTS_IN_A_ROW = 3
+_EARLY_ENDS = 3
+"""Successors that may end before they have imported the environment."""
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +149,14 @@ class EnvironmentPool:
             for process in self._processes:
                 selector.register(process.link, selectors.EVENT_READ, process)
             ready = selector.select(min(1.0, timeout_s))
-        self._on_progress()
+        # A look that neither waits nor finds an answer is no progress: an engine that hangs would look alive.
+        if ready or timeout_s > 0:
+            self._on_progress()
         answers = [answer for key, _ in ready for answer in key.data.receive()]
+        readable = {key.data for key, _ in ready}
+        for process in self._processes:
+            if process not in readable:
+                answers += process.replace_if_ended()
         for process in self._processes:
             process.kill_if_overdue()
         for answer in answers:
@@ -191,9 +200,11 @@ class _Process:
         self._timeout_s = timeout_s
         self._waiting: collections.deque[Step] = collections.deque()
         self._sent: dict[int, Step] = {}
-        # Rows whose process ended while it had several steps in hand.
+        # Rows whose process ended, and that are tried once more, alone.
         self._alone: set[int] = set()
         self._timeouts = 0
+        self._was_ready = False
+        self._early_ends = 0
         self._start()
 
     def submit(self, step: Step) -> None:
@@ -228,7 +239,8 @@ class _Process:
                 case Ready(error=error) if error:
                     raise ConfigError(error)
                 case Ready():
-                    self.is_ready = True
+                    self.is_ready = self._was_ready = True
+                    self._early_ends = 0
                 case Answer() as answer:
                     self._timeouts = self._timeouts + 1 if answer.problem == "timeout" else 0
                     self._sent.pop(answer.row, None)
@@ -239,6 +251,18 @@ class _Process:
             self._deadline_s = time.monotonic() + self._timeout_s + _GRACE_S
         else:
             answers += self._replace()
+        self._send()
+        return answers
+
+    def replace_if_ended(self) -> list[Answer]:
+        """Replace a process that has ended although its end of the link is open, in a child of its own.
+
+        Raises:
+            ConfigError: As `receive`.
+        """
+        if self._process.poll() is None or select.select([self.link], [], [], 0)[0]:
+            return []
+        answers = self._replace()
         self._send()
         return answers
 
@@ -309,14 +333,21 @@ class _Process:
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not self.is_ready:
-            raise ConfigError(f"rollout.environment: the process that imports {self._name} {how}")
+            self._early_ends += 1
+            # One that has imported it before may do so again: it was killed, or the machine lacks memory.
+            if not self._was_ready or self._early_ends > _EARLY_ENDS:
+                raise ConfigError(f"rollout.environment: the process that imports {self._name} {how}")
+            self._start()
+            return []
         lost, self._sent = list(self._sent.values()), {}
         self._start()
-        if len(lost) > 1:
+        is_late = took_s >= self._timeout_s
+        # Whoever ended the process: a row that was not alone in it, or not known to end it, is tried alone.
+        if len(lost) > 1 or (lost and not is_late and lost[0].row not in self._alone):
             self._alone.update(step.row for step in lost)
             self._waiting.extendleft(reversed(lost))
             return []
-        problem: Problem = "timeout" if took_s >= self._timeout_s else "exception"
+        problem: Problem = "timeout" if is_late else "exception"
         text = f"no answer within {self._timeout_s:g} s" if problem == "timeout" else f"the process of the row {how}"
         self._timeouts = self._timeouts + 1 if problem == "timeout" else 0
         answers = [Answer(step.row, problem, text, text) for step in lost]

@@ -9,7 +9,7 @@ import asyncio
 import faulthandler
 import inspect
 import json
-import math
+import numbers
 import socket
 import sys
 from typing import Any
@@ -46,26 +46,30 @@ class Environments:
         """Return the answer to a step's last response."""
         # A step may hang with the GIL held: only a C timer runs then. It is armed anew by each step that begins.
         faulthandler.dump_traceback_later(self._timeout_s + BLOCKED_GRACE_S, exit=True)
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with limit:
                 turn = await self._turn(step)
-        except TimeoutError:
-            return self._failed(step, "timeout", f"no answer within {self._timeout_s:g} s", "")
-        # The code of the user may raise anything.
-        except Exception as error:  # noqa: BLE001
+            if problem := _problem_of(turn):
+                return self._failed(step, "invalid", problem, problem)
+            answer = Answer(
+                step.row,
+                observation=turn.observation,
+                reward=float(turn.reward),
+                done=bool(turn.done),
+                tool_failed=bool(turn.tool_failed),
+            )
+        # The code of the user may raise anything, a TimeoutError and a CancelledError of its own too.
+        except (Exception, asyncio.CancelledError) as error:
+            if limit.expired():
+                return self._failed(step, "timeout", f"no answer within {self._timeout_s:g} s", "")
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             kind = type(error).__name__
             return self._failed(step, "exception", f"{kind}: {error}", f"raised {kind}")
-        if problem := _problem_of(turn):
-            return self._failed(step, "invalid", problem, problem)
-        if step.is_last or turn.done:
+        if step.is_last or answer.done:
             self._rows.pop(step.row, None)
-        return Answer(
-            step.row,
-            observation=turn.observation,
-            reward=float(turn.reward),
-            done=bool(turn.done),
-            tool_failed=bool(turn.tool_failed),
-        )
+        return answer
 
     def forget(self, rows: list[int]) -> None:
         """Drop the environments of rows."""
@@ -84,7 +88,15 @@ class Environments:
 
     def _failed(self, step: Step, problem: Any, text: str, bare: str) -> Answer:
         self._rows.pop(step.row, None)
+        # A lone surrogate cannot be sent.
+        text = text.encode("utf-8", "replace").decode()
         return Answer(step.row, problem, text, bare or text)
+
+
+def _is_cancelled() -> bool:
+    """Return whether this task is cancelled by another one, as at the end of the loop."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _awaited(value: Any) -> Any:
@@ -96,8 +108,13 @@ def _problem_of(turn: Any) -> str:
         return f"step returned a {type(turn).__name__}, not a Turn"
     if not isinstance(turn.observation, str):
         return f"the observation is a {type(turn.observation).__name__}, not a str"
+    if any("\ud800" <= character <= "\udfff" for character in turn.observation):
+        return "the observation holds half of a surrogate pair"
     reward = turn.reward
-    if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
+    if not isinstance(reward, numbers.Real) or isinstance(reward, bool):
+        return f"the reward is a {type(reward).__name__}, not a number"
+    # An int may be larger than any float.
+    if not -sys.float_info.max <= reward <= sys.float_info.max:
         return "the reward is not a finite number"
     return ""
 

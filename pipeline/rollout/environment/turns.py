@@ -262,15 +262,21 @@ def turn_seed(ticket_seed: int, turn: int) -> int:
 
 def sample_turns(engine: Engine, turns: Turns, on_sampled: Callable[[int], None]) -> list[Completed]:
     """Have an engine without other requests run a ticket to its end; return its rows."""
-    while not turns.has_ended:
-        requests = turns.take_requests()
-        for request in requests:
-            engine.submit(request)
-        ended = 0
-        while ended < len(requests):
-            for done in engine.step():
-                ended += 1
-                on_sampled(sum(len(response.token_ids) for response in done.responses))
-                turns.responded(done)
-        turns.wait(_WAIT_S)
+    submitted: list[Request] = []
+    try:
+        while not turns.has_ended:
+            requests = turns.take_requests()
+            for request in requests:
+                engine.submit(request)
+                submitted.append(request)
+            while submitted:
+                for done in engine.step():
+                    submitted = [request for request in submitted if request.key != done.key]
+                    on_sampled(sum(len(response.token_ids) for response in done.responses))
+                    turns.responded(done)
+            turns.wait(_WAIT_S)
+    except BaseException:
+        engine.cancel([request.key for request in submitted])
+        turns.drop()
+        raise
     return turns.completed()

@@ -18,6 +18,7 @@ from pipeline.rollout.environment.wire import Answer
 
 ENVIRONMENTS = """
 import asyncio, os, time
+import numpy
 from pipeline import Turn
 
 class Counting:
@@ -35,6 +36,18 @@ class Counting:
         if name == "none": return None
         if name == "nan": return Turn(reward=float("nan"))
         if name == "number": return Turn(observation=5)
+        if name == "large": return Turn(reward=10**400)
+        if name == "array": return Turn(done=numpy.zeros(2))
+        if name == "float32": return Turn(reward=numpy.float32(0.5))
+        if name == "text": return Turn(reward="1")
+        if name == "half": return Turn("\\ud800")
+        if name == "half-error": raise ValueError("\\ud800")
+        if name == "cancel": raise asyncio.CancelledError
+        if name == "late": raise TimeoutError("of a socket")
+        if name == "fork":
+            if os.fork() == 0:
+                time.sleep(3)
+            os._exit(3)
         text = f"{self.told} {self.steps} {response} of {Counting.made}"
         return Turn(text, reward=self.steps, done=name == "done", tool_failed=name == "wrong")
 
@@ -128,6 +141,12 @@ def test_rows_that_await_something_do_so_at_the_same_time(new_pool) -> None:
         ("none", "invalid", "step returned a NoneType, not a Turn"),
         ("nan", "invalid", "the reward is not a finite number"),
         ("number", "invalid", "the observation is a int, not a str"),
+        ("large", "invalid", "the reward is not a finite number"),
+        ("text", "invalid", "the reward is a str, not a number"),
+        ("half", "invalid", "the observation holds half of a surrogate pair"),
+        ("half-error", "exception", "ValueError: ?"),
+        ("cancel", "exception", "CancelledError: "),
+        ("late", "exception", "TimeoutError: of a socket"),
         ("exit", "exception", "the process of the row ended with exit code 3"),
     ],
 )
@@ -181,6 +200,61 @@ def test_a_process_killed_between_two_turns_costs_nothing(new_pool) -> None:
     killed.wait()
 
     assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
+
+
+def test_a_process_killed_with_one_step_in_hand_costs_nothing(new_pool) -> None:
+    rows = Rows(new_pool(), 1)
+    rows.say("a")
+    rows.submit("sleep 1")
+    rows.pool.step(0.0)
+    rows.pool._processes[0]._process.kill()
+    while rows.pool.is_busy:
+        rows.pool.step(1.0)
+
+    assert [(answer.problem, answer.reward) for answer in rows.answers[0]] == [("", 1.0), ("", 2.0)]
+
+
+def test_a_process_whose_child_holds_its_link_is_found_dead(new_pool) -> None:
+    rows = Rows(new_pool(), 1)
+
+    (answer,) = rows.say("fork", deadline_s=10.0)
+
+    assert (answer.problem, answer.text) == ("exception", "the process of the row ended with exit code 3")
+    time.sleep(3)  # the children end by themselves, before the leak check
+
+
+def test_a_successor_that_is_killed_before_it_is_ready_is_replaced_too(new_pool) -> None:
+    rows = Rows(new_pool(), 2)
+    rows.say("a", "b")
+    for _ in range(2):
+        killed = rows.pool._processes[0]._process
+        killed.kill()
+        killed.wait()
+        rows.pool.step(1.0)
+
+    assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
+
+
+def test_a_look_that_finds_nothing_is_no_progress(new_pool) -> None:
+    beats: list[None] = []
+    rows = Rows(new_pool(on_progress=lambda: beats.append(None)), 1)
+    rows.submit("sleep 100")
+    seen = len(beats)
+
+    rows.pool.step(0.0)
+    assert len(beats) == seen
+    rows.pool.step(0.1)
+    assert len(beats) == seen + 1
+
+
+def test_a_turn_whose_end_is_no_truth_value_is_named(new_pool) -> None:
+    (answer,) = Rows(new_pool(), 1).say("array", deadline_s=10.0)
+
+    assert answer.problem == "exception" and answer.text.startswith("ValueError: The truth value of an array")
+
+
+def test_a_reward_of_numpy_is_a_number(new_pool) -> None:
+    assert [answer.reward for answer in Rows(new_pool(), 1).say("float32")] == [0.5]
 
 
 def test_rows_that_all_hang_are_given_up_after_the_third(new_pool) -> None:
