@@ -72,6 +72,13 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return printed
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests have recorded as "shown" (record_property), from every process of a run in parallel."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    for text in [value for report in reports for name, value in report.user_properties if name == "shown"]:
+        terminalreporter.write_line(str(text))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Catch what fixtures of a wider scope than one test leave."""
