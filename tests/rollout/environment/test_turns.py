@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline.config.schema import Config
+from pipeline.errors import FieldError
 from pipeline.experience.advantages import action_rewards, generalized_advantages
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
@@ -379,3 +380,29 @@ def test_the_rows_of_a_batch_are_those_of_one_response_without_an_environment() 
         engine.submit(request)
 
     assert batch.joined(engine.step()).turns is None
+
+
+def test_an_engine_that_refuses_a_later_turn_leaves_neither_requests_nor_rows_behind() -> None:
+    actor = tiny.llama()
+    pool = InProcess(seeing)
+
+    class Refusing(BlockingEngine):
+        submitted = 0
+        cancelled: tuple[int, ...] = ()
+
+        def submit(self, request: Any) -> None:
+            self.submitted += 1
+            if self.submitted == 2 + len(PROMPTS):
+                raise FieldError("no more")
+            super().submit(request)
+
+        def cancel(self, keys: Any) -> None:
+            self.cancelled = tuple(keys)
+            super().cancel(keys)
+
+    engine = Refusing(TransformersGenerator(actor))
+    with pytest.raises(FieldError, match="no more"):
+        sample_turns(engine, turns_of(batch_of(maker_of(actor)), pool), lambda tokens: None)
+
+    assert len(engine.cancelled) == 1, "the later turn that it had taken"
+    assert engine.step() == [] and len(pool.forgotten) == len(set(pool.forgotten)) > 0
