@@ -66,6 +66,7 @@ def conflicts(config: Config) -> list[Conflict]:
     found += _conflicts_of_advantages(config)
     found += _conflicts_of_updates(config)
     found += _conflicts_of_log_probs(config)
+    found += _conflicts_of_reference(config)
     if (config.metrics.tls_cert is None) != (config.metrics.tls_key is None):
         keys = ("metrics.tls_cert", "metrics.tls_key")
         found.append(Conflict(keys, "must be set together with metrics.tls_key"))
@@ -178,6 +179,20 @@ def _conflicts_of_log_probs(config: Config) -> list[Conflict]:
     if rollout.log_probs == "trainer" and config.rollout_kl_coef:
         keys = ("rollout.log_probs", "rollout.kl_coef", "rollout.algorithm")
         message = f'must be "engine" or "worker" with a KL in the reward (rollout.kl_coef = {config.rollout_kl_coef:g})'
+        return [Conflict(keys, f"{message}: the worker scores it")]
+    return []
+
+
+def _conflicts_of_reference(config: Config) -> list[Conflict]:
+    keys: tuple[str, ...]
+    if config.model.reference_device == "worker":
+        return []
+    if config.trainer.kind == "external":
+        keys = ("model.reference_device", "trainer.kind")
+        return [Conflict(keys, 'must be "worker" with trainer.kind = "external", which gets whole rows')]
+    if config.rollout_kl_coef:
+        keys = ("model.reference_device", "rollout.kl_coef", "rollout.algorithm")
+        message = f'must be "worker" with a KL in the reward (rollout.kl_coef = {config.rollout_kl_coef:g})'
         return [Conflict(keys, f"{message}: the worker scores it")]
     return []
 

@@ -15,7 +15,7 @@ _RANKS = 1
 """In the place of a number of ranks, which the identity of earlier releases had."""
 _MODEL_CHARACTERS = 40
 _CACHED = "models--"
-_NOT_IDENTIFYING = {"float32_logits"}
+_NOT_IDENTIFYING = {"float32_logits", "reference_device"}
 """Keys of ``[model]`` with which a run can go on at another value."""
 _MEANINGLESS = ("model", "actor", "checkpoint", "final", "latest")
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipeline.config.model_files import ModelSizes, model_sizes
 from pipeline.config.schema import Config
+from pipeline.config.sections import ReferenceDevice
 
 WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COPY_BYTES = {"bfloat16": 4, "float16": 4, "float32": 0}
@@ -78,7 +79,7 @@ def models_of(config: Config) -> Models:
     critic = reference = None
     if config.rollout.algorithm == "ppo":
         critic = actor if model.critic is None else model_sizes(Path(model.critic), "model.critic")
-    if (config.rollout_kl_coef or config.trainer_kl_coef) and (model.reference is not None or not model.lora_rank):
+    if config.reference_on is not None and config.reference_folder is not None:
         reference = actor if model.reference is None else model_sizes(Path(model.reference), "model.reference")
     reward = None if model.reward is None else model_sizes(Path(model.reward), "model.reward")
     return Models(actor, critic, reference, reward)
@@ -105,8 +106,10 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
             "training state": STATE_SLOTS * state,
         },
         publish={"weights": width * trained, "training state": state},
-        rank_load=width * _largest(models.actor, models.critic) if is_ours and not config.shards_trainer else 0,
-        worker_load=width * _largest(*models),
+        rank_load=width * _largest(models.actor, models.critic, _reference_on("trainer", config, models))
+        if is_ours and not config.shards_trainer
+        else 0,
+        worker_load=width * _largest(*models._replace(reference=_reference_on("worker", config, models))),
     )
 
 
@@ -151,24 +154,36 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
         # The logits, their gradient, and one chunk in float32.
         "logits": 3 * 4 * min(_LOGITS, max(tokens - tokens // max(length, 1), 1) * logits),
     }
+    reference = _reference_on("trainer", config, models)
+    held = {} if reference is None else {"reference": width * reference.parameters}
     if not config.shards_trainer:
         return {
             "weights": width * (trained + frozen),
+            **held,
             "float32 copies": COPY_BYTES[dtype] * trained,
             "moments": MOMENT_BYTES * trained,
             "gradients": GRADIENT_BYTES[dtype] * trained,
             **passes,
         }
-    layer = actor.layer_parameters
-    root = max(actor.parameters - actor.layers * layer, 0)
+    # Two layers at once, and the root throughout, with their gradients; the reference's are gathered before the step.
+    gathered = max(2 * _gathered(actor), 0 if reference is None else _gathered(reference))
     return {
         "weights": math.ceil((_SHARD_BYTES * trained + width * frozen) / ranks),
         "moments": math.ceil(MOMENT_BYTES * trained / ranks),
         "gradients": math.ceil(4 * trained / ranks),
-        # Two layers at once, and the root throughout, with their gradients.
-        "gathered layers and root": 2 * width * (root + 2 * layer),
+        **{name: math.ceil(nbytes / ranks) for name, nbytes in held.items()},
+        "gathered layers and root": width * gathered,
         **passes,
     }
+
+
+def _gathered(sizes: ModelSizes) -> int:
+    return max(sizes.parameters - sizes.layers * sizes.layer_parameters, 0) + 2 * sizes.layer_parameters
+
+
+def _reference_on(role: ReferenceDevice, config: Config, models: Models) -> ModelSizes | None:
+    """Return the sizes of the reference if it is held by a role."""
+    return models.reference if config.reference_on == role else None
 
 
 def _largest(*models: ModelSizes | None) -> int:
@@ -188,8 +203,9 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     else:
         ticket = config.prompts_per_ticket * config.group_size
         terms["KV cache"] = min(config.rollout.inference_batch_size or ticket, ticket) * a_row
+    held = models._replace(reference=_reference_on("worker", config, models))
     for name in ("reference", "critic", "reward"):
-        if (sizes := getattr(models, name)) is not None:
+        if (sizes := getattr(held, name)) is not None:
             terms[name] = width * sizes.parameters
     return terms
 

@@ -26,6 +26,7 @@ from pipeline.config.sections import (
     ClusterConfig,
     MetricsConfig,
     ModelConfig,
+    ReferenceDevice,
     SamplesConfig,
     Section,
 )
@@ -385,6 +386,18 @@ class Config(Section):
         """Weight of the KL in the loss."""
         given, default = self.trainer.kl_coef, 0.01 if self.rollout.algorithm == "grpo" else 0.0
         return default if given is None else given
+
+    @property
+    def reference_on(self) -> ReferenceDevice | None:
+        """Role that computes the reference's log-probs; None if no KL weight is above 0."""
+        return self.model.reference_device if self.rollout_kl_coef or self.trainer_kl_coef else None
+
+    @property
+    def reference_folder(self) -> str | None:
+        """Folder of a reference that is a model of its own; None if it is the actor without its adapters."""
+        model = self.model
+        path = model.reference or model.actor
+        return None if model.lora_rank and path == model.actor else path
 
     @property
     def shards_trainer(self) -> bool:

@@ -15,6 +15,8 @@ LIVE: Final[JsonDict] = {"x-reload": "live"}
 """On a field: `rlhfd reload` applies a new value to a running instance. Any other field needs a restart."""
 
 
+ReferenceDevice = Literal["worker", "trainer"]
+
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 _TRACKERS: Final = {
@@ -40,6 +42,11 @@ class ModelConfig(Section):
     reference: Source | None = Field(
         default=None,
         description="Directory of the reference model of the KL; left out: the actor with its initial weights.",
+    )
+    reference_device: ReferenceDevice = Field(
+        default="worker",
+        description="Role that holds the reference and computes its log-probs: each worker, of its rollouts, or the "
+        "trainer, of a batch before its step, with trainer.sharding sharded as the actor.",
     )
     critic: Source | None = Field(
         default=None,

@@ -243,11 +243,10 @@ def load_environment(config: Config, on_progress: Callable[[], None]) -> TurnSet
 
 
 def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
-    """Return the reference model: None if no KL weight is above 0, and with LoRA the actor, whose base is frozen."""
-    if config.rollout_kl_coef == 0 and config.trainer_kl_coef == 0:
+    """Return the worker's reference model: None if it has none, and with LoRA the actor, whose base is frozen."""
+    if config.reference_on != "worker":
         return None
-    path = config.model.reference or config.model.actor
-    if config.model.lora_rank and path == config.model.actor:
+    if (path := config.reference_folder) is None:
         return actor
     return load_actor(path, dtype=config.model.dtype, device=device, field="model.reference")
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.types import Experience
+from pipeline.models.lora import without_adapters
 from pipeline.models.packing import prepare_packing
 from pipeline.models.pass_size import training_size, width_multiple
 from pipeline.models.recomputation import checkpoint_activations
@@ -37,7 +38,7 @@ from pipeline.trainer.loss.losses import value_loss, whiten
 from pipeline.trainer.loss.mini_batches import MiniBatches
 from pipeline.trainer.loss.objective import Corrected, LossSettings, Objective
 from pipeline.trainer.optimizer import learning_rate_ratio
-from pipeline.trainer.passes import critic_values, policy_log_probs
+from pipeline.trainer.passes import critic_values, log_probs_of_batch, policy_log_probs
 from pipeline.trainer.sharding.models import call_inside, inside
 from pipeline.trainer.sharding.optimizer import new_optimizer, refuse_retry
 from pipeline.trainer.sharding.ranks import in_step
@@ -86,6 +87,7 @@ class Learner:
         process_group: dist.ProcessGroup | None = None,
         objective: Objective | None = None,
         computes_log_probs: bool = False,
+        reference: nn.Module | None = None,
         on_phase: Callable[[str], None] = lambda phase: None,
         on_out_of_memory: Callable[[], None] = lambda: None,
     ) -> None:
@@ -103,6 +105,8 @@ class Learner:
             objective: The loss; None for that of `trainer`, with PPO whitened if it says so.
             computes_log_probs: Whether the log-probs of the policy that sampled are those of the weights before the
                 step, computed here; else those of the rows.
+            reference: The reference, whose log-probs are computed here before each step: the actor for itself without
+                its adapters; None for the log-probs of the rows.
             on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase, for each
                 micro-batch.
             on_out_of_memory: Called when a micro-batch runs out of the device's memory; the update is then taken from
@@ -124,6 +128,7 @@ class Learner:
         self._kl_control = KlControl(kl_coef, trainer.kl_coef_target, trainer.kl_coef_horizon)
         self._objective = objective or Objective.of(trainer, whitens=algorithm == "ppo" and trainer.whiten_advantages)
         self._computes_log_probs = computes_log_probs
+        self._reference = None if reference is None else reference.eval()
         self._group = process_group
         self._mini_batches = MiniBatches(trainer.epochs, trainer.mini_batches, process_group, self._sum_over_ranks)
         self._on_phase = on_phase
@@ -131,7 +136,7 @@ class Learner:
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         checkpointed = checkpoint_activations(self._models, self._device, trainer.activation_checkpointing)
         if trainer.packing:
-            for model in self._models:
+            for model in dict.fromkeys(model for model in (*self._models, reference) if model is not None):
                 call_inside(model, functools.partial(prepare_packing, [model], self._device))
         self._micro_batch = training_size(
             actor,
@@ -175,8 +180,7 @@ class Learner:
             DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
         watch = Stopwatch(self._on_phase, self._synchronize)
-        if self._computes_log_probs:
-            experiences = [self._with_log_probs(experience, watch) for experience in experiences]
+        experiences = [self._scored(experience, watch) for experience in experiences]
         corrected = [
             self._objective.correct(
                 TrainingBatch.of(
@@ -318,30 +322,30 @@ class Learner:
         for optimizer in self._optimizers:
             optimizer.clear()
 
-    def _with_log_probs(self, experience: Experience, watch: Stopwatch) -> Experience:
-        """Return an experience with the log-probs of the present weights, ``(B, A)`` float32, 0 outside the mask."""
+    def _scored(self, experience: Experience, watch: Stopwatch) -> Experience:
+        """Return an experience with the log-probs that are computed here: of the present weights, of the reference."""
         scored = copy.copy(experience)
-        while (found := self._log_probs_if_they_fit(experience, watch)) is None:
-            self._micro_batch.halve(*self._part_shape)
-        scored.action_log_probs = found
+        if self._computes_log_probs:
+            scored.action_log_probs = self._log_probs_of(self._actor, experience, watch)
+        if self._reference is not None:
+            with without_adapters(self._reference):
+                scored.base_action_log_probs = self._log_probs_of(self._reference, experience, watch)
         return scored
 
-    def _log_probs_if_they_fit(self, experience: Experience, watch: Stopwatch) -> Tensor | None:
-        """Return the log-probs of all actions; None if a pass ran out of the device's memory."""
+    def _log_probs_of(self, model: nn.Module, experience: Experience, watch: Stopwatch) -> Tensor:
+        """Return a model's log-probs of all actions, ``(B, A)`` float32, 0 outside the mask."""
         batch = TrainingBatch.to_score(experience, self._device)
-        found = torch.zeros(batch.action_mask.shape, device=self._device)
-        parts = batch.micro_batches(self._micro_batch, self._width_multiple)
-        try:
-            for part, _ in in_step(parts, batch, [], self._actor):
-                self._note_size(part)
-                with watch.during("forward"), torch.no_grad():
-                    log_probs, _ = inside(self._actor, functools.partial(self._log_probs, part))
-                mask = part.action_mask
-                found.view(-1)[part.log_probs[mask].long()] = log_probs[mask].float()
-        except torch.OutOfMemoryError:
-            refuse_retry(self._actor)
-            return None
-        return found
+
+        def of_part(part: TrainingBatch) -> Tensor:
+            self._note_size(part)
+            with watch.during("forward"), torch.no_grad():
+                return inside(model, lambda: self._log_probs(model, part, with_entropy=False)[0])
+
+        while True:
+            parts = batch.micro_batches(self._micro_batch, self._width_multiple)
+            if (found := log_probs_of_batch(model, batch, parts, of_part)) is not None:
+                return found
+            self._micro_batch.halve(*self._part_shape)
 
     def _accumulate_if_it_fits(
         self, batches: list[TrainingBatch], totals: StepTotals, watch: Stopwatch
@@ -380,11 +384,10 @@ class Learner:
         self._part_shape = torch.Size((len(part.sequences), -(-int(tokens) // len(part.sequences))))
         return tokens, tokens
 
-    def _log_probs(self, part: TrainingBatch) -> tuple[Tensor, Tensor | None]:
-        """Return the actor's log-probs of a micro-batch and, if the loss needs them, the entropies, each ``(B, A)``."""
-        with_entropy = self._objective.entropy_coef > 0
+    def _log_probs(self, model: nn.Module, part: TrainingBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``."""
         packing, temperature = self._trainer.packing, self._temperature
-        return policy_log_probs(self._actor, part, packing=packing, temperature=temperature, with_entropy=with_entropy)
+        return policy_log_probs(model, part, packing=packing, temperature=temperature, with_entropy=with_entropy)
 
     def _actor_pass(
         self, part: TrainingBatch, totals: StepTotals, row_ratios: list[Tensor], watch: Stopwatch
@@ -393,7 +396,9 @@ class Learner:
         mask, objective = part.action_mask, self._objective
         trains = self._learning_rate_ratios()[0] > 0
         with watch.during("forward"), torch.set_grad_enabled(trains):
-            log_probs, entropies = inside(self._actor, lambda: self._log_probs(part))
+            log_probs, entropies = inside(
+                self._actor, lambda: self._log_probs(self._actor, part, with_entropy=objective.entropy_coef > 0)
+            )
             policy = objective.policy(log_probs, part.log_probs, part.advantages, mask, part.importance_weights)
             policy_loss = objective.aggregate(policy.losses, mask, totals)
             kl = entropy = torch.zeros_like(policy_loss)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.errors import FieldError
@@ -12,12 +14,14 @@ from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import log_probs_by_packing, values_by_packing
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import inside
+from pipeline.trainer.sharding.optimizer import refuse_retry
+from pipeline.trainer.sharding.ranks import in_step
 
 
 def policy_log_probs(
     actor: nn.Module, part: TrainingBatch, *, packing: bool, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the actor's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``.
+    """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``.
 
     Values outside the mask are undefined. The call must be inside the model (`inside`).
 
@@ -40,6 +44,34 @@ def policy_log_probs(
         vision=part.vision,
     )
     return found if with_entropy else (found, None)
+
+
+def log_probs_of_batch(
+    model: nn.Module,
+    batch: TrainingBatch,
+    parts: Iterator[TrainingBatch],
+    log_probs_of: Callable[[TrainingBatch], Tensor],
+) -> Tensor | None:
+    """Return a model's log-probs of all actions, ``(B, A)`` float32, 0 outside the mask; on shards a collective.
+
+    Args:
+        model: The model.
+        batch: Result of `TrainingBatch.to_score`.
+        parts: Its micro-batches.
+        log_probs_of: Returns the model's log-probs of a micro-batch.
+
+    Returns:
+        None if a pass ran out of the device's memory.
+    """
+    found = torch.zeros(batch.action_mask.shape, device=batch.action_mask.device)
+    try:
+        for part, _ in in_step(parts, batch, [], model):
+            mask = part.action_mask
+            found.view(-1)[part.log_probs[mask].long()] = log_probs_of(part)[mask].float()
+    except torch.OutOfMemoryError:
+        refuse_retry(model)
+        return None
+    return found
 
 
 def critic_values(critic: nn.Module, part: TrainingBatch, *, packing: bool) -> Tensor:

@@ -53,7 +53,7 @@ class Gathering(NamedTuple):
         verify_checksum: Whether each extent's checksum is verified before its rows are used.
         ahead: Whether the next batch is gathered in the background; None for yes on a GPU, where the copy runs beside
             the computation, and no on a CPU, where the copy would take cores from the computation.
-        needs_reference: Whether the log-probs of the reference are needed.
+        needs_reference: Whether the log-probs of the reference are needed; not if the trainer computes them.
         needs_log_probs: Whether those of the policy that sampled are needed; not if the trainer computes them.
         needs_cut: Whether it is needed that rows tell whether their response was cut.
     """
@@ -71,7 +71,7 @@ class Gathering(NamedTuple):
         return cls(
             config.buffer.checksum,
             # An external trainer may use all fields that the workers write.
-            needs_reference=config.trainer_kl_coef > 0 or (is_external and config.rollout_kl_coef > 0),
+            needs_reference=config.reference_on == "worker" and (config.trainer_kl_coef > 0 or is_external),
             needs_log_probs=config.rollout.log_probs != "trainer",
             needs_cut=config.trainer.mask_cut_responses,
         )
@@ -167,7 +167,8 @@ class Prefetcher:
             (
                 _REFERENCE,
                 gathering.needs_reference,
-                "its rows have no log-probs of the reference model: no KL weight was above 0",
+                "its rows have no log-probs of the reference model: no KL weight was above 0, "
+                'or model.reference_device was "trainer"',
             ),
             (
                 _LOG_PROBS,

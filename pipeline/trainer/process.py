@@ -17,7 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, process_device
-from pipeline.models.float32_logits import use_float32_logits
+from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import Saved, adapt, published
 from pipeline.models.weights.held import HeldVersion, state_dicts
@@ -41,7 +41,7 @@ from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.sharding.models import inside, whole_answer
-from pipeline.trainer.sharding.sharding import Sharding, sharded_models
+from pipeline.trainer.sharding.sharding import Sharding, sharded_models, sharded_reference
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Ranks, Trainer
@@ -220,7 +220,10 @@ def new_learner(
     on_phase: Callable[[str], None] = lambda phase: None,
     on_out_of_memory: Callable[[], None] = lambda: None,
 ) -> Learner:
-    """Return the learner of these models as they start, ``actor`` and with PPO ``critic``.
+    """Return the learner of these models as they start, ``actor`` and with PPO ``critic``; with shards a collective.
+
+    The reference of the KL is loaded here if it is the trainer's. It is not one of the models, so that no publish,
+    training state or checkpoint has it.
 
     Args:
         config: The run's configuration.
@@ -231,7 +234,8 @@ def new_learner(
         on_out_of_memory: See `Learner`.
     """
     actor = models["actor"]
-    use_float32_logits(
+    reference = load_reference(config, actor, device)
+    in_float32 = use_float32_logits(
         actor,
         tokens,
         device,
@@ -241,6 +245,8 @@ def new_learner(
         most_columns=config.lengths.row,
         inside=functools.partial(inside, actor),
     )
+    if in_float32 and reference is not None and reference is not actor:
+        compute_in_float32(reference)
     return Learner(
         config.trainer,
         config.rollout.algorithm,
@@ -250,10 +256,26 @@ def new_learner(
         kl_coef=config.trainer_kl_coef,
         objective=objective_of(config),
         computes_log_probs=config.rollout.log_probs == "trainer",
+        reference=reference,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         on_phase=on_phase,
         on_out_of_memory=on_out_of_memory,
     )
+
+
+def load_reference(config: Config, actor: torch.nn.Module, device: torch.device) -> torch.nn.Module | None:
+    """Return the trainer's reference model: None if it has none, and with LoRA the actor, whose base is frozen.
+
+    Raises:
+        ConfigError: If it cannot be loaded.
+    """
+    if config.reference_on != "trainer":
+        return None
+    if (path := config.reference_folder) is None:
+        return actor
+    if config.shards_trainer:
+        return sharded_reference(config, path, device)
+    return load_actor(path, dtype=config.model.dtype, device=device, field="model.reference")
 
 
 def whole_models(config: Config, device: torch.device) -> dict[str, torch.nn.Module]:

@@ -527,6 +527,24 @@ MISTAKES = [
         "the worker scores it",
     ),
     (
+        '[model]\nreference_device = "trainer"\n[trainer]\nkind = "external"',
+        '2:20: model.reference_device: must be "worker" with trainer.kind = "external", which gets whole rows',
+    ),
+    (
+        '[model]\nreference_device = "trainer"\n[rollout]\nkl_coef = 0.02',
+        '2:20: model.reference_device: must be "worker" with a KL in the reward (rollout.kl_coef = 0.02): the worker '
+        "scores it",
+    ),
+    (
+        '[model]\nreference_device = "trainer"\n[rollout]\nalgorithm = "ppo"',
+        '2:20: model.reference_device: must be "worker" with a KL in the reward (rollout.kl_coef = 0.01): the worker '
+        "scores it",
+    ),
+    (
+        '[model]\nreference_device = "cpu"',
+        '2:20: model.reference_device: must be "worker" or "trainer", got "cpu"',
+    ),
+    (
         '[rollout]\nlog_probs = "vllm"',
         '2:13: rollout.log_probs: must be "engine", "worker" or "trainer", got "vllm"',
     ),

@@ -229,6 +229,42 @@ def test_a_process_loads_its_largest_model_through_host_memory(folder: Path, tmp
     assert [one.worker_load for one in found] == [4 * large.num_parameters(), actor, actor]
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_reference_is_counted_where_it_is_held(folder: Path, tmp_path: Path, ranks: int) -> None:
+    large = tiny.llama(hidden_size=64, intermediate_size=256)
+    large.save_pretrained(tmp_path)
+    nbytes, trainer = 4 * large.num_parameters(), {"world_size": ranks, "sharding": "full"}
+    theirs, ours, none = (
+        configured(
+            folder,
+            model={"reference": str(tmp_path), "reference_device": role},
+            trainer={**trainer, "kl_coef": kl_coef},
+        )
+        for role, kl_coef in (("worker", 0.1), ("trainer", 0.1), ("trainer", 0.0))
+    )
+
+    on_worker, on_trainer, nowhere = (needs(one, models_of(one), on_cards=True) for one in (theirs, ours, none))
+
+    actor = 4 * models_of(none).actor.parameters
+    assert on_worker.worker["reference"] == nbytes and "reference" not in on_worker.rank
+    assert on_trainer.rank["reference"] == nbytes / ranks and "reference" not in on_trainer.worker
+    assert not {"reference"} & {*nowhere.rank, *nowhere.worker}
+    assert [one.worker_load for one in (on_worker, on_trainer, nowhere)] == [nbytes, actor, actor]
+    assert [one.rank_load for one in (on_worker, on_trainer, nowhere)] == (
+        [actor, nbytes, actor] if ranks == 1 else [0, 0, 0]
+    )
+    if ranks > 1:
+        # Two of its two layers and the rest of it, without gradients, are more than the actor's with theirs.
+        assert on_trainer.rank["gathered layers and root"] == nbytes > on_worker.rank["gathered layers and root"]
+
+
+def test_the_reference_of_adapters_needs_nothing_on_either_role(folder: Path) -> None:
+    for role in ("worker", "trainer"):
+        config = configured(folder, model={"reference_device": role, "lora_rank": 2, "reference": str(folder)})
+        found = needs(config, models_of(config), on_cards=True)
+        assert "reference" not in found.rank and "reference" not in found.worker
+
+
 def test_what_a_run_does_not_have_needs_nothing(folder: Path) -> None:
     config = configured(
         folder, model={"lora_rank": 2}, trainer={"kl_coef": 0.0, "keep_state": "disk"}, rollout={"kl_coef": 0.0}

@@ -71,6 +71,21 @@ def test_with_no_kl_weight_above_0_the_reference_is_neither_loaded_nor_run(rolle
         assert torch.equal(getattr(without, name), getattr(with_reference, name)), name
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_reference_that_is_the_trainers_is_neither_loaded_nor_run(rollers, lora_rank):
+    theirs, one, quiet = rollers(model={"reference_device": "trainer", "lora_rank": lora_rank})
+    own, two, loud = rollers(model={"lora_rank": lora_rank})
+
+    without, with_reference = theirs.roll(0, 2).experience, own.roll(0, 2).experience
+
+    assert (len(one), len(two)) == (1, 1 if lora_rank else 2)
+    assert theirs._maker.initial_model is None
+    assert "ref_logprob" not in stages(quiet) and "ref_logprob" in stages(loud)
+    assert without.base_action_log_probs is None and with_reference.base_action_log_probs is not None
+    for name in ("sequences", "action_log_probs", "advantages", "reward"):
+        assert torch.equal(getattr(without, name), getattr(with_reference, name)), name
+
+
 @pytest.mark.parametrize("settings", [{"rollout": {"kl_coef": 0.1}, "trainer": {"kl_coef": 0.0}}, {}])
 def test_one_kl_weight_above_0_loads_it(rollers, settings):
     _, paths, _ = rollers(**settings)

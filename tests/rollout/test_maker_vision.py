@@ -262,10 +262,10 @@ def test_a_reward_model_that_names_pixels_gets_those_of_its_mini_batch() -> None
 # The learner.
 
 
-def new_learner(maker: NaiveExperienceMaker, **changes: Any) -> Learner:
+def new_learner(maker: NaiveExperienceMaker, *, reference: Any = None, **changes: Any) -> Learner:
     trainer = TrainerConfig(warmup_steps=0, decay_steps=0, critic_warmup_steps=0, learning_rate=1e-2, **changes)
     actor, critic = copy.deepcopy(maker.actor), copy.deepcopy(maker.critic)
-    return Learner(trainer, "grpo" if critic is None else "ppo", actor, critic, kl_coef=0.1)
+    return Learner(trainer, "grpo" if critic is None else "ppo", actor, critic, kl_coef=0.1, reference=reference)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -278,6 +278,20 @@ def test_on_fresh_experience_with_images_ratios_are_1(algorithm: Algorithm) -> N
     assert stats.rows_trained >= 4
     assert stats.row_importance_ratios == pytest.approx([1.0] * stats.rows_trained, abs=1e-5)
     assert stats.clipped_ratio == 0
+
+
+@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 3}], ids=["whole", "three rows"])
+def test_a_step_with_images_on_a_reference_of_the_trainer_is_that_on_the_makers(cut: dict[str, int]) -> None:
+    maker = new_maker(num_generation=4)
+    batch = on_its_way_to_the_trainer(made_by(maker, *MIXED), order=None)
+    theirs, ours = new_learner(maker, **cut), new_learner(maker, reference=maker.initial_model, **cut)
+
+    expected, stats = theirs.update([batch]), ours.update([replace(batch, base_action_log_probs=None)])
+
+    assert stats.kl_nats == pytest.approx(expected.kl_nats, rel=1e-5) and stats.kl_nats > 0.01
+    assert stats.loss == pytest.approx(expected.loss, abs=1e-6)
+    for (name, mine), its in zip(ours.tensors().items(), theirs.tensors().values(), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -96,8 +96,9 @@ def test_the_identity_of_a_configuration_is_that_of_earlier_releases():
     of = Config.model_validate({"model": {"actor": "/m"}, "prompts": {"path": "/p"}})
 
     assert identity_of(of) == "1645503f1785013e54d28218d182c7e8"
-    other = of.model_copy(update={"model": of.model.model_copy(update={"float32_logits": True})})
-    assert identity_of(other) == identity_of(of), "a run goes on with logits of another precision"
+    for change in ({"float32_logits": True}, {"reference_device": "trainer"}):
+        other = of.model_copy(update={"model": of.model.model_copy(update=change)})
+        assert identity_of(other) == identity_of(of), "a run goes on with logits of another precision"
 
 
 def test_a_learning_rate_and_a_last_step_are_no_other_run_and_a_seed_is(tmp_path):

@@ -238,6 +238,35 @@ def test_every_setting_that_is_proposed_is_toml(folder: Path) -> None:
         assert len(tomllib.loads(setting)) == 1, setting
 
 
+@pytest.mark.parametrize(
+    ("role", "other", "reward", "card_gb", "place"),
+    [("worker", "trainer", 1_500_000_000, 4.5, "rollout 0"), ("trainer", "worker", None, 3, "trainer 0")],
+)
+def test_a_card_that_is_too_full_with_the_reference_has_it_moved_to_the_other_role(
+    folder: Path, role: str, other: str, reward: int | None, card_gb: float, place: str
+) -> None:
+    config = configured(folder, ranks=1)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"reference_device": role})})
+    small = models_of(config)
+
+    def larger(parameters: int) -> Any:
+        return small.actor._replace(tensors=small.actor.tensors | {"more": (parameters,)})
+
+    # In GB: the trainer 2, the worker 0.2 and a reward model of 3 or none, the reference 2.
+    models = small._replace(
+        actor=larger(10**8), reference=larger(10**9), reward=None if reward is None else larger(reward)
+    )
+    machine = CARDS._replace(gpus=2, gpu_bytes=round(card_gb * GB))
+
+    lines = remedies(config, models, machine)
+
+    assert [one.name for one in places_of(config, models, machine) if one.lacks_bytes] == [
+        f"GPU of {place} (1 like it)"
+    ]
+    assert f'model.reference_device = "{other}": fits' in lines
+    assert f'model.reference_device = "{role}"' not in str(lines)
+
+
 def test_shards_of_a_vision_language_model_are_not_proposed(folder: Path, tmp_path: Path) -> None:
     small = CARDS._replace(gpu_bytes=1)
     text, vision = (configured(one, sharding="none") for one in (folder, with_images(folder, tmp_path)))

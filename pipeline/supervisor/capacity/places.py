@@ -16,6 +16,8 @@ from pipeline.supervisor.placement import place
 _REMEDIES = (
     ("trainer.activation_checkpointing", True),
     ("trainer.sharding", "full"),
+    ("model.reference_device", "trainer"),
+    ("model.reference_device", "worker"),
     ("trainer.micro_batch_size", 1),
     ("trainer.micro_batch_tokens", 1),
     ("rollout.inference_batch_size", 8),

@@ -121,7 +121,14 @@ def shards_of(model: nn.Module, *, published: bool = False) -> dict[str, Shard]:
 
 
 def load_actor_shards(
-    path: str | Path, *, dtype: str, device: torch.device, world_size: int, lora: LoraSettings, seed: int
+    path: str | Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    world_size: int,
+    lora: LoraSettings | None,
+    seed: int = 0,
+    field: str = "model.actor",
 ) -> nn.Module:
     """Return a rank's shards of a causal language model, with adapters if the settings say so; a collective.
 
@@ -130,21 +137,25 @@ def load_actor_shards(
         dtype: Dtype of passes and published weights, as "bfloat16".
         device: Device of the shards.
         world_size: Number of ranks.
-        lora: Settings of the adapters.
+        lora: Settings of the adapters; None for a model that is not trained: its shards are of `dtype`.
         seed: Seed of the adapters' first values.
+        field: The configuration field that names the directory, for the error message.
 
     Raises:
         ConfigError: If the directory does not load, or the model cannot be sharded.
     """
-    if sees_images(path):
-        raise ConfigError(f"model.actor: vision-language models are not sharded: {path}; {_OFF}")
+    if sees_images(path, field=field):
+        raise ConfigError(f"{field}: vision-language models are not sharded: {path}; {_OFF}")
     model: Any = shell(path, dtype, "causal")
-    adapt(model, lora, seed=seed)
-    _shard(model, model, dtype, device, world_size, "model.actor")
+    if lora is None:
+        model.requires_grad_(False)
+    else:
+        adapt(model, lora, seed=seed)
+    _shard(model, model, dtype, device, world_size, field)
     _copy_generation_config(model, Path(path))
     adapters = adapter_of(model)
-    fill(model, Path(path), "model.actor", without=adapters)
-    if adapters:
+    fill(model, Path(path), field, without=adapters)
+    if lora is not None and adapters:
         shards = shards_of(model, published=True)
         with torch.no_grad():
             for name, value in initial_adapters(model, lora, seed=seed):

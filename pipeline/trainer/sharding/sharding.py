@@ -46,6 +46,18 @@ def sharded_models(config: Config, device: torch.device) -> dict[str, nn.Module]
     return models
 
 
+def sharded_reference(config: Config, path: str, device: torch.device) -> nn.Module:
+    """Return a rank's shards of the reference in a folder; a collective. Errors: `sharded_models`."""
+    return load_actor_shards(
+        path,
+        dtype=config.model.dtype,
+        device=device,
+        world_size=config.trainer.world_size,
+        lora=None,
+        field="model.reference",
+    )
+
+
 def _return_freed_memory() -> None:
     """Let glibc map every tensor of 1 MiB or more by itself, so that its memory returns to the kernel when it is freed.
 

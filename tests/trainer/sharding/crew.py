@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pipeline.config.schema import TrainerConfig
 from pipeline.config.sections import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.models.loading import load_actor, load_critic
+from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.weights.shards import ShardedVersions
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
@@ -54,8 +56,12 @@ MODELS = {
     "lora": ModelConfig(lora_rank=2),
     "bfloat16": ModelConfig(dtype="bfloat16"),
     "lora-bfloat16": ModelConfig(dtype="bfloat16", lora_rank=2),
+    "reference": ModelConfig(),
+    "reference-packed": ModelConfig(),
+    "reference-bfloat16": ModelConfig(dtype="bfloat16"),
+    "lora-reference": ModelConfig(lora_rank=2),
 }
-CASES = {2: list(MODELS), 4: ["grpo", "ppo", "lora", "tokens", "ppo-packed"]}
+CASES = {2: list(MODELS), 4: ["grpo", "ppo", "lora", "tokens", "ppo-packed", "reference"]}
 """The cases of each number of ranks."""
 
 
@@ -68,6 +74,13 @@ def write_model(folder: Path, name: str) -> None:
         for parameter in model.parameters():
             parameter.data *= 0.3 if parameter.dim() > 1 else 1
     model.save_pretrained(folder)
+    if "reference" in name:
+        other = model if "lora" in name else tiny.llama(2)
+        if "bfloat16" in name:
+            other = copy.deepcopy(model)
+            for parameter in other.parameters():
+                parameter.data *= 0.9
+        other.save_pretrained(folder / "reference")
 
 
 def algorithm_of(name: str) -> Any:
@@ -96,7 +109,21 @@ def sharded_models(folder: Path, name: str, world_size: int) -> dict[str, Any]:
     return models
 
 
-def new_learner(models: dict[str, Any], name: str, process_group: Any = None) -> Learner:
+def reference_of(folder: Path, name: str, actor: nn.Module, world_size: int) -> nn.Module | None:
+    """Return a rank's reference: the actor without its adapters, or the shards of a model of its own."""
+    if "reference" not in name:
+        return None
+    settings = MODELS[name]
+    if settings.lora_rank:
+        return actor
+    return load_actor_shards(
+        folder / "reference", dtype=settings.dtype, device=CPU, world_size=world_size, lora=None, field="x"
+    )
+
+
+def new_learner(
+    models: dict[str, Any], name: str, process_group: Any = None, reference: nn.Module | None = None
+) -> Learner:
     trainer = OF_SEVERAL_UPDATES if name == "updates" else TRAINER
     return Learner(
         BY_TOKENS if name.endswith("tokens") else PACKED if name.endswith("packed") else trainer,
@@ -105,6 +132,7 @@ def new_learner(models: dict[str, Any], name: str, process_group: Any = None) ->
         models.get("critic"),
         kl_coef=0.0 if name.startswith("ppo") else 0.05,
         process_group=process_group,
+        reference=reference,
     )
 
 
@@ -112,18 +140,30 @@ def write_experience(folder: Path, name: str) -> None:
     """Write the rows of each step, sampled by a model that is a little different from the trained one."""
     models = whole_models(folder / name, name)
     models["actor"].float()
+    reference = None
+    if "reference" in name:
+        reference = load_actor(folder / name / "reference", dtype=MODELS[name].dtype, device=CPU)
     for step in range(STEPS):
         experience = experience_of(models["actor"], algorithm_of(name), critic=models.get("critic"), seed=step)
         assert experience.action_log_probs is not None
         noise = torch.randn(experience.action_log_probs.shape, generator=torch.Generator().manual_seed(step))
         experience.action_log_probs += 0.1 * noise
+        if reference is not None and experience.action_mask is not None:
+            with torch.no_grad():
+                mask = experience.action_mask
+                rows = experience.sequences, experience.attention_mask, mask.shape[1]
+                experience.base_action_log_probs = action_log_probs(reference, *rows).masked_fill(~mask, 0.0)
         torch.save(experience, folder / f"{name}-{step}.pt")
 
 
-def steps(learner: Learner, folder: Path, name: str, rows: slice) -> list[dict[str, Any]]:
+def steps(
+    learner: Learner, folder: Path, name: str, rows: slice, *, with_reference: bool = True
+) -> list[dict[str, Any]]:
     found = []
     for step in range(STEPS):
         experience = torch.load(folder / f"{name}-{step}.pt", weights_only=False)
+        if not with_reference:
+            experience.base_action_log_probs = None
         stats = learner.update([rows_of(experience, rows)])
         found.append(
             {"loss": stats.loss, "norm": stats.gradient_norm, "critic_norm": stats.critic_gradient_norm or 0.0}
@@ -176,10 +216,15 @@ def rank_main(rank: int, world_size: int, directory: str) -> None:
 
 def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:
     models = sharded_models(folder / name, name, group.world_size)
-    learner = new_learner(models, name, dist.group.WORLD)
+    reference = reference_of(folder / name, name, models["actor"], group.world_size)
+    learner = new_learner(models, name, dist.group.WORLD, reference)
     loaded = whole_tensors(models, group)
-    found = steps(learner, folder, name, ROWS[group.world_size][group.rank])
+    rows = ROWS[group.world_size][group.rank]
+    found = steps(learner, folder, name, rows, with_reference=reference is None)
     found = {"loaded": loaded, "steps": found, "weights": whole_tensors(models, group)}
+    if reference is not None:
+        held = [shard.local for shard in shards_of(reference).values()]
+        found["reference"] = sum(shard.numel() for shard in held), {shard.dtype for shard in held}
     place = folder / f"{name}-{group.world_size}"
     place.mkdir(exist_ok=True)
     state = tensors_of(learner, Progress(STEPS, 7, 11), CPU)

@@ -67,6 +67,17 @@ def test_a_sharded_model_is_loaded_and_trained_as_a_whole_one(
         assert torch.allclose(tensor.float(), trained[key].float(), atol=tolerance, rtol=0), key
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("reference", torch.float32), ("reference-bfloat16", torch.bfloat16)])
+def test_a_reference_is_held_in_shards_of_its_own_dtype(
+    runs: Callable[[int], Any], folder: Path, name: str, dtype: torch.dtype
+) -> None:
+    whole = load_actor(folder / name / "reference", dtype="float32", device=crew.CPU).num_parameters()
+
+    elements, dtypes = runs(2)[name]["reference"]
+
+    assert elements < 0.6 * whole and dtypes == {dtype}
+
+
 @pytest.mark.parametrize(("world_size", "name"), CASES)
 def test_a_publish_by_shards_is_the_publish_of_one_rank_byte_for_byte(
     runs: Callable[[int], Any], folder: Path, world_size: int, name: str
