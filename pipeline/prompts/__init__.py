@@ -1,15 +1,15 @@
 """Prompts of JSON lines, Parquet and Arrow files, as an endless sequence in which a position alone is the state.
 
-check      all rows read once, broken ones named
-files      the files of a path, a folder or a data set by name
-lines      JSON lines
-order      the permutation of each epoch; several sources by weight
-pass_rates rows with the share of their responses that passed
-rendering  token ids of a prompt
-rows       a row as prompt, answer, images and further columns
-source     random access to the endless sequence
-tables     Parquet and Arrow
-types      a prompt and its parts
+check       all rows read once, broken ones named
+files       the files of a path, a folder or a data set by name
+lines       JSON lines
+order       the permutation of each epoch; several sources by weight
+pass_rates  rows with the share of their responses that passed
+rendering   token ids of a prompt
+rows        a row as prompt, answer, images and further columns
+source      random access to the endless sequence
+tables      Parquet and Arrow
+types       a prompt and its parts
 
 Position p of the sequence lies in epoch p // n at slot p % n, and each epoch is a permutation of all n prompts that
 follows from (seed, epoch) by integer arithmetic alone. With several sources, position p is number k of one of them by

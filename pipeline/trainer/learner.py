@@ -71,7 +71,7 @@ class Learner:
     Both are put into eval mode: with dropout the importance ratio of an unchanged policy would not be 1.
 
     Attributes:
-        step: Steps so far.
+        step: Steps so far; set by a resume.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class Learner:
         *,
         temperature: float = 1.0,
         kl_coef: float = 0.0,
-        step: int = 0,
         process_group: dist.ProcessGroup | None = None,
         objective: Objective | None = None,
         computes_log_probs: bool = False,
@@ -100,7 +99,6 @@ class Learner:
             critic: The value model of PPO; called by `pipeline.models.log_probs.action_values`.
             temperature: The sampling temperature; log-probs are computed at this temperature.
             kl_coef: Weight of the KL to the reference in the loss; of the first step, if `trainer` has a target of it.
-            step: Steps taken before, if training resumes.
             process_group: The ranks that take each step together; None for this process alone.
             objective: The loss; None for that of `trainer`, with PPO whitened if it says so.
             computes_log_probs: Whether the log-probs of the policy that sampled are those of the weights before the
@@ -119,7 +117,7 @@ class Learner:
         """
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
-        self.step = step
+        self.step = 0
         self._trainer = trainer
         self._algorithm = algorithm
         self._actor = actor

@@ -338,7 +338,8 @@ def test_the_first_steps_of_ppo_train_the_critic_alone() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_a_step_with_nan_changes_nothing_but_the_count(algorithm: Algorithm) -> None:
-    learner, untouched = new_learner(algorithm), new_learner(algorithm, step=1)
+    learner, untouched = new_learner(algorithm), new_learner(algorithm)
+    untouched.step = 1
     good = experience_for(learner, algorithm)
     bad = experience_for(learner, algorithm)
     assert bad.action_log_probs is not None
