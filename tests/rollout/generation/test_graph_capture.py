@@ -184,6 +184,25 @@ def test_a_batch_that_needs_more_memory_than_there_is_captures_anew() -> None:
     assert places == {decoder._memory["values 1"].data_ptr()}, "no bucket holds memory of its own"
 
 
+def test_memory_is_for_the_most_rows_and_the_largest_area_of_any_batch() -> None:
+    device, model = FakeDevice(), tiny.llama()
+    engine = engine_on(device, model)
+    few = dataclasses.replace(SAMPLING, eos_token_ids=())
+    many = dataclasses.replace(few, max_length=20)
+    assert_tokens_of_the_plain_loop(engine, sampling=few, group_size=1)
+
+    # More rows than before, of fewer columns in all: 8 x 20 in place of 4 x 94.
+    assert_tokens_of_the_plain_loop(engine, sampling=many, group_size=2)
+
+    decoder = engine._decoder
+    assert decoder is not None
+    assert len(decoder._memory["tokens"]) == 8 and len(decoder._memory["mask"]) == 4 * 94
+    captures = device.captures
+    assert_tokens_of_the_plain_loop(engine, sampling=few, group_size=1)
+    assert_tokens_of_the_plain_loop(engine, sampling=many, group_size=2)
+    assert device.captures > captures and len(decoder._memory["tokens"]) == 8
+
+
 def test_buffers_that_find_no_memory_leave_the_engine_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(FakeDevice(), tiny.llama())
     assert_tokens_of_the_plain_loop(engine)
@@ -310,6 +329,18 @@ def test_the_graph_that_was_not_used_for_longest_is_dropped(monkeypatch: pytest.
     assert device.captures >= 5
 
 
+def test_a_graph_that_was_used_again_is_kept_before_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MOST_BUCKETS", 2)
+    engine = engine_on(FakeDevice(), tiny.llama())
+    short = Sampling(max_length=12, pad_token_id=tiny.PAD, eos_token_ids=(), seed=3)
+
+    for group_size in (16, 4, 16, 1):
+        engine.generate(PROMPTS, MASK, short, group_size=group_size)
+
+    assert engine._decoder is not None
+    assert [rows for rows, _ in engine._decoder._buckets] == [64, 4]
+
+
 def test_a_model_that_reads_a_value_back_is_found_before_a_capture_and_only_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -358,6 +389,52 @@ def test_a_device_that_is_full_is_no_answer_about_the_model() -> None:
         engine.generate(PROMPTS, MASK, SAMPLING, group_size=4)
 
     assert engine._capture is not None and engine._capture.is_possible
+
+
+def test_the_cache_of_a_prompt_is_given_back_by_layers_to_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = 5
+    engine = engine_on(FakeDevice(), tiny.llama(num_hidden_layers=layers))
+    short = Sampling(max_length=12, pad_token_id=tiny.PAD, eos_token_ids=(), seed=3)
+    engine.generate(PROMPTS, MASK, short)
+    alive: list[int] = []
+    load = cuda_graphs.FixedShapeLayer.load
+
+    class Watched(cuda_graphs.CudaGraphDecoder):
+        def _loaded(self, source: Any, *others: Any) -> Any:
+            old = [weakref.ref(layer) for layer in source.layers]
+
+            def counted(layer: Any, tokens: Any) -> None:
+                alive.append(sum(each() is not None for each in old))
+                load(layer, tokens)
+
+            monkeypatch.setattr(cuda_graphs.FixedShapeLayer, "load", counted)
+            return super()._loaded(source, *others)
+
+    assert engine._decoder is not None
+    engine._decoder.__class__ = Watched
+
+    engine.generate(PROMPTS, MASK, short)
+
+    assert alive == [4, 3, 2, 1, 0]
+
+
+def test_two_steps_of_a_bucket_come_before_its_capture() -> None:
+    """Libraries initialize in the first steps of a shape, which must not happen in a capture."""
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama())
+    first: list[int] = []
+    capture = device.capture
+
+    def noted(step: Any) -> FakeGraph:
+        first.append(step.args[1].steps)
+        return capture(step)
+
+    device.capture = noted  # type: ignore[method-assign]
+
+    engine.generate(PROMPTS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=()))
+    engine.generate(PROMPTS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=()))
+
+    assert len(first) >= 2 and min(first) == 2
 
 
 def test_old_and_new_cache_are_never_held_at_once_by_more_than_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
