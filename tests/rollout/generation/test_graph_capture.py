@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.pass_size import release_memory
 from pipeline.rollout.generation import cuda_graphs
 from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
-from tests.support import tiny
+from tests.support import tiny, tiny_vision
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
 MASK = (PROMPTS != 0).long()
@@ -218,6 +219,21 @@ def test_buffers_that_find_no_memory_leave_the_engine_whole(monkeypatch: pytest.
         engine.generate(PROMPTS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=()), group_size=16)
 
     assert_tokens_of_the_plain_loop(engine)
+
+
+def test_a_vision_model_has_three_positions_a_token() -> None:
+    """Of 3 rows, where 4 are the least memory: each of the three needs 4 places."""
+    model = tiny_vision.model()
+    prompts = torch.tensor([[4, 5, 6], [5, 6, 7], [4, 6, 8]])
+    sampling = Sampling(max_length=20, pad_token_id=0, eos_token_ids=(), seed=3)
+    vision = VisionRows.none(3)
+
+    made = [
+        engine.generate(prompts, torch.ones_like(prompts), sampling, group_size=1, vision=vision)
+        for engine in (TransformersGenerator(model), engine_on(FakeDevice(), model))
+    ]
+
+    assert torch.equal(made[0].sequences, made[1].sequences)
 
 
 def test_a_model_whose_weights_have_moved_is_captured_anew() -> None:
