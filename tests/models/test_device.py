@@ -89,3 +89,12 @@ def test_a_gpu_has_its_name_and_the_bytes_of_the_allocator(monkeypatch):
     for name, value in (("is_initialized", True), ("memory_allocated", 5), ("memory_reserved", 8)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     assert allocator_bytes() == {"allocated": 5, "reserved": 8}
+
+
+def test_an_empty_list_means_the_cpu_though_cuda_was_ready_before(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for visible, device in (("", "cpu"), ("1", "cuda:0")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert process_device() == torch.device(device)

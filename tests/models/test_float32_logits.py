@@ -19,6 +19,7 @@ from pipeline.models import float32_logits
 from pipeline.models.float32_logits import compute_in_float32, log_prob_spread, use_float32_logits
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapt
+from pipeline.rollout import loader
 from pipeline.rollout.loader import with_float32_logits
 from pipeline.trainer import process
 from tests.support import tiny
@@ -215,6 +216,24 @@ def test_the_trainer_computes_with_them_too(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(Reached, match="float32"):
         process.new_trainer(config, context, MagicMock())
+
+
+def test_trainer_and_worker_measure_at_the_runs_temperature_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def measure(*_: Any, temperature: float, most_columns: int, **__: Any) -> bool:
+        asked.append((temperature, most_columns))
+        return False
+
+    for module in (process, loader):
+        monkeypatch.setattr(module, "use_float32_logits", measure)
+    monkeypatch.setattr(process, "Learner", MagicMock())
+    config = Config.model_validate({"rollout": {"temperature": 0.7, "max_length": 20}})
+
+    process.new_learner(config, {"actor": nn.Linear(2, 2)}, TOKENS, CPU)
+    with_float32_logits(config, confident(), TOKENS, CPU)
+
+    assert asked == [(0.7, 20)] * 2
 
 
 def test_a_worker_follows_the_built_in_trainer_and_not_an_external_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.pass_size import release_memory
 from pipeline.rollout.generation import cuda_graphs
 from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.kv_cache import PreallocatedLayer, preallocated_cache
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny, tiny_vision
 
@@ -316,6 +318,28 @@ def test_a_step_that_fails_leaves_the_engine_whole() -> None:
     hook.remove()
 
     assert_tokens_of_the_plain_loop(engine)
+
+
+@torch.no_grad()
+def test_only_full_attention_through_a_mask_of_bools_has_fixed_shapes() -> None:
+    model = tiny.llama()
+    cache = preallocated_cache(model.config)
+    assert not cuda_graphs.can_run_fixed_shapes(model, cache), "a cache without a prompt has no tensors yet"
+    model(input_ids=PROMPTS, past_key_values=cache, use_cache=True)
+    assert cuda_graphs.can_run_fixed_shapes(model, cache)
+
+    model.config._attn_implementation = "eager"
+    assert not cuda_graphs.can_run_fixed_shapes(model, cache), "eager attention adds its mask"
+
+    torch.manual_seed(0)
+    windows = MistralForCausalLM(
+        MistralConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                      num_attention_heads=2, num_key_value_heads=2, sliding_window=3)
+    ).eval()  # fmt: skip
+    cache = preallocated_cache(windows.config)
+    assert not any(isinstance(layer, PreallocatedLayer) for layer in cache.layers), "a window drops old tokens"
+    windows(input_ids=PROMPTS, past_key_values=cache, use_cache=True)
+    assert not cuda_graphs.can_run_fixed_shapes(windows, cache)
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (17, 32), (32, 32), (33, 64), (97, 128)])
