@@ -114,6 +114,24 @@ def faults(model: str, given: Mapping[str, Any], expected: Mapping[str, Tensor])
     return found
 
 
+def nonfinite(model: str, given: Mapping[str, Tensor]) -> list[str]:
+    """Return a sentence on the tensors of a state dict with a NaN or an infinity; empty if there is none.
+
+    Args:
+        model: The model's name, for the sentence.
+        given: The state dict; each tensor is read once, without a copy.
+    """
+    wrong = [name for name, tensor in given.items() if not _is_finite(tensor)]
+    return [f"{model}: NaN or infinity in {len(wrong):,} of {len(given):,} tensors: {_listed(wrong)}"] if wrong else []
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # A tensor of another type, such as a distributed one, may have parts on other processes.
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+
+
 def _wrapper(extra: Sequence[str], expected: Mapping[str, Tensor]) -> str:
     """Return the wrapper that added parts to these names; empty if they are not the model's without those parts."""
     parts = {part for name in extra for part in name.split(".") if part in _WRAPPERS}

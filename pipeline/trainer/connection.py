@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.errors import DeadlineError
+from pipeline.errors import DeadlineError, WeightsError
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
 from pipeline.models.weights.held import HeldVersion
@@ -313,6 +313,7 @@ class Connection:
             WeightsError: If the tensors are not those of the run's models in name, shape and dtype, or the version is
                 not new. Nothing is published then, and the next publish is not affected.
         """
+        _refuse_models(actor=actor, critic=critic)
         actor = without_peft_names(actor)
         self._check(actor, critic)
         if version is None:
@@ -394,3 +395,10 @@ class Connection:
     ) -> None:
         # If a step fails, its batch in hand is not trained: `close` hands it back.
         self.close()
+
+
+def _refuse_models(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Mapping):
+            kind = type(value).__name__
+            raise WeightsError(f"nothing is published: {name} is a {kind}, publish its state dict: {name}.state_dict()")

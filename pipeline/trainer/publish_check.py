@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.config.schema import Config
 from pipeline.errors import UnreachableError, WeightsError
-from pipeline.models.expected import expected_tensors, faults
+from pipeline.models.expected import expected_tensors, faults, nonfinite
 from pipeline.runtime.workspace import Workspace
 
 
@@ -36,14 +36,15 @@ class PublishCheck:
 
         Raises:
             UnreachableError: If the daemon of this connection has ended, or was started anew.
-            WeightsError: If tensors are missing, are not the model's, or have another shape or dtype.
+            WeightsError: If tensors are missing, are not the model's, or have another shape or dtype, or hold
+                a NaN or an infinity.
         """
         self._refuse_other_daemon()
         given = {"actor": actor} | ({} if critic is None else {"critic": critic})
         expected = self._models()
         found = [] if critic is None or "critic" in expected else ["critic: rollout.algorithm is grpo, there is none"]
         for model, state in given.items():
-            found += faults(model, state, expected[model]) if model in expected else []
+            found += (faults(model, state, expected[model]) or nonfinite(model, state)) if model in expected else []
         if found:
             raise WeightsError(f"nothing is published: {'; '.join(found)}")
 

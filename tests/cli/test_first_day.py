@@ -15,9 +15,11 @@
 names the file before the start |
 | a model without a tokenizer, an encoder-decoder, GGUF | an error at the start of a worker | named before the start |
 | a quantized model | five starts of each process, ImportError | named before the start |
-| weights with names of a wrapper (``module.``) | silence: random weights | `tests/models/test_refusals.py` |
+| weights of a wrapper (``module.``) | silence: random weights are trained | `tests/models/test_refusals.py` |
 | an encoder, such as BERT | silence: log-probs that see later tokens | `tests/models/test_refusals.py` |
 | weights that are NaN | "reads the padding" | `tests/models/test_refusals.py` |
+| ``publish`` of weights that are NaN, or of the model itself | the run ends, prompts at fault; AttributeError | \
+`tests/trainer/test_publish_check.py` |
 | a reward module of the name of an installed one (``test.py``) | "test has no function" | both files |
 | PPO's keys with GRPO, LoRA's without a rank, ... | silence | a note for each key without effect |
 | ``trainer.max_steps = 1000`` | silence: after 150 steps a tenth of the learning rate | a note |

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +266,58 @@ def test_the_reference_of_adapters_needs_nothing_on_either_role(folder: Path) ->
         config = configured(folder, model={"reference_device": role, "lora_rank": 2, "reference": str(folder)})
         found = needs(config, models_of(config), on_cards=True)
         assert "reference" not in found.rank and "reference" not in found.worker
+
+
+_LOAD = """
+import sys, threading
+from pipeline.models.loading import load_actor
+
+def anonymous():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon:")]
+    return 1024 * int(line.split()[1])
+
+# Libraries, and what the first pass of a model allocates for good.
+load_actor(sys.argv[1], dtype=sys.argv[3], device="cpu")
+before, seen, done = anonymous(), [], threading.Event()
+
+def watch():
+    while not done.wait(0.002):
+        seen.append(anonymous())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_actor(sys.argv[2], dtype=sys.argv[3], device="cpu")
+done.set()
+watcher.join()
+print(max([*seen, anonymous()]) - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype"),
+    [("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+def test_a_process_takes_no_more_host_memory_to_load_than_is_planned(
+    folder: Path, tmp_path: Path, saved: str, dtype: str
+) -> None:
+    """Weights that are saved in `model.dtype` are pages of the file, which all processes share; others are a copy."""
+    import torch
+
+    large = tiny.llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    large.to(getattr(torch, saved)).save_pretrained(tmp_path)
+    config = configured(tmp_path, model={"dtype": dtype}, trainer={"kl_coef": 0.0}, rollout={"kl_coef": 0.0})
+    planned = needs(config, models_of(config), on_cards=True).worker_load
+    assert planned > 50_000_000
+
+    shown = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(folder), str(tmp_path), dtype], capture_output=True, text=True, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+    taken = int(shown.stdout.split()[-1])
+    assert taken < planned + 16_000_000
+    if saved == dtype:
+        assert taken < planned / 2
 
 
 def test_what_a_run_does_not_have_needs_nothing(folder: Path) -> None:

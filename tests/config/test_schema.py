@@ -233,6 +233,7 @@ class TestConflicts:
             {"buffer__sample_batch_size": 20, "buffer__max_staleness": 0, "trainer__world_size": 2},
             {"buffer__sample_batch_size": 4, "buffer__max_staleness": 2},
             {"trainer__decay_steps": 0},
+            {"model__dtype": "float16", "trainer__kind": "external"},
         ],
     )
     def test_what_goes_together_is_accepted(self, values: dict[str, Any]) -> None:

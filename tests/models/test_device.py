@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.models.device import device_name, process_device
+from pipeline.models.device import allocator_bytes, device_name, process_device
 
 # No machine has as many; CUDA then shows no device, as it does where the driver does not work.
 NO_SUCH_GPU = "97"
@@ -59,3 +59,42 @@ def test_the_cpu_has_its_own_name():
     import torch
 
     assert device_name(torch.device("cpu")) == "cpu"
+
+
+def test_a_reason_of_several_lines_is_one_line(monkeypatch):
+    import torch
+
+    def fail():
+        raise RuntimeError("the driver is too old\n  (found 1).")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+
+    with pytest.raises(ConfigError, match=r"cannot use it: the driver is too old \(found 1\); "):
+        process_device()
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    with pytest.raises(ConfigError, match=r"cannot use it: CUDA shows no device; "):
+        process_device()
+
+
+def test_a_gpu_has_its_name_and_the_bytes_of_the_allocator(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Name of {device}")
+    assert device_name(torch.device("cuda:0")) == "Name of cuda:0"
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert allocator_bytes() == {}
+    for name, value in (("is_initialized", True), ("memory_allocated", 5), ("memory_reserved", 8)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert allocator_bytes() == {"allocated": 5, "reserved": 8}
+
+
+def test_an_empty_list_means_the_cpu_though_cuda_was_ready_before(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for visible, device in (("", "cpu"), ("1", "cuda:0")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert process_device() == torch.device(device)

@@ -19,6 +19,7 @@ from pipeline.models import float32_logits
 from pipeline.models.float32_logits import compute_in_float32, log_prob_spread, use_float32_logits
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapt
+from pipeline.rollout import loader
 from pipeline.rollout.loader import with_float32_logits
 from pipeline.trainer import process
 from tests.support import tiny
@@ -152,10 +153,45 @@ def test_nothing_is_measured_or_changed(
     assert "forward" not in vars(model.lm_head)
 
 
+def test_rows_too_short_for_a_response_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float32_logits, "log_prob_spread", None)
+
+    assert not use_float32_logits(confident(), TOKENS, GPU, dtype="bfloat16", given=None, most_columns=3)
+
+
+@torch.no_grad()
+def test_the_spread_is_that_of_the_runs_temperature_lengths_and_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept for a backward pass either. The device has no memory, so that it is not a CPU."""
+    seen: list[tuple[int, float, bool]] = []
+    inside: list[int] = []
+
+    def computed(model: Any, ids: Tensor, mask: Tensor, actions: int, *, temperature: float) -> Tensor:
+        seen.append((ids.shape[1], temperature, torch.is_grad_enabled()))
+        return torch.zeros(len(ids), actions)
+
+    def enter(call: Any) -> Tensor:
+        inside.append(1)
+        return call()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(float32_logits, "action_log_probs", computed)
+    with torch.enable_grad():
+        use_float32_logits(
+            confident(), TOKENS, torch.device("meta"), dtype="bfloat16", given=None, temperature=0.7, most_columns=20,
+            inside=enter,
+        )  # fmt: skip
+
+    assert seen == [(20, 0.7, False), (40, 0.7, False), (40, 0.7, False)]
+    assert len(inside) == 3
+
+
 def test_a_model_without_a_linear_head_is_refused_only_if_the_key_asks() -> None:
     model = nn.Linear(3, 3)
 
     assert not use_float32_logits(model, TOKENS, GPU, dtype="bfloat16", given=None)
+    with pytest.raises(ConfigError, match=r"model.float32_logits: a Linear has no linear layer"):
+        use_float32_logits(model, TOKENS, CPU, dtype="bfloat16", given=True)
+    # A head of another kind, with a weight all the same.
+    model.get_output_embeddings = lambda: nn.Embedding(3, 3)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"model.float32_logits: a Linear has no linear layer"):
         use_float32_logits(model, TOKENS, CPU, dtype="bfloat16", given=True)
 
@@ -180,6 +216,24 @@ def test_the_trainer_computes_with_them_too(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(Reached, match="float32"):
         process.new_trainer(config, context, MagicMock())
+
+
+def test_trainer_and_worker_measure_at_the_runs_temperature_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def measure(*_: Any, temperature: float, most_columns: int, **__: Any) -> bool:
+        asked.append((temperature, most_columns))
+        return False
+
+    for module in (process, loader):
+        monkeypatch.setattr(module, "use_float32_logits", measure)
+    monkeypatch.setattr(process, "Learner", MagicMock())
+    config = Config.model_validate({"rollout": {"temperature": 0.7, "max_length": 20}})
+
+    process.new_learner(config, {"actor": nn.Linear(2, 2)}, TOKENS, CPU)
+    with_float32_logits(config, confident(), TOKENS, CPU)
+
+    assert asked == [(0.7, 20)] * 2
 
 
 def test_a_worker_follows_the_built_in_trainer_and_not_an_external_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from pipeline.errors import DeviceMemoryError, ExitCode
-from pipeline.models.pass_size import PassSize, RowBound, default_tokens
+from pipeline.models.pass_size import PassSize, RowBound, default_tokens, released_when_full
 from tests.support import tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -60,6 +60,36 @@ def test_a_part_without_memory_is_run_again_in_halves_and_the_bound_stays(caplog
     size.run([2] * 6, [0] * 6, done.append)  # type: ignore[arg-type]
     assert len(told) == 2, "shorter rows of the next call fit in parts of the halved bound"
     assert done[7:] == [slice(0, 3), slice(3, 6)]
+
+
+class Holder:
+    """An object with memory that it can make anew."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def release(self) -> None:
+        self._calls.append("release")
+
+
+def test_memory_that_can_be_made_anew_goes_to_the_device_before_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    holder = Holder(calls)
+    released_when_full(holder)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+
+    def full_once(*_: object) -> None:
+        calls.append("try")
+        if calls.count("try") == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    PassSize("key").run([1] * 2, [1] * 2, full_once)
+    assert calls == ["try", "release", "empty", "try", "try"]
+
+    calls.clear()
+    RowBound("key", lambda: None).run(4, None, full_once)
+    assert calls == ["try", "release", "empty", "try"]
 
 
 def test_a_single_row_without_memory_ends_the_process_and_names_the_keys() -> None:
@@ -147,3 +177,9 @@ def test_passes_on_a_gpu_are_larger_where_activations_are_checkpointed() -> None
     tokens = default_tokens(tiny.llama(), GPU, backward=True, checkpointed=True)
 
     assert tokens == 2 * default_tokens(tiny.llama(), GPU, backward=True)
+
+
+def test_a_pass_on_a_gpu_without_a_backward_pass_is_twice_one_with_it() -> None:
+    model = tiny.llama()
+
+    assert default_tokens(model, GPU, backward=False) == 2 * default_tokens(model, GPU, backward=True)

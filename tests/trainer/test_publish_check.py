@@ -1,5 +1,7 @@
 """Publishes that workers could not use are refused before they reach shared memory."""
 
+import math
+
 import msgspec
 import pytest
 import torch
@@ -65,6 +67,26 @@ def test_a_later_wrong_publish_leaves_the_version_before_it(tmp_path, house):
 
     assert connection.newest() == first
     assert connection.publish(actor=state).version == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused_and_named(tmp_path, house, value):
+    state = prepare(tmp_path).state_dict()
+    connection = house.connect(check=PublishCheck(tmp_path))
+    diverged = {name: tensor.clone() for name, tensor in state.items()}
+    diverged["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+
+    with pytest.raises(WeightsError, match=r"^nothing is published: actor: NaN or infinity in 1 of 21 tensors: "):
+        connection.publish(actor=diverged)
+
+    assert connection.publish(actor=state).version == 1
+
+
+def test_a_model_in_place_of_its_weights_is_told_the_right_call(tmp_path, house):
+    model = prepare(tmp_path)
+
+    with pytest.raises(WeightsError, match=r"actor is a LlamaForCausalLM, publish its state dict: actor\.state"):
+        house.connect(check=PublishCheck(tmp_path)).publish(actor=model)
 
 
 def test_names_of_peft_are_accepted_where_adapters_are_published(tmp_path, house):

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
 
+from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.pass_size import release_memory
 from pipeline.rollout.generation import cuda_graphs
 from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.kv_cache import PreallocatedLayer, preallocated_cache
 from pipeline.rollout.generation.transformers import TransformersGenerator
-from tests.support import tiny
+from tests.support import tiny, tiny_vision
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
 MASK = (PROMPTS != 0).long()
@@ -184,6 +187,25 @@ def test_a_batch_that_needs_more_memory_than_there_is_captures_anew() -> None:
     assert places == {decoder._memory["values 1"].data_ptr()}, "no bucket holds memory of its own"
 
 
+def test_memory_is_for_the_most_rows_and_the_largest_area_of_any_batch() -> None:
+    device, model = FakeDevice(), tiny.llama()
+    engine = engine_on(device, model)
+    few = dataclasses.replace(SAMPLING, eos_token_ids=())
+    many = dataclasses.replace(few, max_length=20)
+    assert_tokens_of_the_plain_loop(engine, sampling=few, group_size=1)
+
+    # More rows than before, of fewer columns in all: 8 x 20 in place of 4 x 94.
+    assert_tokens_of_the_plain_loop(engine, sampling=many, group_size=2)
+
+    decoder = engine._decoder
+    assert decoder is not None
+    assert len(decoder._memory["tokens"]) == 8 and len(decoder._memory["mask"]) == 4 * 94
+    captures = device.captures
+    assert_tokens_of_the_plain_loop(engine, sampling=few, group_size=1)
+    assert_tokens_of_the_plain_loop(engine, sampling=many, group_size=2)
+    assert device.captures > captures and len(decoder._memory["tokens"]) == 8
+
+
 def test_buffers_that_find_no_memory_leave_the_engine_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(FakeDevice(), tiny.llama())
     assert_tokens_of_the_plain_loop(engine)
@@ -199,6 +221,21 @@ def test_buffers_that_find_no_memory_leave_the_engine_whole(monkeypatch: pytest.
         engine.generate(PROMPTS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=()), group_size=16)
 
     assert_tokens_of_the_plain_loop(engine)
+
+
+def test_a_vision_model_has_three_positions_a_token() -> None:
+    """Of 3 rows, where 4 are the least memory: each of the three needs 4 places."""
+    model = tiny_vision.model()
+    prompts = torch.tensor([[4, 5, 6], [5, 6, 7], [4, 6, 8]])
+    sampling = Sampling(max_length=20, pad_token_id=0, eos_token_ids=(), seed=3)
+    vision = VisionRows.none(3)
+
+    made = [
+        engine.generate(prompts, torch.ones_like(prompts), sampling, group_size=1, vision=vision)
+        for engine in (TransformersGenerator(model), engine_on(FakeDevice(), model))
+    ]
+
+    assert torch.equal(made[0].sequences, made[1].sequences)
 
 
 def test_a_model_whose_weights_have_moved_is_captured_anew() -> None:
@@ -283,6 +320,28 @@ def test_a_step_that_fails_leaves_the_engine_whole() -> None:
     assert_tokens_of_the_plain_loop(engine)
 
 
+@torch.no_grad()
+def test_only_full_attention_through_a_mask_of_bools_has_fixed_shapes() -> None:
+    model = tiny.llama()
+    cache = preallocated_cache(model.config)
+    assert not cuda_graphs.can_run_fixed_shapes(model, cache), "a cache without a prompt has no tensors yet"
+    model(input_ids=PROMPTS, past_key_values=cache, use_cache=True)
+    assert cuda_graphs.can_run_fixed_shapes(model, cache)
+
+    model.config._attn_implementation = "eager"
+    assert not cuda_graphs.can_run_fixed_shapes(model, cache), "eager attention adds its mask"
+
+    torch.manual_seed(0)
+    windows = MistralForCausalLM(
+        MistralConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                      num_attention_heads=2, num_key_value_heads=2, sliding_window=3)
+    ).eval()  # fmt: skip
+    cache = preallocated_cache(windows.config)
+    assert not any(isinstance(layer, PreallocatedLayer) for layer in cache.layers), "a window drops old tokens"
+    windows(input_ids=PROMPTS, past_key_values=cache, use_cache=True)
+    assert not cuda_graphs.can_run_fixed_shapes(windows, cache)
+
+
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (17, 32), (32, 32), (33, 64), (97, 128)])
 def test_rows_are_rounded_up_to_powers_of_two_then_to_multiples_of_32(rows: int, bucket: int) -> None:
     assert cuda_graphs.row_bucket(rows) == bucket
@@ -308,6 +367,18 @@ def test_the_graph_that_was_not_used_for_longest_is_dropped(monkeypatch: pytest.
 
     # Each batch has two rooms or more, and only one graph is kept.
     assert device.captures >= 5
+
+
+def test_a_graph_that_was_used_again_is_kept_before_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MOST_BUCKETS", 2)
+    engine = engine_on(FakeDevice(), tiny.llama())
+    short = Sampling(max_length=12, pad_token_id=tiny.PAD, eos_token_ids=(), seed=3)
+
+    for group_size in (16, 4, 16, 1):
+        engine.generate(PROMPTS, MASK, short, group_size=group_size)
+
+    assert engine._decoder is not None
+    assert [rows for rows, _ in engine._decoder._buckets] == [64, 4]
 
 
 def test_a_model_that_reads_a_value_back_is_found_before_a_capture_and_only_once(
@@ -358,6 +429,52 @@ def test_a_device_that_is_full_is_no_answer_about_the_model() -> None:
         engine.generate(PROMPTS, MASK, SAMPLING, group_size=4)
 
     assert engine._capture is not None and engine._capture.is_possible
+
+
+def test_the_cache_of_a_prompt_is_given_back_by_layers_to_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = 5
+    engine = engine_on(FakeDevice(), tiny.llama(num_hidden_layers=layers))
+    short = Sampling(max_length=12, pad_token_id=tiny.PAD, eos_token_ids=(), seed=3)
+    engine.generate(PROMPTS, MASK, short)
+    alive: list[int] = []
+    load = cuda_graphs.FixedShapeLayer.load
+
+    class Watched(cuda_graphs.CudaGraphDecoder):
+        def _loaded(self, source: Any, *others: Any) -> Any:
+            old = [weakref.ref(layer) for layer in source.layers]
+
+            def counted(layer: Any, tokens: Any) -> None:
+                alive.append(sum(each() is not None for each in old))
+                load(layer, tokens)
+
+            monkeypatch.setattr(cuda_graphs.FixedShapeLayer, "load", counted)
+            return super()._loaded(source, *others)
+
+    assert engine._decoder is not None
+    engine._decoder.__class__ = Watched
+
+    engine.generate(PROMPTS, MASK, short)
+
+    assert alive == [4, 3, 2, 1, 0]
+
+
+def test_two_steps_of_a_bucket_come_before_its_capture() -> None:
+    """Libraries initialize in the first steps of a shape, which must not happen in a capture."""
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama())
+    first: list[int] = []
+    capture = device.capture
+
+    def noted(step: Any) -> FakeGraph:
+        first.append(step.args[1].steps)
+        return capture(step)
+
+    device.capture = noted  # type: ignore[method-assign]
+
+    engine.generate(PROMPTS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=()))
+    engine.generate(PROMPTS, MASK, dataclasses.replace(SAMPLING, eos_token_ids=()))
+
+    assert len(first) >= 2 and min(first) == 2
 
 
 def test_old_and_new_cache_are_never_held_at_once_by_more_than_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
