@@ -371,10 +371,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Watched:
     # Rewards that differ, so that there is something to learn, and checkpoints on the way.
     with Daemon(folder, *SMALL, *telling_reward(folder), "trainer.save_every=5", task=task) as daemon:
         daemon.wait_answering()
+        # At once: the daemon may be ready before Prometheus is.
+        starting = daemon.get("/healthz")[0], daemon.get("/readyz")[0]
         prometheus = Prometheus(folder, daemon.url.removeprefix("http://"))
         with prometheus.running():
             watch = Watch(daemon, prometheus)
-            watch.answers("starting")
+            watch.seen.readiness["starting"] = starting
             watch.until_ready()
             watch.answers("ready")
             watch.through_a_kill()

@@ -77,7 +77,7 @@ def test_cudnn_comes_last_in_a_replay_too(monkeypatch, tmp_path, command, prefer
     monkeypatch.delenv(VARIABLE)
     config = Config.model_validate({"daemon": {"cudnn_attention": preferred}})
     cpu = torch.device("cpu")
-    recorded = SimpleNamespace(steps=[1], has_rows=lambda step: True)
+    recorded = SimpleNamespace(steps=[1], has_rows=lambda step: True, start_of=lambda step: None)
     taken = SimpleNamespace(config=config, begin="its start", device=cpu, steps=lambda debug: iter(()))
     seen = []
 
