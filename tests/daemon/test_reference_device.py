@@ -53,6 +53,7 @@ def ran(folder: Path, task: Path, *sets: str, kills: tuple[str, ...] = (), argum
     folder.mkdir()
     settings = (
         *SMALL, f"trainer.max_steps={STEPS}", "buffer.max_staleness=0", "trainer.kl_coef=0.5", "trainer.record=rows",
+        "rollout.max_refill=4",
         "trainer.learning_rate=4e-4", "daemon.restart_delay_s=0.05",
         *telling_reward(folder, pause_s=0 if arguments else 0.02), *sets,
     )  # fmt: skip

@@ -142,7 +142,10 @@ def test_a_batch_for_another_device_keeps_its_rows_on_the_cpu_for_the_digest(she
 
 
 FIELDS = {
-    "reference": ("needs_reference", "base_action_log_probs", "no log-probs of the reference model"),
+    "reference": (
+        "needs_reference", "base_action_log_probs",
+        'of the reference model: no KL weight was above 0, or model.reference_device was "trainer"',
+    ),
     "log-probs": ("needs_log_probs", "action_log_probs", 'no log-probs of the policy: rollout.log_probs was "trainer"'),
     "cut": ("needs_cut", "info.cut", "do not say whether responses were cut"),
     "behaviour": (None, "behaviour_log_probs", "its rows have no log-probs of the engine"),

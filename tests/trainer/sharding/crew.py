@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.config.schema import TrainerConfig
+from pipeline.config.schema import Config, TrainerConfig
 from pipeline.config.sections import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.models.loading import load_actor, load_critic
@@ -24,6 +24,7 @@ from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.weights.shards import ShardedVersions
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.learner import Learner
+from pipeline.trainer.process import load_reference
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import fill, load_actor_shards, load_critic_shards, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
@@ -110,15 +111,14 @@ def sharded_models(folder: Path, name: str, world_size: int) -> dict[str, Any]:
 
 
 def reference_of(folder: Path, name: str, actor: nn.Module, world_size: int) -> nn.Module | None:
-    """Return a rank's reference: the actor without its adapters, or the shards of a model of its own."""
+    """Return a rank's reference as its process loads it."""
+    settings = MODELS[name]
     if "reference" not in name:
         return None
-    settings = MODELS[name]
-    if settings.lora_rank:
-        return actor
-    return load_actor_shards(
-        folder / "reference", dtype=settings.dtype, device=CPU, world_size=world_size, lora=None, field="x"
-    )
+    reference = folder if settings.lora_rank else folder / "reference"
+    model = {**settings.model_dump(), "actor": str(folder), "reference": str(reference), "reference_device": "trainer"}
+    trainer = {"world_size": world_size, "sharding": "full"}
+    return load_reference(Config.model_validate({"model": model, "trainer": trainer}), actor, CPU)
 
 
 def new_learner(
