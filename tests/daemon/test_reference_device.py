@@ -118,6 +118,7 @@ def test_the_reference_in_the_trainer_trains_alike_and_no_worker_holds_it(
     assert lines[-1].endswith("equal to the recorded ones"), lines
 
 
+@pytest.mark.variant
 def test_two_sharded_ranks_of_which_one_is_killed_train_as_on_the_workers_reference(
     tmp_path: Path,
     task: Path,  # noqa: F811
