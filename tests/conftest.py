@@ -36,6 +36,13 @@ LONG = {
 }
 """Kinds of test that are short in a usual run; the option of the same name runs them, and only them, in full."""
 
+LONGEST = (
+    "test_ray", "test_recipes", "test_kills", "test_resume", "test_hangs", "test_limits", "test_environment",
+    "test_metrics", "test_reference_device", "test_operations", "test_recording", "test_stream", "test_footprint",
+    "test_evaluation", "test_examples", "test_bad_input",
+)  # fmt: skip
+"""Files that take the most time. They come first: of files in parallel, none of them is left alone at the end."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add an option for each kind of long run, and the seed that repeats one."""
@@ -56,7 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = ["full", *([] if config.getoption("--variants") else ["variant"])]
         kept = [item for item in items if not any(item.get_closest_marker(name) for name in left_out)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    for path in {item.path for item in kept if item.get_closest_marker("integration")}:
+        if "integration" not in path.read_text():
+            raise pytest.UsageError(f"{path}: bin/test finds the files of this kind by the word integration in them")
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items[:] = sorted(kept, key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 @pytest.fixture

@@ -72,7 +72,6 @@ def test_turns_are_the_same_bit_for_bit_for_two_workers_for_serial_and_after_kil
 ) -> None:
     endings = {}
     for name, more, arguments in (
-        ("one", (), ()),
         ("two", ("rollout.workers=2",), ()),
         ("serial", (), ("--serial",)),
     ):
@@ -94,7 +93,7 @@ def test_turns_are_the_same_bit_for_bit_for_two_workers_for_serial_and_after_kil
         endings["killed"] = ending(daemon)
     samples = daemon.ask("samples", "--json").stdout
 
-    assert len(set(endings.values())) == 1 and endings["one"][0] == str(STEPS), endings
+    assert len(set(endings.values())) == 1 and endings["two"][0] == str(STEPS), endings
     assert total(metrics, "rlhfd_stage_errors_total", stage="environment") == 0
     assert total(metrics, "rlhfd_environment_steps_total", result="tool_failed") > 0
     assert total(metrics, "rlhfd_items_unaccounted") == 0

@@ -18,7 +18,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.daemon import PROGRAM, SMALL, Daemon, rlhfd, status_of, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import (  # noqa: F401 - a fixture
+    PROGRAM,
+    SMALL,
+    Daemon,
+    rlhfd,
+    status_of,
+    task,
+    telling_reward,
+    total,
+)
 
 pytestmark = pytest.mark.integration
 FILE = """
@@ -26,6 +35,8 @@ FILE = """
 log_level = "{log_level}"
 hang_timeout_s = {hang_timeout_s}
 [rollout]
+reward_functions = ["telling:score"]
+reward_timeout_s = 0
 num_generations = 4
 temperature = {temperature}
 [buffer]
@@ -45,6 +56,8 @@ def write(folder: Path, text: str = FILE, **values: object) -> None:
 def daemon(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Daemon]:  # noqa: F811
     folder = tmp_path_factory.mktemp("operations")
     write(folder)
+    # A row takes its time, without a core: the daemon is only asked, for a minute or two.
+    telling_reward(folder, pause_s=0.01)
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text("first")
     with Daemon(folder, task=task, arguments=("--config", "run.toml")) as daemon:
@@ -118,7 +131,7 @@ def test_a_new_token_counts_from_the_reload_on_and_a_bad_one_changes_nothing(dae
         token.chmod(0o640)
         answer = daemon.ask("reload")
         assert (answer.returncode, answer.stderr) == (
-            78, f"{daemon.folder}/run.toml:11:14: metrics.token_file: {token} is open to other users, "
+            78, f"{daemon.folder}/run.toml:13:14: metrics.token_file: {token} is open to other users, "
             f"it must have mode 0600: chmod 600 {token}\n",
         )  # fmt: skip
         token.chmod(0o600)

@@ -71,7 +71,7 @@ def run_with_kills(folder: Path, task: Path, *sets: str) -> tuple[Path, tuple[st
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.variant), "ppo"])
 def test_recorded_steps_of_a_killed_run_are_replayed_bit_for_bit(
     tmp_path: Path,
     task: Path,

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 STEPS = 4
-REFERENCE_BYTES = 120_000_000
+REFERENCE_BYTES = 60_000_000
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def reference(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
     """Return the folder of a reference that is much larger than the actor."""
     folder = tmp_path_factory.mktemp("reference") / "large"
     config = AutoConfig.from_pretrained(task / "model")
-    config.hidden_size, config.intermediate_size = 768, 5632
+    config.hidden_size, config.intermediate_size = 768, 2560
     config.num_attention_heads = config.num_key_value_heads = 6
     config.head_dim, config.num_hidden_layers = 128, 2
     torch.manual_seed(0)
@@ -89,8 +89,7 @@ def test_the_reference_in_the_trainer_trains_alike_and_no_worker_holds_it(
     where = [f"model.reference={reference}", "model.reference_device=trainer"]
 
     worker = ran(tmp_path / "worker", task, where[0])
-    trainer = ran(tmp_path / "trainer", task, *where)
-    killed = ran(tmp_path / "killed", task, *where, kills=("trainer-0", "rollout-0"))
+    trainer = ran(tmp_path / "trainer", task, *where, kills=("trainer-0", "rollout-0"))
     serial = ran(tmp_path / "serial", task, *where, arguments=("--serial",))
 
     held = {name: trainer.held_bytes[name] - worker.held_bytes[name] for name in trainer.held_bytes}
@@ -99,7 +98,7 @@ def test_the_reference_in_the_trainer_trains_alike_and_no_worker_holds_it(
         seconds = total(one.metrics, "rlhfd_process_time_seconds_total", role="rollout", activity="ref_logprob")
         assert (seconds > 0) == is_run
         assert total(one.metrics, "rlhfd_kl_mean_nats") > 0.1
-    assert trainer.ended == killed.ended == serial.ended
+    assert trainer.ended == serial.ended
     before = load_file(task / "model" / "model.safetensors")
     learned = max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.weights.items())
     gap = max(float((tensor - worker.weights[name]).abs().max()) for name, tensor in trainer.weights.items())
@@ -112,7 +111,7 @@ def test_the_reference_in_the_trainer_trains_alike_and_no_worker_holds_it(
     lines: list[str] = []
     threads = torch.get_num_threads()
     try:
-        assert report(killed.run, STEPS, "cpu", debug=False, write=lines.append), lines
+        assert report(trainer.run, STEPS, "cpu", debug=False, write=lines.append), lines
     finally:
         torch.set_num_threads(threads)
     assert lines[-1].endswith("equal to the recorded ones"), lines

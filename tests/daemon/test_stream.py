@@ -15,8 +15,8 @@ from tests.support import row_stream
 from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
-STEPS = 12
-KILLS = (1, 3, 5)
+STEPS = 7
+KILLS = (1, 3)
 
 
 def streaming(folder, task, *, workers=1):  # noqa: F811

@@ -99,7 +99,7 @@ def test_peers_are_pinned_and_torch_is_ours():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("append_rows", [8, 64])
+@pytest.mark.parametrize("append_rows", [8, pytest.param(64, marks=pytest.mark.variant)])
 def test_ways_deliver_what_was_sent(append_rows):
     ways = (BOUND, BARE, DAEMON, RAW, STREAMER)
 

@@ -108,8 +108,10 @@ class SystemdBox:
             wait_until(lambda: self._is_up() or self._outer.poll() is not None, BOOT_TIMEOUT_S, "it is up", poll_s=0.1)
             if self._outer.poll() is not None:
                 raise RuntimeError("it ended")
-        except (TimeoutError, RuntimeError) as error:
+        except BaseException as error:
             self._end()
+            if not isinstance(error, TimeoutError | RuntimeError):
+                raise
             raise RuntimeError(f"systemd does not boot in namespaces here ({error}):\n{self.console}") from error
         return self
 
@@ -154,8 +156,10 @@ class SystemdBox:
         """Return the pid of its systemd as it is known outside."""
         pid = self._outer.pid
         for _ in range(2):
-            children = Path(f"/proc/{pid}/task/{pid}/children")
-            found = children.read_text().split() if children.exists() else []
+            try:
+                found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            except (FileNotFoundError, ProcessLookupError):
+                return None
             if not found:
                 return None
             pid = int(found[0])

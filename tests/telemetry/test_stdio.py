@@ -170,7 +170,7 @@ import sys
 
 def score(ids, mask, **_):
     # More than a pipe and all queues behind it hold, within some steps.
-    print("x" * {1 << 12}, file=sys.stderr)
+    print("x" * {1 << 14}, file=sys.stderr)
     return 1.0
 """
 
@@ -187,11 +187,11 @@ def test_a_daemon_whose_output_nobody_reads_trains_answers_and_ends_in_order(
     own = ('rollout.reward_functions=["talkative:score"]', "rollout.reward_timeout_s=0", "daemon.log_file_bytes=1GiB")
 
     with Daemon(tmp_path, *SMALL, *own, task=task, printed_to=place.writer, environment={"TERM": "xterm"}) as daemon:
-        daemon.wait_step(20)
+        daemon.wait_step(6)
         assert status_of(daemon.ask("status", "--json"))["state"] == "ready"
         wait_until(lambda: "left out" in place.read(), START_TIMEOUT_S, "the omitted lines are reported")
         step = daemon.status()["step"]
-        daemon.wait_step(step + 20)
+        daemon.wait_step(step + 6)
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
 
