@@ -60,7 +60,7 @@ VARIABLES = {"$instance": ".*", "$__rate_interval": "1m"}
 EMPTY_WITHOUT_A_GPU = {"GPU memory", "GPU load", "Torch memory"}
 COMPARED_S = 5.0
 LEAST_COMPARED = 10
-PAUSE_S = 0.1
+PAUSE_S = 0.2
 KILLED = "rollout-0"
 
 

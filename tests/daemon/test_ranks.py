@@ -84,6 +84,7 @@ def rows_here(daemon: Daemon) -> int:
         return 0 if held is None else held.ready_items + held.leased_items
 
 
+@pytest.mark.variant
 def test_a_killed_rank_buffer_and_worker_change_no_rows_of_any_rank(tmp_path, task, undisturbed):  # noqa: F811
     """One run: a rank is killed in its step, then the buffer, then a worker whose half of a version's rows is late.
 
