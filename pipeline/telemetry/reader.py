@@ -1,7 +1,8 @@
 """The instance's metrics as a whole: the totals of all slots of the slab, and the text that Prometheus scrapes.
 
 The text is written here and not by prometheus_client, which takes 10 us a sample and 22 us in OpenMetrics: with 64
-workers 35 ms of the supervisor's loop per scrape. Here the constant part of each line is cached: 1 us a sample.
+workers 35 ms of the supervisor's loop per scrape. Here the constant parts of a family's lines are one cached template
+that is filled in one call: less than 0.5 us a sample.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from pipeline.telemetry.metric import Metric, SlotName
 from pipeline.telemetry.metrics import BY_NAME, METRICS, Conservation
@@ -39,6 +40,8 @@ class HistogramReading:
 
 
 Series = Mapping[tuple[str, ...], float | HistogramReading]
+_Numbers = Mapping[tuple[str, ...], float]
+_Histograms = Mapping[tuple[str, ...], HistogramReading]
 _Growing = dict[tuple[str, ...], float | HistogramReading]
 
 
@@ -78,6 +81,13 @@ class _Place(NamedTuple):
     words: slice
 
 
+class _Template(NamedTuple):
+    """The lines of a family without their values, as a format, for the series that it had when it was made."""
+
+    series: tuple[tuple[str, ...], ...]
+    lines: str
+
+
 class MetricsReader:
     """Reads a slab; lives in the supervisor.
 
@@ -106,9 +116,14 @@ class MetricsReader:
         for index, slot in enumerate(slab.layout.slots):
             self._slots_of.setdefault(slot.role, []).append(index)
         # A series whose labels name the slot comes from that slot alone; all slots of a role add to any other series.
-        self._own = [self._places(slot, own=True) for slot in slab.layout.slots]
+        own = [self._places(slot, own=True) for slot in slab.layout.slots]
+        self._own = [
+            ([(metric.name, labels) for metric, labels, _ in places], [words.start for *_, words in places])
+            for places in own
+        ]
         self._shared = {role: self._places(SlotName(role), own=False) for role in self._slots_of}
-        self._prefixes: dict[str, dict[tuple[str, ...], list[str]]] = {metric.name: {} for metric in METRICS}
+        self._templates: dict[str, _Template] = {}
+        self._histograms: dict[tuple[str, tuple[str, ...]], tuple[str, str]] = {}
 
     def read(self) -> Reading:
         """Return the totals of all slots, dead processes included."""
@@ -144,15 +159,27 @@ class MetricsReader:
         for metric in METRICS:
             if series := families.get(metric.name):
                 lines.append(_head(metric, openmetrics=openmetrics))
-                prefixes = self._prefixes[metric.name]
-                for labels, value in series.items():
-                    before = prefixes.get(labels) or prefixes.setdefault(labels, _prefixes(metric, labels))
-                    if isinstance(value, HistogramReading):
-                        lines += _histogram_lines(before, value)
-                    else:
-                        number = repr(value) if math.isfinite(value) else _number(value)
-                        lines.append(f"{before[0]} {number}\n")
+                if metric.kind == "histogram":
+                    lines += [self._histogram(metric, *pair) for pair in cast(_Histograms, series).items()]
+                else:
+                    lines.append(self._lines(metric, cast(_Numbers, series)))
         return lines
+
+    def _lines(self, metric: Metric, series: _Numbers) -> str:
+        labels = tuple(series)
+        template = self._templates.get(metric.name)
+        if template is None or template.series != labels:
+            template = _Template(labels, "".join(f"{_line(metric.name, metric, each)} %s\n" for each in labels))
+            self._templates[metric.name] = template
+        values = series.values()
+        return template.lines % tuple(values if math.isfinite(sum(values)) else map(_number, values))
+
+    def _histogram(self, metric: Metric, labels: tuple[str, ...], value: HistogramReading) -> str:
+        key = metric.name, labels
+        with_sum, without = self._histograms.get(key) or self._histograms.setdefault(key, _histogram(metric, labels))
+        values = (*accumulate(value.buckets),)
+        # OpenMetrics requires count and sum together or neither; the +Inf bucket is the count.
+        return without % values if value.total is None else with_sum % (*values, values[-1], value.total)
 
     def _places(self, slot: SlotName, *, own: bool) -> list[_Place]:
         """Return the series of a slot whose labels name the slot, or the others."""
@@ -169,22 +196,14 @@ class MetricsReader:
 
     def _read_own(self, index: int, row: Sequence[float], families: dict[str, _Growing]) -> None:
         """Add the series whose labels name the slot; each is one word."""
-        for metric, labels, words in self._own[index]:
-            value = row[words.start]
+        series, starts = self._own[index]
+        for (name, labels), value in zip(series, map(row.__getitem__, starts), strict=True):
             if value == value:
-                families[metric.name][labels] = value
+                families[name][labels] = value
         role, worker = self._slab.layout.slots[index]
         if self._slab.is_live(role, worker) and (beat_s := self._slab.progress(role, worker).beat_s):
             # In whole milliseconds: the two clocks are not read at the same moment.
             families[_HEARTBEAT][role, str(worker)] = round(time.time() - time.monotonic() + beat_s, 3)
-
-
-def _histogram_lines(prefixes: Sequence[str], value: HistogramReading) -> list[str]:
-    values = list(accumulate(value.buckets))
-    # OpenMetrics requires count and sum together or neither; the +Inf bucket is the count.
-    if value.total is not None:
-        values += [values[-1], value.total]
-    return [f"{prefix} {number!r}\n" for prefix, number in zip(prefixes, values, strict=False)]
 
 
 def _present(column: Sequence[float]) -> Sequence[float]:
@@ -214,15 +233,20 @@ def _head(metric: Metric, *, openmetrics: bool) -> str:
     return f"# HELP {family} {metric.help}\n# TYPE {family} {metric.kind}\n{unit}"
 
 
-def _prefixes(metric: Metric, labels: Sequence[str]) -> list[str]:
-    """Return the text before the value on each line of a series."""
-    pairs = [f'{name}="{_escape(value)}"' for name, value in zip(metric.labels, labels, strict=True)]
-    plain = f"{{{','.join(pairs)}}}" if pairs else ""
-    if metric.kind != "histogram":
-        return [metric.name + plain]
-    bounds = [f'le="{_number(bound)}"' for bound in (*metric.buckets, math.inf)]
-    buckets = [f"{metric.name}_bucket{{{','.join([*pairs, bound])}}}" for bound in bounds]
-    return [*buckets, f"{metric.name}_count{plain}", f"{metric.name}_sum{plain}"]
+def _line(name: str, metric: Metric, labels: Sequence[str], *more: str) -> str:
+    """Return the text before the value on the line of a series, as a part of a format."""
+    pairs = [f'{label}="{_escape(value)}"' for label, value in zip(metric.labels, labels, strict=True)]
+    pairs += more
+    return (f"{name}{{{','.join(pairs)}}}" if pairs else name).replace("%", "%%")
+
+
+def _histogram(metric: Metric, labels: Sequence[str]) -> tuple[str, str]:
+    """Return the lines of a histogram without their values, as formats: with count and sum, and with neither."""
+    bounds = (*metric.buckets, math.inf)
+    buckets = [_line(f"{metric.name}_bucket", metric, labels, f'le="{_number(bound)}"') for bound in bounds]
+    totals = [_line(f"{metric.name}_{part}", metric, labels) for part in ("count", "sum")]
+    with_sum, without = ("".join(f"{line} %s\n" for line in lines) for lines in ([*buckets, *totals], buckets))
+    return with_sum, without
 
 
 def _escape(value: str) -> str:
