@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,19 +14,25 @@ from typing import Any
 import pytest
 
 from pipeline.config.user_modules import FOLDER_VARIABLE
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.rollout.environment.pool import EnvironmentPool, row_json
 from pipeline.rollout.environment.wire import Answer
 
 ENVIRONMENTS = """
-import asyncio, os, time
+import asyncio, os, signal, subprocess, time
 import numpy
 from pipeline import Turn
 
+class Grave(BaseException): pass
+class Mute(Exception):
+    def __str__(self): raise OSError
+
 class Counting:
-    made = 0
+    made = alive = 0
+    def __del__(self): Counting.alive -= hasattr(self, "told")
     async def reset(self, prompt, answer, columns):
         Counting.made += 1
+        Counting.alive += 1
         self.told, self.steps = [prompt, answer, columns], 0
     async def step(self, response):
         self.steps += 1
@@ -44,9 +52,25 @@ class Counting:
         if name == "half-error": raise ValueError("\\ud800")
         if name == "cancel": raise asyncio.CancelledError
         if name == "late": raise TimeoutError("of a socket")
+        if name == "grave": raise Grave
+        if name == "mute": raise Mute
+        if name == "numpy": return Turn(numpy.str_("a"))
+        if name == "long": return Turn("o" * int(seconds))
+        if name == "alive": return Turn(f"{Counting.alive} of {Counting.made}")
+        if name == "program": return Turn(str(subprocess.Popen(["sleep", "1000"]).pid))
+        if name == "die": os.kill(os.getpid(), signal.SIGKILL)
+        if name == "sockets": return Turn(os.popen("ls -l /proc/self/fd").read())
+        if name == "sockets-of-a-fork":
+            read, write = os.pipe()
+            if os.fork() == 0:
+                links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]]
+                os.write(write, " ".join(links).encode())
+                os._exit(0)
+            os.wait()
+            return Turn(os.read(read, 1 << 16).decode())
         if name == "fork":
             if os.fork() == 0:
-                time.sleep(3)
+                time.sleep(1000)
             os._exit(3)
         text = f"{self.told} {self.steps} {response} of {Counting.made}"
         return Turn(text, reward=self.steps, done=name == "done", tool_failed=name == "wrong")
@@ -147,6 +171,8 @@ def test_rows_that_await_something_do_so_at_the_same_time(new_pool) -> None:
         ("half-error", "exception", "ValueError: ?"),
         ("cancel", "exception", "CancelledError: "),
         ("late", "exception", "TimeoutError: of a socket"),
+        ("grave", "exception", "Grave: "),
+        ("mute", "exception", "Mute: without a message"),
         ("exit", "exception", "the process of the row ended with exit code 3"),
     ],
 )
@@ -220,7 +246,117 @@ def test_a_process_whose_child_holds_its_link_is_found_dead(new_pool) -> None:
     (answer,) = rows.say("fork", deadline_s=10.0)
 
     assert (answer.problem, answer.text) == ("exception", "the process of the row ended with exit code 3")
-    time.sleep(3)  # the children end by themselves, before the leak check
+
+
+@pytest.mark.parametrize("child", ["sockets", "sockets-of-a-fork"])
+def test_no_child_of_an_environment_holds_its_link(new_pool, child: str) -> None:
+    (answer,) = Rows(new_pool(), 1).say(child, deadline_s=10.0)
+
+    assert "pipe:" in answer.observation and "socket:" not in answer.observation
+
+
+def test_a_process_that_does_not_read_keeps_nobody_waiting_and_gets_its_messages_whole(new_pool) -> None:
+    rows = Rows(new_pool(), 2)
+    rows.say("a", "b")
+    process = rows.pool._processes[0]._process
+    os.kill(process.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    rows.submit("x" * 3_000_000, "y")
+    rows.pool.step(0.0)
+    waited_s = time.monotonic() - began_s
+
+    os.kill(process.pid, signal.SIGCONT)
+    while rows.pool.is_busy:
+        rows.pool.step(1.0)
+
+    assert waited_s < 1.0
+    assert [answers[-1].reward for answers in rows.answers] == [2.0, 2.0]
+    assert rows.pool._processes[0]._process is process
+
+
+def test_an_answer_that_waits_for_the_worker_does_not_end_its_process(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.2), 1)
+    rows.submit("long 3000000")
+    rows.pool.step(0.0)
+    process = rows.pool._processes[0]._process
+    time.sleep(1.6)  # the time of a step, and the second that a blocked one gets
+
+    assert process.poll() is None
+    assert len(rows.say("b")[0].observation) < 100 and len(rows.answers[0][0].observation) == 3_000_000
+
+
+def test_a_repetition_has_the_time_of_the_steps_that_it_repeats(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.8), 2)
+    for _ in range(3):
+        rows.say("sleep 0.4", "block 0.2")
+    rows.pool._processes[0]._process.kill()
+
+    answers = rows.say("sleep 0.4", "block 0.2")
+
+    assert [(answer.problem, answer.reward) for answer in answers] == [("", 4.0)] * 2
+
+
+def test_a_step_after_a_repetition_has_the_time_of_one(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.4), 1)
+    rows.say("sleep 0.1")
+    rows.pool._processes[0]._process.kill()
+    rows.say("sleep 0.1")
+
+    (answer,) = rows.say("sleep 1")
+
+    assert (answer.problem, answer.text) == ("timeout", "no answer within 0.4 s")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ends(pid: int, deadline_s: float = 10.0) -> bool:
+    end_s = time.monotonic() + deadline_s
+    while is_running(pid) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return not is_running(pid)
+
+
+@pytest.mark.parametrize("end", ["close", "replaced", "killed"])
+def test_a_program_that_an_environment_started_ends_with_its_process(new_pool, end: str) -> None:
+    rows = Rows(new_pool(), 1)
+    program = int(rows.say("program")[0].observation)
+    assert is_running(program)
+
+    if end == "close":
+        rows.pool.close()
+    elif end == "replaced":
+        rows.say("die")
+    else:
+        # The pool is not called: the worker may be at work for long.
+        rows.pool._processes[0]._process.kill()
+
+    assert ends(program)
+
+
+def test_no_program_of_an_environment_outlives_a_worker_that_is_killed(new_pool, tmp_path: Path) -> None:
+    new_pool()
+    worker = """
+import time
+from pipeline.rollout.environment.pool import EnvironmentPool, row_json
+pool = EnvironmentPool("surroundings:Counting", timeout_s=20.0)
+pool.wait_ready()
+row = pool.new_row()
+pool.submit(row, row_json("p", 1, {}), ["program"], lambda a: print(a.observation, flush=True), is_last=False)
+while pool.is_busy:
+    pool.step(1.0)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        program = int(process.stdout.readline())
+        process.kill()
+
+    assert ends(program)
 
 
 def test_a_successor_that_is_killed_before_it_is_ready_is_replaced_too(new_pool) -> None:
@@ -233,6 +369,17 @@ def test_a_successor_that_is_killed_before_it_is_ready_is_replaced_too(new_pool)
         rows.pool.step(1.0)
 
     assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
+
+
+def test_successors_that_all_end_before_they_are_ready_are_no_bad_configuration(new_pool, tmp_path: Path) -> None:
+    rows = Rows(new_pool(), 1)
+    rows.say("a")
+    (tmp_path / "surroundings.py").write_text("import os\nos._exit(7)\n")
+    rows.pool._processes[0]._process.kill()
+
+    with pytest.raises(RlhfdError, match=r"surroundings:Counting ended with exit code 7, 4 times in a row") as raised:
+        rows.say("b")
+    assert raised.value.exit_code is ExitCode.FAILED
 
 
 def test_a_look_that_finds_nothing_is_no_progress(new_pool) -> None:
@@ -253,8 +400,9 @@ def test_a_turn_whose_end_is_no_truth_value_is_named(new_pool) -> None:
     assert answer.problem == "exception" and answer.text.startswith("ValueError: The truth value of an array")
 
 
-def test_a_reward_of_numpy_is_a_number(new_pool) -> None:
+def test_a_reward_and_a_text_of_numpy_are_a_number_and_a_text(new_pool) -> None:
     assert [answer.reward for answer in Rows(new_pool(), 1).say("float32")] == [0.5]
+    assert [answer.observation for answer in Rows(new_pool(), 1).say("numpy", deadline_s=10.0)] == ["a"]
 
 
 def test_rows_that_all_hang_are_given_up_after_the_third(new_pool) -> None:
@@ -277,6 +425,28 @@ def test_a_dropped_row_is_not_answered(new_pool) -> None:
     rows.say("sleep 0.5", first=1)
 
     assert rows.answers[0] == [] and [answer.reward for answer in rows.answers[1]] == [1.0, 2.0]
+
+
+def test_the_environment_of_a_dropped_row_is_dropped_during_its_step_too(new_pool) -> None:
+    rows = Rows(new_pool(), 3)
+    rows.submit("sleep 100", "block 0.3")
+    rows.submit("a", first=2)
+    rows.pool.forget(rows.numbers[:2])
+
+    assert [answer.observation for answer in rows.say("alive", first=2)] == ["1 of 1"]
+
+
+def test_a_dropped_row_is_not_run_again_after_the_end_of_its_process(new_pool) -> None:
+    rows = Rows(new_pool(), 2)
+    rows.submit("block 100", "sleep 0.1")
+    rows.pool.step(0.2)
+    rows.pool.forget(rows.numbers[:1])
+    rows.pool._processes[0]._process.kill()
+    while rows.pool.is_busy:
+        rows.pool.step(1.0)
+
+    assert [answer.observation for answer in rows.say("alive", first=1)] == ["1 of 1"]
+    assert rows.answers[0] == [] and [answer.problem for answer in rows.answers[1]] == ["", ""]
 
 
 @pytest.mark.parametrize(
