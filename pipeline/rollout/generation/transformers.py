@@ -133,8 +133,8 @@ class TransformersGenerator:
     ) -> Responses:
         """Sample responses; see `pipeline.rollout.generation.interface.ResponseGenerator`.
 
-        With `row_seeds` each row draws by its own seed, whatever the other rows and the room are. With `row_limits` each
-        row ends after its own number of tokens.
+        With `row_seeds` each row draws by its own seed, whatever the other rows and the room are. With `row_limits`
+        each row ends after its own number of tokens.
         """
         prompts, width = input_ids.shape
         num_actions = sampling.max_length - width
