@@ -98,13 +98,13 @@ def load_roller(
     Raises:
         ConfigError: If one cannot be loaded, or the reward function does not return one finite number a row.
     """
-    vision = VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None
+    takes_images = sees_images(config.model.actor)
+    refuse_environment_for_images(config, takes_images=takes_images)
+    vision = VisionPrompts(config.model.actor, tokenizer) if takes_images else None
     # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
     # functions' processes are forks of this one as long as it has no GPU.
     functions = reward_functions(config, tokenizer, telemetry, on_row) if config.rollout.reward_functions else None
     environment = load_environment(config, telemetry.beat)
-    if vision is not None and environment is not None:
-        raise ConfigError("rollout.environment: model.actor takes images, and an environment is for text alone")
     device = device or process_device()
     reward = load_reward(config, device, functions)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
@@ -216,6 +216,16 @@ def watch(
 
 def _begin_prompts(problems: RewardProblems, group_size: int, prompts: Sequence[Prompt]) -> None:
     problems.begin([prompt.place for prompt in prompts], group_size)
+
+
+def refuse_environment_for_images(config: Config, *, takes_images: bool) -> None:
+    """Refuse an environment beside a model that takes images.
+
+    Raises:
+        ConfigError: If there are both.
+    """
+    if takes_images and config.rollout.environment is not None:
+        raise ConfigError("rollout.environment: model.actor takes images, and an environment is for text alone")
 
 
 def load_environment(config: Config, on_progress: Callable[[], None]) -> TurnSettings | None:

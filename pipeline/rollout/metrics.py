@@ -21,7 +21,7 @@ from pipeline.telemetry.metric import REWARD_PLACES
 from pipeline.telemetry.slab import SlotWriter
 
 ACTIVITIES = (
-    "generate", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
+    "generate", "environment", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
 )  # fmt: skip
 _STAGES = {

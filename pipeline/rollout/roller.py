@@ -295,6 +295,7 @@ class LocalRoller:
         batch = self.batch_of(begun)
         with self.stage("generate"):
             if (turns := self.turns_of(begun, batch, itertools.count().__next__)) is not None:
+                turns.clear_problem()
                 completed = sample_turns(self.engine, turns, self.on_sampled)
             else:
                 completed = sample_all(self.engine, batch.requests(itertools.count().__next__))

@@ -69,7 +69,9 @@ class Shaping:
         if not self.overlong_buffer_tokens:
             return scores
         longest = rows.num_actions if self.longest is None else self.longest
-        return scores + overlong_rewards(rows.lengths, longest, self.overlong_buffer_tokens, self.overlong_penalty)
+        # Of what the model wrote: the text of an environment is none of its.
+        written = rows.action_mask.sum(dim=1)
+        return scores + overlong_rewards(written, longest, self.overlong_buffer_tokens, self.overlong_penalty)
 
     def kl(self, log_ratios: Tensor, action_mask: Tensor) -> Tensor:
         """Return the estimate of the KL to the reference that the reward counts, ``(B, A)``."""

@@ -262,9 +262,8 @@ class EngineStream:
         under_way = [rollout for rollout in self._rollouts.values() if not rollout.has_ended]
         is_asked = self._asked is not None
         clock = self._metrics.clock
-        if (under_way or is_asked) and clock.activity != "generate":
-            # Not once a step: a change of the activity is a heartbeat, and a step without progress is none.
-            clock.enter("generate")
+        if is_asked or any(rollout.awaits_engine for rollout in under_way):
+            self._enter("generate")
         try:
             completed = self._engine.step() if under_way or is_asked else []
         except (FieldError, ShapeError) as error:
@@ -293,7 +292,7 @@ class EngineStream:
             self._metrics.sampled(tokens_of(completed))
             self._metrics.beat()
         self._show_rows()
-        if clock.activity == "generate" and all(rollout.has_ended for rollout in under_way):
+        if clock.activity in ("generate", "environment") and all(rollout.has_ended for rollout in under_way):
             clock.enter(OTHER)
         if self._asked is not None:
             # Nothing is sealed before the engine has answered.
@@ -343,8 +342,11 @@ class EngineStream:
         if self._roller.turns is None:
             return
         pool, load = self._roller.turns.pool, self._engine.load
-        if pool.is_busy:
-            pool.step(0.0 if load.running + load.waiting else _ENVIRONMENT_WAIT_S)
+        if pool.is_busy and load.running + load.waiting:
+            pool.step(0.0)
+        elif pool.is_busy:
+            self._enter("environment")
+            pool.step(_ENVIRONMENT_WAIT_S)
         self._metrics.environment(pool.counts)
         for ticket, rollout in self._rollouts.items():
             if rollout.turns is None or rollout.error is not None:
@@ -353,6 +355,11 @@ class EngineStream:
                 self._submit(ticket, rollout.turns.take_requests())
             except (FieldError, ShapeError) as error:
                 self._fail(rollout, error)
+
+    def _enter(self, activity: str) -> None:
+        # Not once a step: a change of the activity is a heartbeat, and a step without progress is none.
+        if self._metrics.clock.activity != activity:
+            self._metrics.clock.enter(activity)
 
     def _ask(self, version: int) -> None:
         probe = self._roller.weights.probe

@@ -1,4 +1,4 @@
-"""The end of a child with its parent, at any death of the parent; adoption of orphans."""
+"""The end of a child with its parent and of a group with its leader, at any death of these; adoption of orphans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import ctypes
 import os
 import signal
 from collections.abc import Collection
+
+import setproctitle
 
 PARENT_VARIABLE = "RLHFD_PARENT"
 """Variable of a child's environment: the pid of the process that started it."""
@@ -20,6 +22,34 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[PARENT_VARIABLE]):
         # The parent died before the call.
+        os._exit(0)
+
+
+def end_group_with_this() -> None:
+    """Have the kernel's SIGKILL of this process, or its own end, be that of its process group, whose leader it is.
+
+    A fork of this process watches it, in a group of its own; to be called before there are threads.
+    """
+    leader = os.getpid()
+    assert os.getpgrp() == leader
+    if os.fork():
+        return
+    try:
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        setproctitle.setproctitle("rlhfd: guard of a group")
+        # Above all the end of a link, which this process would keep open.
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == leader:
+            signal.sigwait([signal.SIGTERM])
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+    finally:
+        # Never return into the code of the process that forked this one.
         os._exit(0)
 
 

@@ -19,6 +19,7 @@ _BUFFER_ENDS_S = 60.0
 
 _SMALLER: Final = {
     "generate": "lower rollout.inference_batch_size or rollout.max_length",
+    "environment": "lower rollout.environment_timeout_s",
     "logprob": "lower rollout.logits_forward_batch_size",
     "ref_logprob": "lower rollout.logits_forward_batch_size",
     "value": "lower rollout.logits_forward_batch_size",

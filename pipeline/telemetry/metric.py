@@ -32,7 +32,7 @@ INFO: Final = "@info"
 START: Final = "start"
 OTHER: Final = "other"
 ACTIVITIES: Final = (
-    "generate", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
+    "generate", "environment", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", START, OTHER,
 )  # fmt: skip
 PARTITION: Final = "0"

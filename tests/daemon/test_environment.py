@@ -83,7 +83,9 @@ def test_turns_are_the_same_bit_for_bit_for_two_workers_for_serial_and_after_kil
         daemon.wait_step(1)
         worker = daemon.pids()["rollout-0"]
         daemon.wait_until(lambda: total(daemon.metrics(), "rlhfd_environment_steps_total") > 150, "steps are under way")
-        for pid in environments_of(worker):
+        environments = environments_of(worker)
+        assert len(environments) == 2
+        for pid in environments:
             os.kill(pid, signal.SIGKILL)
         daemon.wait_step(2)
         assert daemon.pids()["rollout-0"] == worker, "the worker has replaced them"
@@ -142,7 +144,10 @@ def test_a_check_imports_the_environment(tmp_path: Path) -> None:
 
 
 def test_held_out_prompts_are_evaluated_in_the_environment(tmp_path: Path, task: Path) -> None:  # noqa: F811
-    sets = settings(tmp_path)
+    sets = (*settings(tmp_path), "rollout.max_turns=2")
+    # 1 and 2 eighths.
+    code = ENVIRONMENT.replace("reward=told % 7 / 7, done=told % 3 == 0", "reward=self.turns / 8, done=self.turns == 2")
+    (tmp_path / "telling.py").write_text(code)
     held_out = tmp_path / "held.jsonl"
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:4]))
     evaluated = (f"evaluation.files=['{held_out}']", "evaluation.every=2", "evaluation.num_generations=2")
@@ -152,4 +157,4 @@ def test_held_out_prompts_are_evaluated_in_the_environment(tmp_path: Path, task:
 
     lines = (daemon.run_dir / "evaluations.jsonl").read_text().splitlines()
     rewards = [float(found) for found in re.findall(r'"reward_mean":([\d.]+)', "".join(lines))]
-    assert len(lines) == 3 and all(reward > 0.2 for reward in rewards), lines
+    assert len(lines) == 3 and rewards and set(rewards) == {0.375}, lines

@@ -30,10 +30,17 @@ from pipeline.rollout.roller import LocalRoller
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.supervisor import placement
 from pipeline.trainer import setup
+from tests.support import tiny_vision
 from tests.support.daemon import task, telling_reward  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
 PROMPTS = ("7302>", "918>", "44012>", "5566>", "31>", "87>", "640>")
+
+BROKEN = """
+class Broken:
+    def reset(self, prompt, answer, columns): pass
+    def step(self, response): raise ValueError("no such tool")
+"""
 
 Load = Callable[..., tuple[LocalRoller, Config]]
 
@@ -168,6 +175,30 @@ def test_a_model_of_which_no_prompt_has_a_result_is_an_error(load: Load, tmp_pat
 
     with pytest.raises(ConfigError, match=r"no prompt has a result: failing:score raised ValueError"):
         alone.evaluate(config.model_copy(update={"rollout": rollout}))
+
+
+def test_an_environment_that_fails_is_named_where_no_prompt_has_a_result(
+    load: Load, monkeypatch, tmp_path: Path
+) -> None:
+    _, config = load()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    (tmp_path / "broken.py").write_text(BROKEN)
+    rollout = config.rollout.model_copy(update={"reward_functions": [], "environment": "broken:Broken"})
+
+    with pytest.raises(ConfigError, match=r"no prompt has a result: rollout\.environment: ValueError: no such tool"):
+        alone.evaluate(config.model_copy(update={"rollout": rollout}))
+
+
+def test_an_environment_for_a_model_that_takes_images_is_refused(load: Load, tmp_path: Path) -> None:
+    _, config = load()
+    tiny_vision.save(tmp_path / "vision")
+    changes = {
+        "model": config.model.model_copy(update={"actor": str(tmp_path / "vision")}),
+        "rollout": config.rollout.model_copy(update={"environment": "broken:Broken"}),
+    }
+
+    with pytest.raises(ConfigError, match=r"rollout\.environment: model\.actor takes images"):
+        alone.evaluate(config.model_copy(update=changes))
 
 
 def test_the_command_shows_a_table_or_json(

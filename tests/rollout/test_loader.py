@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pipeline.config.schema import Config
+from pipeline.config.user_modules import FOLDER_VARIABLE
+from pipeline.errors import ConfigError
 from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapter_of
@@ -16,6 +18,20 @@ from tests.support import tiny_vision
 from tests.support.daemon import task  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
+CHOOSY = """
+from pipeline import Turn
+
+class Choosy:
+    rows = 0
+    def reset(self, prompt, answer, columns):
+        Choosy.rows += 1
+    def step(self, response):
+        if Choosy.rows <= 4: raise ValueError("not yet")
+        return Turn(done=True)
+
+def score(*row, **others):
+    raise KeyError("no column")
+"""
 
 
 @pytest.fixture
@@ -84,6 +100,17 @@ def test_a_reference_that_is_the_trainers_is_neither_loaded_nor_run(rollers, lor
     assert without.base_action_log_probs is None and with_reference.base_action_log_probs is not None
     for name in ("sequences", "action_log_probs", "advantages", "reward"):
         assert torch.equal(getattr(without, name), getattr(with_reference, name)), name
+
+
+def test_an_environment_is_not_blamed_for_a_reward_function(rollers, monkeypatch, tmp_path):
+    """It has no answer for the first prompt alone; the function fails for each."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "choosy.py").write_text(CHOOSY)
+    settings = {"environment": "choosy:Choosy", "reward_functions": ["choosy:score"], "reward_timeout_s": 0.0}
+
+    with pytest.raises(ConfigError, match=r"rollout\.reward_functions: choosy:score raised KeyError"):
+        rollers(rollout=settings)
 
 
 @pytest.mark.parametrize("settings", [{"rollout": {"kl_coef": 0.1}, "trainer": {"kl_coef": 0.0}}, {}])

@@ -32,11 +32,11 @@ def llama(seed: int = 0, **changes: int | bool) -> LlamaForCausalLM:
     return _seeded(LlamaForCausalLM, config, seed)
 
 
-def gpt2(seed: int = 0) -> GPT2LMHeadModel:
+def gpt2(seed: int = 0, *, positions: int = 128) -> GPT2LMHeadModel:
     """A GPT-2: absolute positions, so that a left-padded row without position ids is far off."""
     config = GPT2Config(
         vocab_size=VOCABULARY_SIZE,
-        n_positions=128,
+        n_positions=positions,
         n_embd=16,
         n_layer=2,
         n_head=2,

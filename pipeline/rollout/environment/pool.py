@@ -6,9 +6,10 @@
                                   <-----  Ready once, then an Answer for each Step, as it ends
 
 A row stays with one process. A process that ends is replaced, and each step carries all responses of its row: the
-successor repeats them. Steps that a process had in hand when it ended are tried again one at a time, so that the row
-at fault is found; it has no answer, the others have theirs. A process ends by itself when a step takes too long; the
-worker waits a little longer, then kills it.
+successor repeats them, in as many times the limit of a step. Steps that a process had in hand when it ended are tried
+again one at a time, so that the row at fault is found; it has no answer, the others have theirs. A process ends by
+itself when a step takes too long; the worker waits a little longer, then kills it. It leads a session: the programs
+that it has started are killed with it, whoever ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import itertools
 import json
 import logging
 import os
-import select
 import selectors
 import signal
 import socket
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.errors import ConfigError, DeadlineError
+from pipeline.errors import ConfigError, DeadlineError, RlhfdError
 from pipeline.rollout.environment import process as environment_process
 from pipeline.rollout.environment.wire import Answer, Forget, Problem, Ready, Step, frame, to_pool, unframe
 from pipeline.runtime.lifeline import PARENT_VARIABLE
@@ -74,7 +74,7 @@ class EnvironmentPool:
 
     Attributes:
         counts: The work so far.
-        problem: The last row without an answer; None if there was none.
+        problem: The last row without an answer; None if there was none since it was set to None.
     """
 
     def __init__(
@@ -143,17 +143,21 @@ class EnvironmentPool:
 
         Raises:
             ConfigError: If a process that was started anew cannot import the environment.
+            RlhfdError: If the processes end one after another before they have imported it.
             DeadlineError: If one is not ready in time.
         """
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
-                selector.register(process.link, selectors.EVENT_READ, process)
+                selector.register(process.link, process.events, process)
             ready = selector.select(min(1.0, timeout_s))
+        readable = [key.data for key, events in ready if events & selectors.EVENT_READ]
         # A look that neither waits nor finds an answer is no progress: an engine that hangs would look alive.
-        if ready or timeout_s > 0:
+        if readable or timeout_s > 0:
             self._on_progress()
-        answers = [answer for key, _ in ready for answer in key.data.receive()]
-        readable = {key.data for key, _ in ready}
+        for key, events in ready:
+            if events & selectors.EVENT_WRITE:
+                key.data.flush()
+        answers = [answer for process in readable for answer in process.receive()]
         for process in self._processes:
             if process not in readable:
                 answers += process.replace_if_ended()
@@ -200,12 +204,21 @@ class _Process:
         self._timeout_s = timeout_s
         self._waiting: collections.deque[Step] = collections.deque()
         self._sent: dict[int, Step] = {}
+        # Of those sent, the rows that were dropped since.
+        self._dropped: set[int] = set()
+        # Rows whose environment the process has: their former steps are not repeated.
+        self._held: set[int] = set()
         # Rows whose process ended, and that are tried once more, alone.
         self._alone: set[int] = set()
         self._timeouts = 0
         self._was_ready = False
         self._early_ends = 0
         self._start()
+
+    @property
+    def events(self) -> int:
+        """The events of the link to wait for."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unwritten else 0)
 
     def submit(self, step: Step) -> None:
         """Send a step, now or when the process is ready."""
@@ -218,15 +231,25 @@ class _Process:
             return
         self._waiting = collections.deque(step for step in self._waiting if step.row not in rows)
         self._alone.difference_update(rows)
-        # Those that were sent are answered still.
+        self._held.difference_update(rows)
+        # These are answered still, as soon as the process can.
+        self._dropped.update(self._sent.keys() & rows)
         if self.is_ready:
             self._write(frame(Forget(rows)))
+
+    def flush(self) -> None:
+        """Write as much as the link takes: a process that is stopped or at work must not keep the worker waiting."""
+        # One that is dead reads nothing; its successor gets the steps.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._unwritten:
+                del self._unwritten[: self.link.send(self._unwritten)]
 
     def receive(self) -> list[Answer]:
         """Return the answers that have come; replace a process that has ended.
 
         Raises:
             ConfigError: If the process cannot import the environment.
+            RlhfdError: As `EnvironmentPool.step`.
         """
         answers = []
         try:
@@ -242,13 +265,11 @@ class _Process:
                     self.is_ready = self._was_ready = True
                     self._early_ends = 0
                 case Answer() as answer:
-                    self._timeouts = self._timeouts + 1 if answer.problem == "timeout" else 0
-                    self._sent.pop(answer.row, None)
-                    self._alone.discard(answer.row)
+                    self._take(answer)
                     answers.append(answer)
         if data:
             # The time of a step begins anew: the process answers, it does not hang.
-            self._deadline_s = time.monotonic() + self._timeout_s + _GRACE_S
+            self._begin_watch()
         else:
             answers += self._replace()
         self._send()
@@ -259,9 +280,14 @@ class _Process:
 
         Raises:
             ConfigError: As `receive`.
+            RlhfdError: As `receive`.
         """
-        if self._process.poll() is None or select.select([self.link], [], [], 0)[0]:
-            return []
+        # It is not reaped before its group is killed: until then no other group has the same number.
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return []
+        with contextlib.suppress(BlockingIOError):
+            return self.receive()
         answers = self._replace()
         self._send()
         return answers
@@ -276,21 +302,23 @@ class _Process:
             return
         if not self.is_ready:
             raise DeadlineError(f"the environment was not imported within {STARTUP_TIMEOUT_S:g} s")
-        self._process.kill()
+        self._kill()
 
     def close(self) -> None:
         """End the process."""
         self.link.close()
-        self._process.kill()
+        self._kill()
         self._process.wait()
 
     def _start(self) -> None:
         self.link, other = socket.socketpair()
-        # So that a full socket does not keep the worker from its watch.
-        self.link.settimeout(_GRACE_S)
-        self._read = bytearray()
+        self.link.setblocking(False)
+        self._read, self._unwritten = bytearray(), bytearray()
         self.is_ready = False
-        self._deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
+        self._held.clear()
+        self._dropped.clear()
+        self._began_s = time.monotonic()
+        self._deadline_s = self._began_s + STARTUP_TIMEOUT_S
         with other:
             self._process = subprocess.Popen(
                 [
@@ -302,7 +330,36 @@ class _Process:
                 stdout=2,
                 pass_fds=[other.fileno()],
                 env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                # Its own session, and the programs that it starts are killed with it.
+                start_new_session=True,
             )
+
+    def _kill(self) -> None:
+        """Kill the process and the programs that it has started, before it is reaped."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def _limit_s(self, step: Step) -> float:
+        """Return the longest time of a step: former ones are repeated in a process that does not have the row."""
+        return self._timeout_s * (1 if step.row in self._held else max(1, len(step.responses)))
+
+    def _begin_watch(self) -> None:
+        self._began_s = time.monotonic()
+        longest_s = max((self._limit_s(step) for step in self._sent.values()), default=self._timeout_s)
+        self._deadline_s = self._began_s + longest_s + _GRACE_S
+
+    def _take(self, answer: Answer) -> None:
+        step = self._sent.pop(answer.row, None)
+        self._alone.discard(answer.row)
+        if answer.row in self._dropped:
+            self._dropped.discard(answer.row)
+            return
+        self._timeouts = self._timeouts + 1 if answer.problem == "timeout" else 0
+        if step is None or step.is_last or answer.done or answer.problem:
+            self._held.discard(answer.row)
+        else:
+            self._held.add(answer.row)
 
     def _send(self) -> None:
         """Send the steps that wait; those to be tried alone one by one, when no other is in hand."""
@@ -311,44 +368,52 @@ class _Process:
             if self._sent and (is_alone or self._alone & self._sent.keys()):
                 return
             step = self._waiting.popleft()
-            if not self._sent:
-                self._deadline_s = time.monotonic() + self._timeout_s + _GRACE_S
+            longest_s = max((self._limit_s(one) for one in self._sent.values()), default=0.0)
             self._sent[step.row] = step
+            if not longest_s:
+                self._begin_watch()
+            elif (limit_s := self._limit_s(step)) > longest_s:
+                self._deadline_s = max(self._deadline_s, time.monotonic() + limit_s + _GRACE_S)
             self._write(frame(step))
 
     def _write(self, data: bytes) -> None:
-        # A process that is stopped or dead reads nothing, or a part; it is killed, and its successor gets the steps.
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            self.link.sendall(data)
+        self._unwritten += data
+        self.flush()
 
     def _replace(self) -> list[Answer]:
         """Start a successor of a process that has ended; return the answers of rows that it took with it.
 
         Raises:
-            ConfigError: If it ended before it had imported the environment.
+            ConfigError: If it ended before it had imported the environment, and none has imported it yet.
+            RlhfdError: If several did so one after another, where one has imported it.
         """
-        took_s = time.monotonic() - (self._deadline_s - self._timeout_s - _GRACE_S)
+        took_s = time.monotonic() - self._began_s
         self.link.close()
-        self._process.kill()
+        self._kill()
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not self.is_ready:
             self._early_ends += 1
-            # One that has imported it before may do so again: it was killed, or the machine lacks memory.
-            if not self._was_ready or self._early_ends > _EARLY_ENDS:
-                raise ConfigError(f"rollout.environment: the process that imports {self._name} {how}")
+            text = f"rollout.environment: the process that imports {self._name} {how}"
+            if not self._was_ready:
+                raise ConfigError(text)
+            # One has imported it before: this one was killed, or the machine lacks memory.
+            if self._early_ends > _EARLY_ENDS:
+                raise RlhfdError(f"{text}, {self._early_ends} times in a row")
             self._start()
             return []
-        lost, self._sent = list(self._sent.values()), {}
+        in_hand, self._sent = list(self._sent.values()), {}
+        lost = [step for step in in_hand if step.row not in self._dropped]
+        limit_s = max((self._limit_s(step) for step in lost), default=self._timeout_s)
+        is_late = took_s >= limit_s
         self._start()
-        is_late = took_s >= self._timeout_s
         # Whoever ended the process: a row that was not alone in it, or not known to end it, is tried alone.
-        if len(lost) > 1 or (lost and not is_late and lost[0].row not in self._alone):
+        if len(in_hand) > 1 or (lost and not is_late and lost[0].row not in self._alone):
             self._alone.update(step.row for step in lost)
             self._waiting.extendleft(reversed(lost))
             return []
         problem: Problem = "timeout" if is_late else "exception"
-        text = f"no answer within {self._timeout_s:g} s" if problem == "timeout" else f"the process of the row {how}"
+        text = f"no answer within {limit_s:g} s" if problem == "timeout" else f"the process of the row {how}"
         self._timeouts = self._timeouts + 1 if problem == "timeout" else 0
         answers = [Answer(step.row, problem, text, text) for step in lost]
         if self._timeouts >= _TIMEOUTS_IN_A_ROW:

@@ -10,8 +10,11 @@ import faulthandler
 import inspect
 import json
 import numbers
+import os
+import signal
 import socket
 import sys
+import time
 from typing import Any
 
 import setproctitle
@@ -20,7 +23,7 @@ from pipeline.config import user_modules
 from pipeline.errors import ConfigError, ExitCode
 from pipeline.rollout.environment.types import Environment, Turn
 from pipeline.rollout.environment.wire import Answer, Forget, Ready, Step, frame, to_process, unframe
-from pipeline.runtime.lifeline import die_with_parent
+from pipeline.runtime.lifeline import die_with_parent, end_group_with_this
 
 CONCURRENCY = 64
 """Steps at the same time in a process."""
@@ -34,19 +37,49 @@ class Environments:
 
     Args:
         factory: Makes an environment.
-        timeout_s: Longest time of a step, those before it included if they have to be repeated.
+        timeout_s: Longest time of a step; as many times that if former steps have to be repeated.
     """
 
     def __init__(self, factory: Any, timeout_s: float) -> None:
         self._factory = factory
         self._timeout_s = timeout_s
         self._rows: dict[int, tuple[Environment, int]] = {}
+        # Rows with a step that was taken and is not answered, and those of them that were dropped since.
+        self._in_hand: set[int] = set()
+        self._dropped: set[int] = set()
+        # Of each step under way its task and the end of its time.
+        self._running: dict[int, tuple[asyncio.Task[Any], float]] = {}
+
+    def take(self, step: Step) -> None:
+        """Take a step over, for which `answer` is called later; `forget` reaches it from now on."""
+        self._in_hand.add(step.row)
 
     async def answer(self, step: Step) -> Answer:
         """Return the answer to a step's last response."""
-        # A step may hang with the GIL held: only a C timer runs then. It is armed anew by each step that begins.
-        faulthandler.dump_traceback_later(self._timeout_s + BLOCKED_GRACE_S, exit=True)
-        limit = asyncio.timeout(self._timeout_s)
+        answer = None if step.row in self._dropped else await self._answer(step)
+        self._in_hand.discard(step.row)
+        if answer is None or step.row in self._dropped:
+            self._dropped.discard(step.row)
+            answer = self._failed(step, "exception", "dropped", "dropped")
+        return answer
+
+    def forget(self, rows: list[int]) -> None:
+        """Drop the environments of rows; steps under way are cancelled, or end unheard."""
+        for row in rows:
+            self._rows.pop(row, None)
+            if row in self._in_hand:
+                self._dropped.add(row)
+            if row in self._running:
+                self._running[row][0].cancel()
+
+    async def _answer(self, step: Step) -> Answer:
+        _, done = self._rows.get(step.row, (None, 0))
+        limit_s = self._timeout_s * max(1, len(step.responses) - done)
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[step.row] = task, time.monotonic() + limit_s
+        self._arm()
+        limit = asyncio.timeout(limit_s)
         try:
             async with limit:
                 turn = await self._turn(step)
@@ -54,27 +87,40 @@ class Environments:
                 return self._failed(step, "invalid", problem, problem)
             answer = Answer(
                 step.row,
-                observation=turn.observation,
+                observation=str(turn.observation),
                 reward=float(turn.reward),
                 done=bool(turn.done),
                 tool_failed=bool(turn.tool_failed),
             )
+        except (SystemExit, KeyboardInterrupt, GeneratorExit):
+            raise
         # The code of the user may raise anything, a TimeoutError and a CancelledError of its own too.
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:
             if limit.expired():
-                return self._failed(step, "timeout", f"no answer within {self._timeout_s:g} s", "")
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                return self._failed(step, "timeout", f"no answer within {limit_s:g} s", "")
+            if isinstance(error, asyncio.CancelledError) and task.cancelling() > 0 and step.row not in self._dropped:
+                # The end of the loop.
                 raise
             kind = type(error).__name__
-            return self._failed(step, "exception", f"{kind}: {error}", f"raised {kind}")
+            return self._failed(step, "exception", f"{kind}: {_message_of(error)}", f"raised {kind}")
+        finally:
+            del self._running[step.row]
+            self._arm()
         if step.is_last or answer.done:
             self._rows.pop(step.row, None)
         return answer
 
-    def forget(self, rows: list[int]) -> None:
-        """Drop the environments of rows."""
-        for row in rows:
-            self._rows.pop(row, None)
+    def _arm(self) -> None:
+        """Have the process end, its stack logged, once all steps under way have had their time.
+
+        A step may hang with the GIL held: only a C timer runs then. An answer that waits for the worker to read it is
+        no step under way.
+        """
+        if not self._running:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        left_s = max(end_s for _, end_s in self._running.values()) - time.monotonic()
+        faulthandler.dump_traceback_later(max(0.0, left_s) + BLOCKED_GRACE_S, exit=True)
 
     async def _turn(self, step: Step) -> Any:
         environment, done = self._rows.get(step.row, (None, 0))
@@ -93,10 +139,12 @@ class Environments:
         return Answer(step.row, problem, text, bare or text)
 
 
-def _is_cancelled() -> bool:
-    """Return whether this task is cancelled by another one, as at the end of the loop."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    # Its message is code of the user too.
+    except Exception:  # noqa: BLE001
+        return "without a message"
 
 
 async def _awaited(value: Any) -> Any:
@@ -108,7 +156,9 @@ def _problem_of(turn: Any) -> str:
         return f"step returned a {type(turn).__name__}, not a Turn"
     if not isinstance(turn.observation, str):
         return f"the observation is a {type(turn.observation).__name__}, not a str"
-    if any("\ud800" <= character <= "\udfff" for character in turn.observation):
+    try:
+        turn.observation.encode()
+    except UnicodeEncodeError:
         return "the observation holds half of a surrogate pair"
     reward = turn.reward
     if not isinstance(reward, numbers.Real) or isinstance(reward, bool):
@@ -123,7 +173,8 @@ async def serve(link: socket.socket, environments: Environments) -> None:
     """Answer the steps of a pool until it closes its end of the link."""
     loop, room, read = asyncio.get_running_loop(), asyncio.Semaphore(CONCURRENCY), bytearray()
     writing = asyncio.Lock()
-    under_way: set[asyncio.Task[None]] = set()
+    # The loop itself refers to a task weakly.
+    tasks: set[asyncio.Task[None]] = set()
     link.setblocking(False)
 
     async def one(step: Step) -> None:
@@ -132,11 +183,6 @@ async def serve(link: socket.socket, environments: Environments) -> None:
         async with writing:
             await loop.sock_sendall(link, frame(answer))
 
-    def ended(task: asyncio.Task[None]) -> None:
-        under_way.discard(task)
-        if not under_way:
-            faulthandler.cancel_dump_traceback_later()
-
     while data := await loop.sock_recv(link, _READ_BYTES):
         read += data
         while (body := unframe(read)) is not None:
@@ -144,15 +190,20 @@ async def serve(link: socket.socket, environments: Environments) -> None:
                 case Forget(rows=rows):
                     environments.forget(rows)
                 case Step() as step:
-                    task = loop.create_task(one(step))
-                    under_way.add(task)
-                    task.add_done_callback(ended)
+                    environments.take(step)
+                    tasks.add(task := loop.create_task(one(step)))
+                    task.add_done_callback(tasks.discard)
 
 
 def main(descriptor: int, name: str, timeout_s: float) -> ExitCode:
     """Import the environment and answer steps until the worker exits."""
+    # The worker ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("rlhfd: environment")
     link = socket.socket(fileno=descriptor)
+    # No program that an environment starts, and no fork, may hold the link when this process has ended.
+    link.set_inheritable(False)
+    os.register_at_fork(after_in_child=link.close)
     # As in the worker.
     user_modules.extend_path()
     try:
@@ -181,4 +232,5 @@ def _check(factory: Any, name: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
+    end_group_with_this()
     sys.exit(main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3])))

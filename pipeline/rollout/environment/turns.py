@@ -166,6 +166,10 @@ class Turns:
         """The number of rows that have ended."""
         return sum(row.has_ended for row in self._rows)
 
+    def clear_problem(self) -> None:
+        """Forget the problem of former rows; for a ticket that has the environments for itself."""
+        self._pool.problem = None
+
     def take_requests(self) -> list[Request]:
         """Return the requests that are due, each once."""
         requests, self._requests = self._requests, []

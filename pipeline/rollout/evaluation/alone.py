@@ -19,7 +19,14 @@ from pipeline.prompts.source import PromptSource
 from pipeline.rollout.evaluation.roller import EvaluationRoller
 from pipeline.rollout.generation.engine_probe import Verdict
 from pipeline.rollout.generation.engines import as_stream, load_engine
-from pipeline.rollout.loader import load_environment, load_reward, reward_functions, watch, with_float32_logits
+from pipeline.rollout.loader import (
+    load_environment,
+    load_reward,
+    refuse_environment_for_images,
+    reward_functions,
+    watch,
+    with_float32_logits,
+)
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.pool import RewardPool
@@ -82,10 +89,9 @@ def evaluate(
                 results[file] += rolled.results
                 for result in rolled.results:
                     on_result(file, result)
-                reward_problem = functions and functions.problem
-                problem = problem or (reward_problem.text if reward_problem else str(rolled.refused or ""))
+                problem = problem or _problem_of(roller, functions) or str(rolled.refused or "")
             except (RewardError, FieldError, ShapeError) as error:
-                problem = problem or str(error)
+                problem = problem or _problem_of(roller, functions) or str(error)
                 log.warning("held-out prompts without a result: file=%s position=%d prompts=%d reason=%s",
                             plan.names[file], position, prompts, error)  # fmt: skip
             done += prompts
@@ -95,9 +101,18 @@ def evaluate(
     return plan.evaluation(-1, "", results, unix_s=time.time())
 
 
+def _problem_of(roller: LocalRoller, functions: FunctionReward | RewardPool | None) -> str:
+    """Return why a row of the last ticket has no reward; empty if each has one."""
+    if roller.turns is not None and (failed := roller.turns.pool.problem) is not None:
+        return f"rollout.environment: {failed.text}"
+    return functions.problem.text if functions is not None and functions.problem is not None else ""
+
+
 def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, FunctionReward | RewardPool | None]:
     """Return a roller with those of the held-out files, and the reward functions; `stack` closes them."""
     telemetry, rollout = _Unwatched(), config.rollout
+    takes_images = sees_images(config.model.actor)
+    refuse_environment_for_images(config, takes_images=takes_images)
     tokenizer = load_tokenizer(config.model.actor)
     functions = reward_functions(config, tokenizer, telemetry) if rollout.reward_functions else None
     if isinstance(functions, RewardPool):
@@ -139,7 +154,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
         vocabulary=actor.config.get_text_config().vocab_size,
         template=rendering_of(config.prompts),
         generate_kwargs={},
-        vision=VisionPrompts(config.model.actor, tokenizer) if sees_images(config.model.actor) else None,
+        vision=VisionPrompts(config.model.actor, tokenizer) if takes_images else None,
         log_texts=True,
     )
     roller.turns = load_environment(config, telemetry.beat)

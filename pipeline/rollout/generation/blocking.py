@@ -36,7 +36,8 @@ class BlockingEngine:
     Requests with the same sampling parameters and group size are of one ticket, and are submitted before the step that
     runs them. The call has the rows in the order of submission, padded on the left to the longest prompt. The engine is
     full as soon as it holds a request. Requests that draw alone are run together only by a generator with an attribute
-    `draws_by_row` that is true: its `generate` takes `row_seeds`, the seed of each row.
+    `draws_by_row` that is true: its `generate` takes `row_seeds`, the seed of each row, and `row_limits`, its most
+    tokens.
 
     Args:
         generator: Any blocking engine.
@@ -133,6 +134,8 @@ class BlockingEngine:
             seeds = [row_seed(sampling.seed, row) for row in rows]
             if getattr(self._generator, "draws_by_row", False):
                 extra["row_seeds"] = seeds
+                # Prompts of later turns differ by whole turns: the room of one row is more than another one has.
+                extra["row_limits"] = [request.max_new_tokens for request in requests for _ in range(group_size)]
             else:
                 sampling = dataclasses.replace(sampling, seed=seeds[0])
         responses = self._bound.run(

@@ -129,10 +129,12 @@ class TransformersGenerator:
         batch_rows: int | None = None,
         vision: VisionRows | None = None,
         row_seeds: Sequence[int] | None = None,
+        row_limits: Sequence[int] | None = None,
     ) -> Responses:
         """Sample responses; see `pipeline.rollout.generation.interface.ResponseGenerator`.
 
-        With `row_seeds` each row draws by its own seed, whatever the other rows and the room are.
+        With `row_seeds` each row draws by its own seed, whatever the other rows and the room are. With `row_limits`
+        each row ends after its own number of tokens.
         """
         prompts, width = input_ids.shape
         num_actions = sampling.max_length - width
@@ -144,6 +146,7 @@ class TransformersGenerator:
             log_probs=torch.zeros(shape, device=device),
             lengths=torch.zeros(shape[0], dtype=torch.int64, device=device),
             noise=noise.to(device),
+            limits=None if row_limits is None else torch.tensor(row_limits, device=device),
         )
         # Prompts of similar length together: columns that are padding in a whole mini-batch are not computed.
         order = (attention_mask != 0).sum(dim=1).argsort(stable=True).cpu()
@@ -224,7 +227,7 @@ class TransformersGenerator:
             if living == 0 or step + 1 == state.tokens.shape[1]:
                 state.rows_done += started
                 return
-            if (len(rows) - living) * drop_share >= len(rows):
+            if (len(rows) - living) * drop_share >= len(rows) or state.have_full(rows, step):
                 kept = alive.nonzero().squeeze(1)
                 if decoder is None:
                     cache.batch_select_indices(kept)
@@ -279,8 +282,11 @@ class _State:
         tokens_made: Tokens sampled so far.
     """
 
-    def __init__(self, tokens: Tensor, log_probs: Tensor, lengths: Tensor, noise: Tensor) -> None:
+    def __init__(
+        self, tokens: Tensor, log_probs: Tensor, lengths: Tensor, noise: Tensor, limits: Tensor | None = None
+    ) -> None:
         self.tokens = tokens
+        self._limits = limits
         self.log_probs = log_probs
         self.lengths = lengths
         self._noise = noise
@@ -310,7 +316,11 @@ class _State:
             if step + 1 >= len(stop):
                 recent = self.tokens[rows, step + 1 - len(stop) : step + 1]
                 ended |= (recent == torch.tensor(stop, device=rows.device)).all(dim=1)
-        return ended
+        return ended if self._limits is None else ended | (self._limits[rows] <= step + 1)
+
+    def have_full(self, rows: Tensor, step: int) -> bool:
+        """Return whether a row has no room for a token after this step: a model may have no position for it."""
+        return self._limits is not None and bool((self._limits[rows] <= step + 1).any())
 
 
 def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:

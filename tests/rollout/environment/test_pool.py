@@ -1,9 +1,7 @@
-"""Environments in processes: their answers, and what hangs, crashes or is killed."""
+"""Environments in processes: their answers, and what fails."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +15,20 @@ from pipeline.rollout.environment.pool import EnvironmentPool, row_json
 from pipeline.rollout.environment.wire import Answer
 
 ENVIRONMENTS = """
-import asyncio, os, time
+import asyncio, os, signal, subprocess, sys, time
 import numpy
 from pipeline import Turn
 
+class Grave(BaseException): pass
+class Mute(Exception):
+    def __str__(self): raise OSError
+
 class Counting:
-    made = 0
+    made = alive = 0
+    def __del__(self): Counting.alive -= hasattr(self, "told")
     async def reset(self, prompt, answer, columns):
         Counting.made += 1
+        Counting.alive += 1
         self.told, self.steps = [prompt, answer, columns], 0
     async def step(self, response):
         self.steps += 1
@@ -44,9 +48,26 @@ class Counting:
         if name == "half-error": raise ValueError("\\ud800")
         if name == "cancel": raise asyncio.CancelledError
         if name == "late": raise TimeoutError("of a socket")
+        if name == "grave": raise Grave
+        if name == "mute": raise Mute
+        if name == "numpy": return Turn(numpy.str_("a"))
+        if name == "long": return Turn("o" * int(seconds))
+        if name == "alive": return Turn(f"{Counting.alive} of {Counting.made}")
+        if name == "program": return Turn(str(subprocess.Popen(["sleep", "1000"]).pid))
+        if name == "die": os.kill(os.getpid(), signal.SIGKILL)
+        if name == "link":
+            link = os.readlink(f"/proc/self/fd/{sys.argv[1]}")
+            listed = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True)
+            read, write = os.pipe()
+            if (fork := os.fork()) == 0:
+                links = "".join(os.popen(f"ls -l /proc/{os.getpid()}/fd"))
+                os.write(write, str(link in links).encode())
+                os._exit(0)
+            os.waitpid(fork, 0)
+            return Turn(f"{link in listed.stdout} {os.read(read, 100).decode()}")
         if name == "fork":
             if os.fork() == 0:
-                time.sleep(3)
+                time.sleep(1000)
             os._exit(3)
         text = f"{self.told} {self.steps} {response} of {Counting.made}"
         return Turn(text, reward=self.steps, done=name == "done", tool_failed=name == "wrong")
@@ -147,6 +168,8 @@ def test_rows_that_await_something_do_so_at_the_same_time(new_pool) -> None:
         ("half-error", "exception", "ValueError: ?"),
         ("cancel", "exception", "CancelledError: "),
         ("late", "exception", "TimeoutError: of a socket"),
+        ("grave", "exception", "Grave: "),
+        ("mute", "exception", "Mute: without a message"),
         ("exit", "exception", "the process of the row ended with exit code 3"),
     ],
 )
@@ -182,57 +205,18 @@ def test_a_step_that_blocks_ends_its_process_and_the_other_rows_are_repeated_in_
     assert "surroundings.py" in capfd.readouterr().err, "the stack of the hang is logged"
 
 
-def test_a_stopped_process_is_killed_and_its_rows_are_repeated(new_pool) -> None:
-    rows = Rows(new_pool(timeout_s=0.5), 2)
-    rows.say("a", "b")
-    os.kill(rows.pool._processes[0]._process.pid, signal.SIGSTOP)
-
-    answers = rows.say("c", "d")
-
-    assert [answer.observation for answer in answers] == ["['p', 0, {}] 2 c of 1", "['p', 1, {}] 2 d of 2"]
-
-
-def test_a_process_killed_between_two_turns_costs_nothing(new_pool) -> None:
-    rows = Rows(new_pool(), 2)
-    rows.say("a", "b")
-    killed = rows.pool._processes[0]._process
-    killed.kill()
-    killed.wait()
-
-    assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
-
-
-def test_a_process_killed_with_one_step_in_hand_costs_nothing(new_pool) -> None:
-    rows = Rows(new_pool(), 1)
-    rows.say("a")
-    rows.submit("sleep 1")
+def test_an_answer_that_waits_for_the_worker_does_not_end_its_process(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.2), 1)
+    rows.submit("long 3000000")
     rows.pool.step(0.0)
-    rows.pool._processes[0]._process.kill()
+    process = rows.pool._processes[0]._process
+    time.sleep(1.6)  # the time of a step, and the second that a blocked one gets
+
     while rows.pool.is_busy:
         rows.pool.step(1.0)
 
-    assert [(answer.problem, answer.reward) for answer in rows.answers[0]] == [("", 1.0), ("", 2.0)]
-
-
-def test_a_process_whose_child_holds_its_link_is_found_dead(new_pool) -> None:
-    rows = Rows(new_pool(), 1)
-
-    (answer,) = rows.say("fork", deadline_s=10.0)
-
-    assert (answer.problem, answer.text) == ("exception", "the process of the row ended with exit code 3")
-    time.sleep(3)  # the children end by themselves, before the leak check
-
-
-def test_a_successor_that_is_killed_before_it_is_ready_is_replaced_too(new_pool) -> None:
-    rows = Rows(new_pool(), 2)
-    rows.say("a", "b")
-    for _ in range(2):
-        killed = rows.pool._processes[0]._process
-        killed.kill()
-        killed.wait()
-        rows.pool.step(1.0)
-
-    assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
+    assert rows.pool._processes[0]._process is process and process.poll() is None
+    assert len(rows.answers[0][0].observation) == 3_000_000
 
 
 def test_a_look_that_finds_nothing_is_no_progress(new_pool) -> None:
@@ -253,19 +237,9 @@ def test_a_turn_whose_end_is_no_truth_value_is_named(new_pool) -> None:
     assert answer.problem == "exception" and answer.text.startswith("ValueError: The truth value of an array")
 
 
-def test_a_reward_of_numpy_is_a_number(new_pool) -> None:
+def test_a_reward_and_a_text_of_numpy_are_a_number_and_a_text(new_pool) -> None:
     assert [answer.reward for answer in Rows(new_pool(), 1).say("float32")] == [0.5]
-
-
-def test_rows_that_all_hang_are_given_up_after_the_third(new_pool) -> None:
-    rows = Rows(new_pool(timeout_s=0.5), 8)
-    began_s = time.monotonic()
-
-    answers = rows.say(*["block 100"] * 8)
-
-    assert {answer.problem for answer in answers} == {"timeout"}
-    assert sum(answer.text.startswith("not tried") for answer in answers) == 5
-    assert time.monotonic() - began_s < 40
+    assert [answer.observation for answer in Rows(new_pool(), 1).say("numpy", deadline_s=10.0)] == ["a"]
 
 
 def test_a_dropped_row_is_not_answered(new_pool) -> None:
@@ -277,6 +251,16 @@ def test_a_dropped_row_is_not_answered(new_pool) -> None:
     rows.say("sleep 0.5", first=1)
 
     assert rows.answers[0] == [] and [answer.reward for answer in rows.answers[1]] == [1.0, 2.0]
+
+
+def test_the_environment_of_a_dropped_row_is_dropped_during_its_step_too(new_pool) -> None:
+    rows = Rows(new_pool(), 2)
+    rows.submit("sleep 100", "a")
+    while not rows.answers[1]:
+        rows.pool.step(1.0)
+    rows.pool.forget(rows.numbers[:1])
+
+    assert [answer.observation for answer in rows.say("alive", first=1)] == ["1 of 2"]
 
 
 @pytest.mark.parametrize(

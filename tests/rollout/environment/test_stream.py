@@ -144,6 +144,25 @@ def test_an_engine_at_work_does_not_wait_for_environments(new_bench) -> None:
     assert pool.waits[-1] == 0.0
 
 
+def test_time_in_which_a_worker_has_nothing_to_do_but_to_wait_for_environments_is_no_generation(new_bench) -> None:
+    class Slow(InProcess):
+        activities: tuple[tuple[str, float], ...] = ()
+
+        def step(self, timeout_s: float) -> None:
+            self.activities += ((bench.metrics.clock.activity, timeout_s),)
+            super().step(timeout_s)
+
+    pool = Slow(answering)
+    bench = new_bench(ENGINES["stream"], pool)
+    for number in range(3):
+        bench.ticket(number)
+    bench.run(lambda: bench.worker.idle)
+
+    assert set(pool.activities) == {("environment", 0.25), ("generate", 0.0)}
+    assert bench.metrics.clock.activity not in ("environment", "generate")
+    assert bench.value("rlhfd_process_time_seconds_total", activity="environment") > 0
+
+
 def test_turns_are_counted(new_bench) -> None:
     def failing(row: int, turn: int, response: str) -> Answer:
         return Answer(row, "timeout", "late", "late") if row == 0 else answering(row, turn, response)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.insert_gate import find_fault
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.prompt_batch import PromptBatch
+from pipeline.rollout.shaping import Shaping
 from pipeline.trainer.learner import Learner
 from tests.support import tiny
 
@@ -268,6 +270,32 @@ def experience_of(completed: list[Completed], max_length: int) -> Experience:
     return experience
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_no_row_of_a_later_turn_is_sampled_past_its_own_room(fixed_shapes: bool) -> None:
+    """A GPT-2 has no position for a token beyond; and what is thrown away counts as a token of a response."""
+    made: list[int] = []
+
+    class Watched(TransformersGenerator):
+        def generate(self, *arguments: Any, **options: Any) -> Any:
+            responses = super().generate(*arguments, **options)
+            made.append(int(responses.lengths.sum()))
+            return responses
+
+    def uneven(row: int, turn: int, response: str) -> Answer:
+        # After the first turn some rows have nearly no room left, others much.
+        return Answer(row, observation=" ".join(["20"] * (12 if row % 2 and turn == 1 else 1)), reward=1.0)
+
+    actor = tiny.gpt2(positions=24)
+    batch = batch_of(maker_of(actor))
+    batch = dataclasses.replace(batch, sampling=dataclasses.replace(batch.sampling, eos_token_ids=()))
+    engine = BlockingEngine(Watched(actor, fixed_shapes=fixed_shapes))
+
+    rows = rows_of(sample_turns(engine, turns_of(batch, InProcess(uneven), turn_tokens=6), lambda tokens: None))
+
+    assert [len(row.token_ids) for row in rows] == [20, 21] * 3
+    assert sum(made) == sum(int((~row.observed).sum()) for row in rows)
+
+
 def test_a_row_without_an_answer_is_left_out_with_its_group_and_never_scores_0() -> None:
     completed, _ = sampled(
         lambda row, turn, text: Answer(row, "timeout", "late", "late") if row == 1 else seeing(row, turn, text)
@@ -297,6 +325,21 @@ def test_rewards_of_functions_are_added_to_those_of_the_turns() -> None:
     assert experience.info["score"].tolist() == pytest.approx(
         [6.0 + len(row.token_ids) / 10 for row in rows_of(completed)]
     )
+
+
+def test_the_penalty_of_length_counts_what_the_model_wrote() -> None:
+    completed, _ = sampled()
+    maker = maker_of(tiny.llama(), shaping=Shaping(overlong_buffer_tokens=4, longest=14))
+    batch = batch_of(maker)
+
+    experience = maker.finish(batch, batch.joined(completed))
+
+    written = [int((~row.observed).sum()) for row in rows_of(completed)]
+    over = [max(0, tokens - 10) / 4 for tokens in written]
+    scores = experience.info["score"].tolist()
+    assert any(over) and scores == [6.0] * len(over)
+    shaped = (experience.reward - experience.kl).tolist()
+    assert shaped == pytest.approx([score - one for score, one in zip(scores, over, strict=True)])
 
 
 def test_with_ppo_each_reward_is_at_the_end_of_its_turn_and_advantages_skip_the_observations() -> None:

@@ -4,7 +4,8 @@ const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 1000, HEIGHT = 100;
 
 export const ORDER = [
-  "generate", "train", "logprob", "ref_logprob", "value", "reward", "seal", "publish", "fetch_weights", "start", "other",
+  "generate", "environment", "train", "logprob", "ref_logprob", "value", "reward", "seal", "publish", "fetch_weights",
+  "start", "other",
   "wait_ticket_full", "wait_ticket_staleness", "wait_data",
 ];
 export const NAMES = {
