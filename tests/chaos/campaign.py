@@ -122,12 +122,14 @@ class Campaign:
     Args:
         folder: The daemon's folder.
         sets: The daemon's settings.
-        task: The embedded task.
+        task: The embedded task; None if the settings name the model and the prompts.
         seed: Seed of the order of kills.
         targets: The processes to kill.
     """
 
-    def __init__(self, folder: Path, *sets: str, task: Path, seed: int, targets: tuple[Target, ...] = TARGETS) -> None:
+    def __init__(
+        self, folder: Path, *sets: str, task: Path | None, seed: int, targets: tuple[Target, ...] = TARGETS
+    ) -> None:
         self.kills: list[Kill] = []
         self.lives = 0
         # Counters live as long as the arena, which an orderly shutdown removes.

@@ -20,6 +20,8 @@ from tests.chaos.campaign import (
     Target,
     trained_in,
 )
+from tests.daemon.test_environment import ENVIRONMENT
+from tests.daemon.test_environment import settings as turns_settings
 from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
 from tests.support.endings import Ending, endings
 
@@ -28,8 +30,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 KILLS, FULL_KILLS = 2, 250
 """Kills of each campaign with whole models; the full ones by ``bin/test --chaos``."""
 
-SHARDED_KILLS = 60
-"""Kills of the campaign with shards, whose processes take longer to start."""
+OTHER_KILLS = 25
+"""Kills of a campaign with shards, whose processes take longer to start, with refill, and with environments."""
 
 VLLM_KILLS = 100
 """Each costs the start of an engine, some 15 s."""
@@ -68,12 +70,16 @@ def strike(campaign: Campaign, kills: int, say) -> None:
 
 
 def end_in_order(campaign: Campaign) -> None:
-    """Stop the daemon; its totals balance to the end and nothing of it is left."""
+    """Stop the daemon; its totals balance to the end and nothing of it is left.
+
+    No row is dropped but those of groups without a signal, of a run that filters them.
+    """
     campaign.settle()
     daemon = campaign.daemon
     metrics = daemon.metrics()
     assert total(metrics, "rlhfd_items_unaccounted") == 0
-    assert total(metrics, "rlhfd_items_dropped_total") == 0
+    filtered = total(metrics, "rlhfd_items_dropped_total", reason="filtered")
+    assert total(metrics, "rlhfd_items_dropped_total") == filtered
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0, daemon.errors[-4000:]
     assert not daemon.shm_dir.exists()
@@ -87,6 +93,25 @@ def ranks_ended(errors: str, ranks: int = 1) -> list[Ending]:
     return [found[name] for name in sorted(found)]
 
 
+def held_out(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
+    """Write a file of held-out prompts; return the settings that evaluate it."""
+    file = folder / "held.jsonl"
+    file.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:HELD_OUT]))
+    return f"evaluation.files=['{file}']", f"evaluation.every={EVERY}", "evaluation.num_generations=2"
+
+
+def same_evaluations(campaign: Campaign, calm: Daemon, steps: int) -> None:
+    """Compare the evaluations of two runs: each once and whole; a stop may have cut the one of the last version."""
+    expected = {found.version: found for found in read_evaluations(calm.run_dir / FILE_NAME)}
+    evaluated = read_evaluations(campaign.daemon.run_dir / FILE_NAME)
+    assert sorted(found.version for found in evaluated)[-1] >= steps // EVERY * EVERY - EVERY
+    assert [found.version for found in evaluated] == list(range(0, EVERY * len(evaluated), EVERY))
+    for found in evaluated:
+        other = expected[found.version]
+        assert found.total.prompts == HELD_OUT
+        assert (found.fingerprint, found.total, found.files) == (other.fingerprint, other.total, other.files)
+
+
 def ended_after(campaign: Campaign, kills: int, say, ranks: int = 1) -> list[Ending]:
     """Kill, stop in order and report; return the last line of each rank."""
     strike(campaign, kills, say)
@@ -97,14 +122,14 @@ def ended_after(campaign: Campaign, kills: int, say, ranks: int = 1) -> list[End
 
 def undisturbed(
     tmp_path: Path,
-    task: Path,  # noqa: F811
+    task: Path | None,  # noqa: F811
     settings: tuple[str, ...],
     disturbed: list[Ending],
     *arguments: str,
 ) -> Daemon:
     """Run as many steps in a folder of their own that nobody disturbs; return the daemon, which has ended."""
     folder = tmp_path / "undisturbed"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     telling_reward(folder)
     steps = f"trainer.max_steps={disturbed[0].steps}"
     with Daemon(folder, *settings, steps, task=task, arguments=arguments) as daemon:
@@ -121,25 +146,69 @@ def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_di
     say,
     request: pytest.FixtureRequest,
 ):
-    held_out = tmp_path / "held.jsonl"
-    held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:HELD_OUT]))
-    evaluation = (f"evaluation.files=['{held_out}']", f"evaluation.every={EVERY}", "evaluation.num_generations=2")
-    settings = (*SETTINGS, *telling_reward(tmp_path), "buffer.max_staleness=0", *evaluation)
+    settings = (*SETTINGS, *telling_reward(tmp_path), "buffer.max_staleness=0", *held_out(tmp_path, task))
     seed = request.config.getoption("--chaos-seed")
     with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
         disturbed = ended_after(campaign, kills, say)
     serial = undisturbed(tmp_path, task, settings, disturbed, "--serial")
 
     assert disturbed == ranks_ended(serial.errors)
-    expected = {found.version: found for found in read_evaluations(serial.run_dir / FILE_NAME)}
-    evaluated = read_evaluations(campaign.daemon.run_dir / FILE_NAME)
-    # Each once, and whole; the stop may have cut the evaluation of the last version.
-    assert sorted(found.version for found in evaluated)[-1] >= disturbed[0].steps // EVERY * EVERY - EVERY
-    assert [found.version for found in evaluated] == list(range(0, EVERY * len(evaluated), EVERY))
-    for found in evaluated:
-        other = expected[found.version]
-        assert found.total.prompts == HELD_OUT
-        assert (found.fingerprint, found.total, found.files) == (other.fingerprint, other.total, other.files)
+    same_evaluations(campaign, serial, disturbed[0].steps)
+
+
+# Half the groups of 4 are flat or so: the reward is 1 for one first token in six.
+RARE = """
+def score(input_ids, attention_mask, *, response_start, **_):
+    return float(input_ids[response_start] % 6 == 0)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_after_kills_a_run_with_refill_mixed_sources_and_evaluation_has_the_weights_of_a_calm_one(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    say,
+    request: pytest.FixtureRequest,
+):
+    for folder in (tmp_path, tmp_path / "undisturbed"):
+        folder.mkdir(exist_ok=True)
+        (folder / "rare.py").write_text(RARE)
+    source = f'{{path="{task / "prompts.jsonl"}"'
+    settings = (
+        *SETTINGS, "buffer.max_staleness=0", "rollout.max_refill=8", 'rollout.reward_functions=["rare:score"]',
+        "rollout.reward_timeout_s=0", f"prompts.sources=[{source}, weight=3}}, {source}, weight=1}}]",
+        "prompts.max_characters=8", *held_out(tmp_path, task), f"model.actor={task / 'model'}",
+    )  # fmt: skip
+    seed = 5 + request.config.getoption("--chaos-seed")
+    with Campaign(tmp_path, *settings, task=None, seed=seed) as campaign:
+        disturbed = ended_after(campaign, OTHER_KILLS, say)
+    serial = undisturbed(tmp_path, None, settings, disturbed, "--serial")
+
+    assert "filtered" in campaign.daemon.errors
+    # The digest has the filtered groups too, those of a version that a kill cut short twice.
+    assert [one[:2] for one in disturbed] == [one[:2] for one in ranks_ended(serial.errors)]
+    same_evaluations(campaign, serial, disturbed[0].steps)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_after_kills_a_run_of_several_turns_has_the_weights_of_a_run_that_nobody_disturbed(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    say,
+    request: pytest.FixtureRequest,
+):
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "telling.py").write_text(ENVIRONMENT)
+    settings = (*SETTINGS, *turns_settings(tmp_path), "trainer.max_steps=0")
+    seed = 6 + request.config.getoption("--chaos-seed")
+    # Of a worker's children the first is an environment's process.
+    targets = (*TARGETS, Target("engine", "generate"), Target("engine"))
+    with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
+        disturbed = ended_after(campaign, OTHER_KILLS, say)
+
+    assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed, "--serial").errors)
 
 
 @pytest.mark.full
@@ -160,18 +229,20 @@ def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_tha
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("packed", [(), ("trainer.packing=true", "trainer.activation_checkpointing=true")])
 def test_after_kills_ranks_that_hold_shards_have_the_digests_of_a_run_that_nobody_disturbed(
     tmp_path: Path,
     task: Path,  # noqa: F811
     say,
     request: pytest.FixtureRequest,
+    packed: tuple[str, ...],
 ):
     settings = (
         *SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", 'trainer.sharding="full"', "trainer.save_every=8",
-        "buffer.max_staleness=0",
+        "buffer.max_staleness=0", *packed,
     )  # fmt: skip
     with Campaign(tmp_path, *settings, task=task, seed=3 + request.config.getoption("--chaos-seed")) as campaign:
-        disturbed = ended_after(campaign, SHARDED_KILLS, say, ranks=2)
+        disturbed = ended_after(campaign, OTHER_KILLS, say, ranks=2)
 
     assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed).errors, 2)
 
