@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 KILLS, FULL_KILLS = 2, 250
 """Kills of each campaign with whole models; the full ones by ``bin/test --chaos``."""
 
-OTHER_KILLS = 25
+OTHER_KILLS = 60
 """Kills of a campaign with shards, whose processes take longer to start, with refill, and with environments."""
 
 VLLM_KILLS = 100
@@ -229,7 +229,9 @@ def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_tha
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("packed", [(), ("trainer.packing=true", "trainer.activation_checkpointing=true")])
+@pytest.mark.parametrize(
+    "packed", [(), ("trainer.packing=true", "trainer.activation_checkpointing=true")], ids=["padded", "packed"]
+)
 def test_after_kills_ranks_that_hold_shards_have_the_digests_of_a_run_that_nobody_disturbed(
     tmp_path: Path,
     task: Path,  # noqa: F811
