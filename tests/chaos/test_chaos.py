@@ -203,9 +203,7 @@ def test_after_kills_a_run_of_several_turns_has_the_weights_of_a_run_that_nobody
     (tmp_path / "undisturbed" / "telling.py").write_text(ENVIRONMENT)
     settings = (*SETTINGS, *turns_settings(tmp_path), "trainer.max_steps=0")
     seed = 6 + request.config.getoption("--chaos-seed")
-    # Of a worker's children the first is an environment's process.
-    targets = (*TARGETS, Target("engine", "generate"), Target("engine"))
-    with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
+    with Campaign(tmp_path, *settings, task=task, seed=seed) as campaign:
         disturbed = ended_after(campaign, OTHER_KILLS, say)
 
     assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed, "--serial").errors)
