@@ -105,7 +105,7 @@ def run(*, quick: bool) -> Sequence[Section]:
         torch.set_num_threads(1)
         prepare(directory_of(folder / "task"))
         commands: dict[str, Callable[[int, Path], list[str]]] = {
-            label: _rlhfd_command(staleness, steps) for label, staleness in _RLHFD.items()
+            label: rlhfd_command({"buffer.max_staleness": staleness}, steps) for label, staleness in _RLHFD.items()
         }
         pythons = {"plain PyTorch": sys.executable}
         try:
@@ -173,17 +173,19 @@ def _with_threads(label: str, threads: int) -> str:
     return f"{label}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _rlhfd_command(staleness: int, steps: int) -> Callable[[int, Path], list[str]]:
+def rlhfd_command(own: Mapping[str, Any], steps: int) -> Callable[[int, Path], list[str]]:
+    """Return the command of a run with these settings beside the defaults, by its seed and its folder."""
+
     def command(seed: int, folder: Path) -> list[str]:
         settings = {
             "daemon.state_dir": folder,
             "daemon.runtime_dir": folder / "run",
             "daemon.seed": seed,
             "daemon.run_name": "bench",
-            "buffer.max_staleness": staleness,
             "trainer.max_steps": steps,
             "trainer.resume": "never",
             "metrics.port": 0,
+            **own,
         }
         program = "from pipeline.cli.main import main; main()"
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -195,7 +197,7 @@ def _rlhfd_command(staleness: int, steps: int) -> Callable[[int, Path], list[str
 def _script_command(python: str, script: str, task: Path, steps: int, threads: int) -> Callable[[int, Path], list[str]]:
     def command(seed: int, folder: Path) -> list[str]:
         settings = {
-            "task": str(task), "trace": str(_trace_path(folder)), "steps": steps, "threads": threads, "seed": seed,
+            "task": str(task), "trace": str(trace_path(folder)), "steps": steps, "threads": threads, "seed": seed,
             "folder": str(folder),
         }  # fmt: skip
         return [python, "-m", script, json.dumps(settings)]
@@ -203,7 +205,7 @@ def _script_command(python: str, script: str, task: Path, steps: int, threads: i
     return command
 
 
-def _trace_path(folder: Path) -> Path:
+def trace_path(folder: Path) -> Path:
     """Return the file with a line a step: rlhfd's own, and that of the scripts."""
     return folder / "runs" / "bench" / "metrics.jsonl"
 
@@ -216,17 +218,27 @@ def _way(
     def way() -> Trace:
         seed = next(seeds)
         place = folder / f"{label.replace(' ', '-').replace(',', '')}-{seed}"
-        _trace_path(place).parent.mkdir(parents=True)
+        trace_path(place).parent.mkdir(parents=True)
         if label in _RLHFD:
             shutil.copytree(directory_of(folder / "task"), directory_of(place))
-        return _trace(command(seed, place), place, steps, least)
+        return follow(command(seed, place), place, steps, least)
 
     return way
 
 
-def _trace(command: list[str], folder: Path, steps: int, least: int) -> Trace:
-    """Run a command until it has the goal or its steps, then end it."""
-    path = _trace_path(folder)
+def follow(
+    command: list[str], folder: Path, steps: int, least: int, *, at_step: Callable[[int], None] = lambda _: None
+) -> Trace:
+    """Run a command until it has the goal, `least` steps at the earliest, or its steps, then end it.
+
+    Args:
+        command: The command; its output goes to the file ``output`` of the folder.
+        folder: Its folder, with that of `trace_path`.
+        steps: The steps after which it is over.
+        least: Least number of steps; with as many as `steps` the goal ends nothing.
+        at_step: Called with the number of steps taken, several times a second.
+    """
+    path = trace_path(folder)
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT),
         "TRANSFORMERS_VERBOSITY": "error",
@@ -245,6 +257,7 @@ def _trace(command: list[str], folder: Path, steps: int, least: int) -> Trace:
                     return trace
                 if len(trace.ends_s) > seen:
                     seen, seen_s = len(trace.ends_s), time.monotonic()
+                at_step(seen)
                 if has_ended or time.monotonic() - seen_s > _STEP_LIMIT_S:
                     raise RunError((folder / "output").read_text(errors="replace")[-2000:])
                 time.sleep(_POLL_S)
