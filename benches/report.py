@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "RESULTS.md"
 _INTRODUCTION = """# Results
 
-Written by `bin/bench`, which measures the sections that take less than 15 minutes together; `bin/bench NAME` measures one.
+Written by `bin/bench`, which measures the sections that take 15 minutes together; `bin/bench NAME` measures one.
 A figure is the median, with the range over the rounds in brackets. Compared ways were measured in turns, and a ratio is
 the median of the ratios of the rounds: on a machine with other users, ratios hold and absolute figures do not.
 """
