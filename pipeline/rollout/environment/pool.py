@@ -404,11 +404,13 @@ class _Process:
             return []
         in_hand, self._sent = list(self._sent.values()), {}
         lost = [step for step in in_hand if step.row not in self._dropped]
-        limit_s = max((self._limit_s(step) for step in lost), default=self._timeout_s)
+        limit_s = max((self._limit_s(step) for step in lost), default=0.0)
         is_late = took_s >= limit_s
         self._start()
+        if not lost:
+            return []
         # Whoever ended the process: a row that was not alone in it, or not known to end it, is tried alone.
-        if len(in_hand) > 1 or (lost and not is_late and lost[0].row not in self._alone):
+        if len(in_hand) > 1 or (not is_late and lost[0].row not in self._alone):
             self._alone.update(step.row for step in lost)
             self._waiting.extendleft(reversed(lost))
             return []

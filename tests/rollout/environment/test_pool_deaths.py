@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ExitCode, RlhfdError
+from pipeline.rollout.environment import pool
 from tests.rollout.environment import test_pool
 
 Rows, new_pool = test_pool.Rows, test_pool.new_pool
@@ -82,13 +83,15 @@ def test_a_process_that_does_not_read_keeps_nobody_waiting_and_gets_its_messages
     assert rows.pool._processes[0]._process is process
 
 
-def test_a_repetition_has_the_time_of_the_steps_that_it_repeats(new_pool) -> None:
-    rows = Rows(new_pool(timeout_s=0.8), 2)
+def test_a_repetition_has_the_time_of_the_steps_that_it_repeats(new_pool, monkeypatch) -> None:
+    """The worker would kill a process that takes longer than one step."""
+    monkeypatch.setattr(pool, "_GRACE_S", 0.2)
+    rows = Rows(new_pool(timeout_s=1.0), 2)
     for _ in range(3):
-        rows.say("sleep 0.4", "block 0.2")
+        rows.say("sleep 0.6", "block 0.2")
     rows.pool._processes[0]._process.kill()
 
-    answers = rows.say("sleep 0.4", "block 0.2")
+    answers = rows.say("sleep 0.6", "block 0.2")
 
     assert [(answer.problem, answer.reward) for answer in answers] == [("", 4.0)] * 2
 
@@ -188,6 +191,20 @@ def test_rows_that_all_hang_are_given_up_after_the_third(new_pool) -> None:
     assert {answer.problem for answer in answers} == {"timeout"}
     assert sum(answer.text.startswith("not tried") for answer in answers) == 5
     assert time.monotonic() - began_s < 40
+
+
+def test_a_process_that_ends_with_nothing_in_hand_is_no_row_that_took_too_long(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.3), 2)
+    rows.say("a", "b")
+    for _ in range(2):
+        time.sleep(0.3)
+        rows.pool._processes[0]._process.kill()
+        rows.pool.step(1.0)
+        rows.pool.wait_ready()
+
+    answers = rows.say("block 100", "c")
+
+    assert [answer.problem for answer in answers] == ["timeout", ""]
 
 
 def test_a_dropped_row_is_not_run_again_after_the_end_of_its_process(new_pool) -> None:
