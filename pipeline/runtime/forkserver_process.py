@@ -47,7 +47,7 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     setproctitle.setproctitle(f"{name}: forkserver")
     # The imports make millions of objects and no garbage: collections would take a quarter of their time.
     gc.disable()
-    _load(model)
+    load(model)
     reason = unfit_to_fork()
     if not reason and _forks_badly():
         reason = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
@@ -71,8 +71,8 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     return 0
 
 
-def _load(model: str) -> None:
-    """Import the modules of the roles, and the code of the actor's type of model."""
+def load(model: str) -> None:
+    """Import the modules of the roles, and the code of the actor's type of model (a directory; "" for the embedded one)."""
     for name in _ROLES:
         importlib.import_module(name)
     import transformers

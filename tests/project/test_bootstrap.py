@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def main():
 """
 
 
+ROLES = """
+def load(model):
+    try:
+        import used
+    except ImportError:
+        pass
+"""
+
+
 class Project:
     """A checkout with the real bin/ and a package that tells how it was started."""
 
@@ -83,6 +93,8 @@ class Project:
         (root / "constraints-vllm.txt").write_text("# for vLLM\n")
         (root / "backend.py").write_text(BACKEND)
         (root / "pipeline" / "cli" / "main.py").write_text(CLI)
+        (root / "pipeline" / "runtime").mkdir()
+        (root / "pipeline" / "runtime" / "forkserver_process.py").write_text(ROLES)
         self.first_use_said = ""
 
     def start(
@@ -224,6 +236,37 @@ def test_an_interrupted_set_up_is_done_again_from_nothing(project: Project) -> N
 
     assert "==> making" in said
     assert not litter.exists()
+    assert project.run()[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "compiled"), [({}, ["used"]), ({"PYTHONDONTWRITEBYTECODE": "1"}, ["unused", "used"])]
+)
+def test_modules_are_compiled_that_roles_import_and_all_where_python_keeps_none(
+    project: Project, tmp_path: Path, environment: Mapping[str, str], compiled: list[str]
+) -> None:
+    (project.root / "pyproject.toml").write_text(f'{PYPROJECT}dependencies = ["thing"]\n')
+    backend = project.root / "backend.py"
+    backend.write_text(BACKEND.replace("Version: 0\\nProvides", "Version: 0\\nRequires-Dist: thing\\nProvides"))
+    with zipfile.ZipFile(tmp_path / "thing-1-py3-none-any.whl", "w") as wheel:
+        for name in ("used", "unused"):
+            wheel.writestr(f"{name}.py", "")
+        wheel.writestr("thing-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1\n")
+        wheel.writestr("thing-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("thing-1.dist-info/RECORD", "")
+
+    project.run(PIP_FIND_LINKS=str(tmp_path), **environment)
+
+    kept = project.root.glob(".venv/lib/python*/site-packages/__pycache__/*used.*.pyc")
+    assert sorted(path.name.split(".")[0] for path in kept) == compiled
+
+
+def test_roles_that_cannot_be_imported_do_not_end_a_set_up(project: Project) -> None:
+    (project.root / "pipeline" / "runtime" / "forkserver_process.py").write_text("import missing_library\n")
+
+    _, said = project.run()
+
+    assert "missing_library" in said and "==> the roles' modules are compiled at their first import" in said
     assert project.run()[1] == ""
 
 
