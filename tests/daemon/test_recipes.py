@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
 
 MATH = Recipe("Math with math-verify and truncated importance sampling", "examples/math/grpo.toml", 40, 256, 0.25)
 REWARD_MODEL = Recipe("PPO with a reward model", "examples/reward-model/ppo.toml", 40, 128, 0.4)
-TOOL = Recipe("Several turns with a tool", "examples/calculator/grpo.toml", 50, 256, 0.1)
+TOOL = Recipe("Several turns with a tool", "examples/calculator/grpo.toml", 30, 256, 0.04)
 RECIPES = [MATH, REWARD_MODEL, TOOL]
 
 
