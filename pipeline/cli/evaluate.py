@@ -74,11 +74,15 @@ def evaluate(
     user_modules.use_folder_of(loaded.path)
     user_modules.extend_path()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from pipeline.config.evaluation import held_out
     from pipeline.rollout.evaluation import alone
     from pipeline.trainer import setup
 
-    if sort_digits.is_used(loaded.config):
+    if loaded.config.model.actor == sort_digits.BUILTIN:
         setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
+    elif any(one.path == sort_digits.BUILTIN for one in loaded.config.prompts.files):
+        # The embedded prompts are not made for a model that has nothing to do with them.
+        config = config.model_copy(update={"prompts": held_out(config, config.evaluation.files[0])})
     shown = sys.stderr.isatty()
     results: list[PromptResult] = []
     try:

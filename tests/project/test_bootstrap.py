@@ -239,35 +239,37 @@ def test_an_interrupted_set_up_is_done_again_from_nothing(project: Project) -> N
     assert project.run()[1] == ""
 
 
-@pytest.mark.parametrize(
-    ("environment", "compiled"), [({}, ["used"]), ({"PYTHONDONTWRITEBYTECODE": "1"}, ["unused", "used"])]
-)
-def test_modules_are_compiled_that_roles_import_and_all_where_python_keeps_none(
-    project: Project, tmp_path: Path, environment: Mapping[str, str], compiled: list[str]
-) -> None:
-    (project.root / "pyproject.toml").write_text(f'{PYPROJECT}dependencies = ["thing"]\n')
-    backend = project.root / "backend.py"
+def test_modules_that_roles_import_are_compiled_and_all_where_python_keeps_none(ready: Project, tmp_path: Path) -> None:
+    backend = ready.root / "backend.py"
     backend.write_text(BACKEND.replace("Version: 0\\nProvides", "Version: 0\\nRequires-Dist: thing\\nProvides"))
     with zipfile.ZipFile(tmp_path / "thing-1-py3-none-any.whl", "w") as wheel:
         for name in ("used", "unused"):
             wheel.writestr(f"{name}.py", "")
         wheel.writestr("thing-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1\n")
         wheel.writestr("thing-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("thing-1.dist-info/RECORD", "")
+        wheel.writestr("thing-1.dist-info/RECORD", "thing-1.dist-info/RECORD,,\nused.py,,\nunused.py,,\n")
+    found = []
+    for environment in ({}, {"PYTHONDONTWRITEBYTECODE": "1"}):
+        (ready.root / "constraints.txt").write_text(f"# {environment}\n")
+        ready.run(PIP_FIND_LINKS=str(tmp_path), **environment)
+        kept = ready.root.glob(".venv/lib/python*/site-packages/__pycache__/*used.*.pyc")
+        found.append(sorted(path.name.split(".")[0] for path in kept))
+        subprocess.run([ready.root / ".venv/bin/pip", "uninstall", "--quiet", "--yes", "thing"], check=True)
+    backend.write_text(BACKEND)
 
-    project.run(PIP_FIND_LINKS=str(tmp_path), **environment)
-
-    kept = project.root.glob(".venv/lib/python*/site-packages/__pycache__/*used.*.pyc")
-    assert sorted(path.name.split(".")[0] for path in kept) == compiled
+    assert found == [["used"], ["unused", "used"]]
 
 
-def test_roles_that_cannot_be_imported_do_not_end_a_set_up(project: Project) -> None:
-    (project.root / "pipeline" / "runtime" / "forkserver_process.py").write_text("import missing_library\n")
+def test_roles_that_cannot_be_imported_do_not_end_a_set_up(ready: Project) -> None:
+    roles = ready.root / "pipeline" / "runtime" / "forkserver_process.py"
+    roles.write_text("import missing_library\n")
+    (ready.root / "constraints.txt").write_text("# for roles without a library\n")
 
-    _, said = project.run()
+    _, said = ready.run()
+    roles.write_text(ROLES)
 
     assert "missing_library" in said and "==> the roles' modules are compiled at their first import" in said
-    assert project.run()[1] == ""
+    assert ready.run()[1] == ""
 
 
 def test_changed_requirements_are_installed_into_the_same_environment(ready: Project) -> None:

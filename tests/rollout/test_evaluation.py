@@ -214,6 +214,7 @@ def test_the_command_shows_a_table_or_json(
     sets = ["--set", "rollout.max_length=16", "--set", "evaluation.num_generations=2", "--set", "evaluation.pass_k=2"]
     arguments = [str(held_out), str(other), "--model", str(task / "model"), *sets]
 
+    before = {*tmp_path.iterdir()}
     table, as_json = (CliRunner().invoke(eval_command, [*arguments, *more]) for more in ([], ["--json"]))
 
     assert table.exit_code == as_json.exit_code == 0, (table.output, as_json.output)
@@ -222,6 +223,7 @@ def test_the_command_shows_a_table_or_json(
     assert [line.split()[:3] for line in lines[1:]] == [["held", "7", "0"], ["other", "1", "0"], ["all", "8", "0"]]
     total = json.loads(as_json.stdout)["total"]
     assert lines[3].split()[3] == f"{total['pass_at_1']:.4f}"
+    assert {*tmp_path.iterdir()} == before, "no embedded model was made for another one"
 
 
 COIN = """def score(input_ids, attention_mask, *, response_start, **_):
