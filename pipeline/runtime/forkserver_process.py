@@ -72,7 +72,7 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
 
 
 def load(model: str) -> None:
-    """Import the modules of the roles, and the code of the actor's type of model (a directory; "" for the embedded one)."""
+    """Import the modules of the roles, and the code of the actor's type of model ("" for the embedded one)."""
     for name in _ROLES:
         importlib.import_module(name)
     import transformers
