@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.models.packing import packed_action_log_probs, packed_action_values
     from pipeline.replay.buffer import DetachedReplayBuffer
     from pipeline.rollout.environment.types import Environment, Turn
+    from pipeline.rollout.environment.verifiers import verifiers_environment
     from pipeline.rollout.generation.engines import EngineFactory
     from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
     from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
@@ -57,6 +58,7 @@ _MODULES = {
     "models.packing": ("packed_action_log_probs", "packed_action_values"),
     "replay.buffer": ("DetachedReplayBuffer",),
     "rollout.environment.types": ("Environment", "Turn"),
+    "rollout.environment.verifiers": ("verifiers_environment",),
     "rollout.generation.engines": ("EngineFactory",),
     "rollout.generation.interface": ("ResponseGenerator", "Responses", "Sampling"),
     "rollout.maker": ("ExperienceMaker", "NaiveExperienceMaker"),
@@ -109,6 +111,7 @@ __all__ = [
     "remove_padding_in_sequences",
     "split_experience_batch",
     "value_loss",
+    "verifiers_environment",
     "whiten",
     "zero_pad_sequences",
 ]
