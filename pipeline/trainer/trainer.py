@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 from pipeline.config.schema import Config
+from pipeline.experience.types import Experience
 from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
+from pipeline.trainer.dealing.ranks import RankBalance
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.recording.recorder import FULL_DISK, StepRecorder
 from pipeline.trainer.resume import Start
@@ -72,6 +74,7 @@ class Trainer:
         probe: Callable[[], Probe] | None = None,
         step_log: StepLog | None = None,
         sharding: Sharding | None = None,
+        balance: RankBalance | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -88,6 +91,7 @@ class Trainer:
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
             step_log: Gets the statistics of each step; None on every rank but the first. Closed by `close`.
             sharding: Publishes the models if they are sharded over the ranks; then `save` is a collective, too.
+            balance: Deals the rows of a step to the ranks; None if each rank trains the rows of its own leases.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -106,6 +110,7 @@ class Trainer:
         # Whether recorded rows were removed for the last checkpoint, which failed on a full disk.
         self._made_room = False
         self._sharding = sharding
+        self._balance = balance
         self.evaluations: EvaluationFollower | None = None
         self._best_step = -1
         self._batches: list[Batch] = []
@@ -230,7 +235,7 @@ class Trainer:
             self._agreed_to_stop = True
             return
         self._follow_evaluation()
-        experiences = [batch.experience for batch in self._batches]
+        experiences = self._dealt()
         # On the CPU: digest and metrics copy nothing back from a card.
         gathered = [batch.host_experience for batch in self._batches]
         with self._metrics.training():
@@ -254,6 +259,14 @@ class Trainer:
         is_due = bool(every) and self.step // every > self._tried_step // every
         if self._all_ranks_save(is_due and self.step == self._published_step):
             self._checkpoint()
+
+    def _dealt(self) -> list[Experience]:
+        """Return the rows of the step that this rank trains."""
+        if self._balance is None:
+            return [batch.experience for batch in self._batches]
+        dealt = self._balance.deal(self._batches)
+        self._metrics.dealt(dealt)
+        return dealt.experiences
 
     def _follow_evaluation(self) -> None:
         """Add the evaluation of the present weights to the log of steps, and keep them if it is the best one so far.
