@@ -224,6 +224,9 @@ class Connection:
             parts: The extents and rows, in batch order.
             device: Device of the tensors.
 
+        Returns:
+            The rows, left-padded, as in a leased batch.
+
         Raises:
             DecodeError: If an extent is damaged.
         """

@@ -192,7 +192,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         models,
         metrics,
         device=device,
-        ranks=Ranks(agree, leave, gather),
+        ranks=Ranks(agree, leave, gather, balance),
         save=checkpoint_writer(config, models, learner, device, sharding)
         if context.index == 0 or sharding is not None
         else None,
@@ -200,7 +200,6 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
         step_log=open_step_log(config, start) if context.index == 0 else None,
         sharding=sharding,
-        balance=balance,
     )
     if context.index == 0:
         forget_undone_steps(config, start)

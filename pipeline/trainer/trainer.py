@@ -43,11 +43,13 @@ class Ranks:
             False, so that no rank waits in a collective for a rank that has ended.
         leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
         gather: Called by all ranks after each step; returns every rank's progress, in order of ranks.
+        balance: Deals the rows of each step to the ranks; None if each rank trains the rows of its own leases.
     """
 
     agree: Callable[[bool], bool] = lambda ready: ready
     leave: Callable[[], None] = lambda: None
     gather: Callable[[RankProgress], list[RankProgress]] = lambda own: [own]
+    balance: RankBalance | None = None
 
 
 class Trainer:
@@ -74,7 +76,6 @@ class Trainer:
         probe: Callable[[], Probe] | None = None,
         step_log: StepLog | None = None,
         sharding: Sharding | None = None,
-        balance: RankBalance | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -91,7 +92,6 @@ class Trainer:
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
             step_log: Gets the statistics of each step; None on every rank but the first. Closed by `close`.
             sharding: Publishes the models if they are sharded over the ranks; then `save` is a collective, too.
-            balance: Deals the rows of a step to the ranks; None if each rank trains the rows of its own leases.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -110,7 +110,6 @@ class Trainer:
         # Whether recorded rows were removed for the last checkpoint, which failed on a full disk.
         self._made_room = False
         self._sharding = sharding
-        self._balance = balance
         self.evaluations: EvaluationFollower | None = None
         self._best_step = -1
         self._batches: list[Batch] = []
@@ -262,9 +261,9 @@ class Trainer:
 
     def _dealt(self) -> list[Experience]:
         """Return the rows of the step that this rank trains."""
-        if self._balance is None:
+        if self._ranks.balance is None:
             return [batch.experience for batch in self._batches]
-        dealt = self._balance.deal(self._batches)
+        dealt = self._ranks.balance.deal(self._batches)
         self._metrics.dealt(dealt)
         return dealt.experiences
 

@@ -39,11 +39,13 @@ def ended(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], 
         return finished(daemon), lines(daemon)
 
 
-def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task):  # noqa: F811
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.variant)])
+def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task, sharding):  # noqa: F811
     small = (*SMALL, "buffer.max_staleness=0", "trainer.max_steps=2")
     _, of_one = ended(tmp_path / "one", task, *small, "trainer.gradient_accumulation_steps=2")
 
-    _, dealt = ended(tmp_path / "two", task, *small, "trainer.world_size=2", DEALT)
+    of_two = ("trainer.world_size=2", f"trainer.sharding={sharding}", DEALT)
+    _, dealt = ended(tmp_path / "two", task, *small, *of_two)
 
     assert len(of_one) == len(dealt) == 2
     assert dealt[0]["rows"] == of_one[0]["rows"] == 64
