@@ -100,9 +100,10 @@ class Leases:
             for record, rows in chosen
         ]
         deliveries = max([record.most_deliveries(rows) for record, rows in chosen])
+        deaths = max([record.items[row].deaths for record, rows in chosen for row in rows])
         version = admission.version_of_lease(self._ledger, self._limits, lease)
         position = admission.uncovered_position(self._ledger, lease)
-        self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position))
+        self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position, deaths))
 
     def redeliver(self, rank: int, *, held: list[int], now_s: float) -> None:
         """Send a rank the leases of its predecessor again, except those after a vacant number."""

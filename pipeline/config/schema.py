@@ -286,6 +286,11 @@ class TrainerConfig(LossSection):
         description="Whether training passes hold rows of text end to end, without padding, each row attending to "
         "itself alone; losses and gradients are the same except for rounding.",
     )
+    balance_ranks: bool = Field(
+        default=False,
+        description="Whether the rows of a step are dealt to the ranks so that their sums of squared lengths are "
+        "nearly equal, as many rows to each; gradients are the same except for rounding.",
+    )
     width_multiple: int | None = Field(
         default=None,
         ge=1,

@@ -253,7 +253,7 @@ class Lease(Message, frozen=True):
     """One batch of `sample_batch_size` rows, the trainer's until `Ack` or `Release`.
 
     Every prompt before `position` is trained, dropped or in a lease up to this one; a run whose shared memory is lost
-    resumes there.
+    resumes there. `deaths` is the largest number of trainers that died at a row of it.
     """
 
     to: int
@@ -262,6 +262,7 @@ class Lease(Message, frozen=True):
     parts: list[ExtentRows]
     deliveries: int = 1
     position: int = 0
+    deaths: int = 0
 
 
 # To and from the server of a `DetachedReplayBuffer`; it uses the messages about tickets and leases above as well.

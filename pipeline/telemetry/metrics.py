@@ -235,6 +235,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     histogram("rlhfd_importance_ratio", TRAINER, RATIO,
               "Mean ratio of new to behaviour probability per experience."),
     gauge("rlhfd_padding_ratio", TRAINER, "Share of padding in the tokens of the last step's passes."),
+    gauge("rlhfd_rank_imbalance_ratio", TRAINER,
+          "Largest sum of squared row lengths of a rank in the last step as a multiple of the mean: of the rows leased "
+          "to each rank, and of those that it trained; absent without trainer.balance_ranks.", rows="leased trained"),
     gauge("rlhfd_behaviour_ratio", TRAINER,
           "Ratio of the trainer's to the engine's probability of a token for the same weights, over the last step "
           "(mean, min, max); absent where rows carry no log-probs of the engine.", stat="mean min max"),

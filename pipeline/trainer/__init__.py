@@ -4,6 +4,7 @@ batch             a loss's inputs: checked, filtered, cut to size
 checkpoints       Hugging Face folders with the training state, whole or absent
 connect           connections over ZeroMQ; `pipeline.connect`
 connection        the trainer's connection to the buffer
+dealing           the rows of a step, dealt to the ranks for equal work
 external_metrics  the metrics of an external trainer's rank
 learner           one step of PPO or GRPO
 loss              losses as formulas over tensors

@@ -47,6 +47,7 @@ class Batch(NamedTuple):
         position: Every prompt before this position is trained, dropped, or in a lease up to this one.
         on_host: The rows as they were gathered, on the CPU; None if `experience` is.
         parts: The extents and rows that the batch was gathered from, in order.
+        deaths: The largest number of trainers that died at a row.
     """
 
     experience: Experience
@@ -55,6 +56,7 @@ class Batch(NamedTuple):
     position: int = 0
     on_host: Experience | None = None
     parts: Sequence[ExtentRows] = ()
+    deaths: int = 0
 
     @property
     def host_experience(self) -> Experience:
@@ -205,7 +207,30 @@ class Connection:
             self.receive(0.0)
             if (following := self._session.next_lease) is not None:
                 self._prefetcher.begin(following, device)
-        return Batch(fetched.experience, lease.lease, lease.for_version, lease.position, fetched.on_host, lease.parts)
+        return Batch(
+            fetched.experience,
+            lease.lease,
+            lease.for_version,
+            lease.position,
+            fetched.on_host,
+            lease.parts,
+            lease.deaths,
+        )
+
+    def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> Experience:
+        """Return rows of leases of any rank as one batch; that rank must hold its lease meanwhile.
+
+        Args:
+            parts: The extents and rows, in batch order.
+            device: Device of the tensors.
+
+        Returns:
+            The rows, left-padded, as in a leased batch.
+
+        Raises:
+            DecodeError: If an extent is damaged.
+        """
+        return self._prefetcher.gather(parts, device)
 
     def acknowledge(self) -> None:
         """Count the batches in hand as trained; without a batch in hand, do nothing."""

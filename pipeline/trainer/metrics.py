@@ -13,6 +13,7 @@ from pipeline.models.device import allocator_bytes
 from pipeline.storage.recording import Recorded
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.slab import SlotWriter
+from pipeline.trainer.dealing.ranks import Dealt
 from pipeline.trainer.step_stats import StepStats
 
 _LOSSES = ("policy", "value", "kl", "entropy", "total")
@@ -191,6 +192,12 @@ class TrainerMetrics:
             self._policy_kl.set(stats.policy_kl_nats)
         self._kl_coef.set(stats.kl_coef)
         self._padding.set(stats.padding_ratio)
+
+    def dealt(self, dealt: Dealt) -> None:
+        """Export how unequal the work of the ranks is, of the rows leased to each and of those dealt to it."""
+        if self._leads:
+            self._writer.gauge("rlhfd_rank_imbalance_ratio", rows="leased").set(dealt.leased)
+            self._writer.gauge("rlhfd_rank_imbalance_ratio", rows="trained").set(dealt.trained)
 
     def published(self, version: int, nbytes: int, duration_s: float) -> None:
         """Count a publish."""

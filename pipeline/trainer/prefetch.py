@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
-from pipeline.runtime.messages import Lease
+from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
 
 _REFERENCE = "base_action_log_probs"
@@ -96,7 +97,7 @@ class Prefetcher:
         """Begin to gather the next batch in the background; one at a time."""
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rlhfd-copy")
-        self._next = lease.lease, device, self._thread.submit(self._make, lease, device)
+        self._next = lease.lease, device, self._thread.submit(self._make, lease.parts, device)
 
     def take(self, lease: Lease, device: torch.device) -> Fetched:
         """Return the batch of a lease, begun before or not, ready for use on this thread's stream.
@@ -109,7 +110,23 @@ class Prefetcher:
             fetched = begun[2].result()
         else:
             _wait_for(begun)
-            fetched = self._make(lease, device)
+            fetched = self._make(lease.parts, device)
+        return self._on_this_stream(fetched, device)
+
+    def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> Experience:
+        """Return rows of any leases as one batch, ready for use on this thread's stream; a batch begun is kept.
+
+        Raises:
+            DecodeError: If an extent is damaged, or has not the fields that a batch needs.
+            FieldError: If the extents have different fields.
+        """
+        _wait_for(self._next)
+        fetched = self._on_this_stream(self._make(parts, device), device)
+        if fetched.experience is None:
+            raise DecodeError(f"rows of the ranks' batches cannot be gathered, the reason by ticket: {fetched.damaged}")
+        return fetched.experience
+
+    def _on_this_stream(self, fetched: Fetched, device: torch.device) -> Fetched:
         if fetched.copied is not None and fetched.experience is not None:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(fetched.copied)
@@ -128,20 +145,20 @@ class Prefetcher:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _make(self, lease: Lease, device: torch.device) -> Fetched:
+    def _make(self, parts: Sequence[ExtentRows], device: torch.device) -> Fetched:
         readers, damaged = [], {}
-        for part in lease.parts:
+        for part in parts:
             memory = self._arena.extent(part.offset, part.nbytes)
             try:
                 checksum = part.checksum if self._gathering.verify_checksum else 0
                 readers.append(codec.ExtentReader(memory, checksum=checksum))
             except DecodeError as error:
                 damaged[part.ticket] = str(error)
-        if damaged or (damaged := self._without_needed_field(lease, readers)):
+        if damaged or (damaged := self._without_needed_field(parts, readers)):
             return Fetched(None, damaged)
-        parts = [(reader, part.rows) for reader, part in zip(readers, lease.parts, strict=True)]
-        versions = np.repeat([part.policy_version for part in lease.parts], [len(part.rows) for part in lease.parts])
-        experience = codec.gather(parts, pin_memory=device.type == "cuda")
+        versions = np.repeat([part.policy_version for part in parts], [len(part.rows) for part in parts])
+        chosen = [(reader, part.rows) for reader, part in zip(readers, parts, strict=True)]
+        experience = codec.gather(chosen, pin_memory=device.type == "cuda")
         experience.info = {**(experience.info or {}), "policy_version": torch.from_numpy(versions)}
         if device.type == "cpu":
             return Fetched(experience, {})
@@ -157,7 +174,7 @@ class Prefetcher:
             experience.to_device(device, non_blocking=True)
             return Fetched(experience, {}, self._streams[device].record_event(), on_host)
 
-    def _without_needed_field(self, lease: Lease, readers: list[codec.ExtentReader]) -> dict[int, str]:
+    def _without_needed_field(self, parts: Sequence[ExtentRows], readers: list[codec.ExtentReader]) -> dict[int, str]:
         """Return the extents that lack a needed field, the reason by ticket; leave other fields out if one lacks them.
 
         Without the log-probs of the engine a row would be trained without its correction: they are never left out.
@@ -184,7 +201,7 @@ class Prefetcher:
         ):
             has_field = [any(field.name == name for field in reader.header.fields) for reader in readers]
             if not all(has_field) and (any(has_field) if is_needed is None else is_needed):
-                parts_found = zip(lease.parts, has_field, strict=True)
+                parts_found = zip(parts, has_field, strict=True)
                 return {part.ticket: problem for part, found in parts_found if not found}
             if not all(has_field):
                 for reader in readers:

@@ -32,6 +32,7 @@ from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.dealing.ranks import RankBalance, exchange_over
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.metrics import TrainerMetrics
@@ -175,6 +176,9 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     sharding = None
     if config.shards_trainer:
         sharding = Sharding(config, models, connection, device, metrics.in_collective)
+    balance = None
+    if config.trainer.balance_ranks and config.trainer.world_size > 1:
+        balance = RankBalance(connection, device, exchange_over(device, metrics.in_collective))
     resumption = Resumption(config, connection, learner, models, device, agree=agree, sharding=sharding)
     start = resumption.find()
     # A barrier: the first rank replaces nothing that another rank still reads.
@@ -188,7 +192,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         models,
         metrics,
         device=device,
-        ranks=Ranks(agree, leave, gather),
+        ranks=Ranks(agree, leave, gather, balance),
         save=checkpoint_writer(config, models, learner, device, sharding)
         if context.index == 0 or sharding is not None
         else None,

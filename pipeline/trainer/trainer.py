@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 from pipeline.config.schema import Config
+from pipeline.experience.types import Experience
 from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
+from pipeline.trainer.dealing.ranks import RankBalance
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.recording.recorder import FULL_DISK, StepRecorder
 from pipeline.trainer.resume import Start
@@ -41,11 +43,13 @@ class Ranks:
             False, so that no rank waits in a collective for a rank that has ended.
         leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
         gather: Called by all ranks after each step; returns every rank's progress, in order of ranks.
+        balance: Deals the rows of each step to the ranks; None if each rank trains the rows of its own leases.
     """
 
     agree: Callable[[bool], bool] = lambda ready: ready
     leave: Callable[[], None] = lambda: None
     gather: Callable[[RankProgress], list[RankProgress]] = lambda own: [own]
+    balance: RankBalance | None = None
 
 
 class Trainer:
@@ -230,7 +234,7 @@ class Trainer:
             self._agreed_to_stop = True
             return
         self._follow_evaluation()
-        experiences = [batch.experience for batch in self._batches]
+        experiences = self._dealt()
         # On the CPU: digest and metrics copy nothing back from a card.
         gathered = [batch.host_experience for batch in self._batches]
         with self._metrics.training():
@@ -254,6 +258,14 @@ class Trainer:
         is_due = bool(every) and self.step // every > self._tried_step // every
         if self._all_ranks_save(is_due and self.step == self._published_step):
             self._checkpoint()
+
+    def _dealt(self) -> list[Experience]:
+        """Return the rows of the step that this rank trains."""
+        if self._ranks.balance is None:
+            return [batch.experience for batch in self._batches]
+        dealt = self._ranks.balance.deal(self._batches)
+        self._metrics.dealt(dealt)
+        return dealt.experiences
 
     def _follow_evaluation(self) -> None:
         """Add the evaluation of the present weights to the log of steps, and keep them if it is the best one so far.

@@ -617,6 +617,16 @@ def test_a_batch_at_which_its_trainer_died_twice_is_quarantined_with_its_reason(
     assert [again.lease for again in bench.heard("trainer-0", Lease)] == [lease.lease], "the run goes on"
 
 
+def test_a_lease_tells_the_deaths_at_its_rows():
+    bench = Bench()
+    (lease,) = leased(bench)
+
+    bench.say(PeerDied("trainer-0", working_on=lease.lease), *trainer(2))
+
+    (again,) = bench.heard("trainer-0", Lease)
+    assert (lease.deaths, again.lease, again.deaths) == (0, lease.lease, 1)
+
+
 def test_deaths_are_remembered_through_a_restart_of_the_buffer():
     bench = Bench()
     (lease,) = leased(bench)

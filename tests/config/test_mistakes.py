@@ -251,6 +251,10 @@ MISTAKES = [
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
     ("[trainer]\npacking = 1", "2:11: trainer.packing: must be true or false, got 1, did you mean true?"),
     (
+        '[trainer]\nbalance_ranks = "auto"',
+        '2:17: trainer.balance_ranks: must be true or false, got "auto"',
+    ),
+    (
         '[trainer]\nactivation_checkpointing = "auto"',
         '2:28: trainer.activation_checkpointing: must be true or false, got "auto"',
     ),

@@ -194,6 +194,16 @@ class TestConflicts:
                 'must be "off" unless the built-in trainer has one rank, which takes a step alone',
             ),
             (
+                {"trainer__balance_ranks": True, "trainer__kind": "external"},
+                "trainer.balance_ranks",
+                'must be false with trainer.kind = "external", which trains the rows it is leased',
+            ),
+            (
+                {"trainer__balance_ranks": True, "trainer__mini_batches": 2},
+                "trainer.balance_ranks",
+                "must be false with trainer.mini_batches above 1: the rows of an update would depend on the dealing",
+            ),
+            (
                 {"rollout__max_turn_tokens": 4},
                 "rollout.max_turn_tokens",
                 "needs rollout.environment",

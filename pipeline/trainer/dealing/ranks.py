@@ -1,0 +1,166 @@
+"""The ranks' exchange before a step: each tells the others its rows' lengths and places, and gathers the rows dealt.
+
+No row travels between ranks. All of them read the arena, and the rows of a lease stay there until a version is
+published that includes it: after the step, in whose collectives every rank takes part once it has its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+import torch.distributed as distributed
+
+from pipeline.experience.types import Experience
+from pipeline.runtime.messages import ExtentRows
+from pipeline.trainer.connection import Batch, Connection
+from pipeline.trainer.dealing.rows import deal, imbalance
+
+Exchange = Callable[[bytes], list[bytes]]
+"""A collective: sends the same bytes to every rank; returns those of all ranks, in their order."""
+
+
+class RankRows(msgspec.Struct, frozen=True):
+    """The rows of a rank's batches in one step.
+
+    Attributes:
+        lengths: Tokens of each row without padding, for each batch.
+        parts: The extents and rows of each batch, in the same order.
+        fields: The names of the fields of each batch.
+        deaths: The largest number of trainers that died at a row.
+    """
+
+    lengths: list[list[int]]
+    parts: list[list[ExtentRows]]
+    fields: list[list[str]]
+    deaths: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dealt:
+    """The rows that a rank trains in a step.
+
+    Attributes:
+        experiences: The batches, as many and of as many rows as the leased ones.
+        leased: Largest sum of squared lengths of a rank's leased rows, as a multiple of the mean.
+        trained: The same of the rows that each rank trains.
+    """
+
+    experiences: list[Experience]
+    leased: float
+    trained: float
+
+
+class RankBalance:
+    """Deals the rows of each step to the ranks."""
+
+    def __init__(self, connection: Connection, device: torch.device, exchange: Exchange) -> None:
+        """Store the arguments.
+
+        Args:
+            connection: This rank's connection.
+            device: Device of the batches.
+            exchange: The exchange with all ranks.
+        """
+        self._connection = connection
+        self._device = device
+        self._exchange = exchange
+
+    def deal(self, batches: Sequence[Batch]) -> Dealt:
+        """Return the rows of a step that this rank trains; a collective.
+
+        Each rank keeps its own rows if batches of the step have different fields, as after a restart with another
+        configuration. It also does if a trainer died at one of them: the lease at which a rank dies is quarantined, and
+        must be the one that has the row.
+
+        Args:
+            batches: This rank's leased batches of the step.
+
+        Raises:
+            DecodeError: If rows of another rank are damaged, which that rank did not find.
+        """
+        every = [msgspec.msgpack.decode(sent, type=RankRows) for sent in self._exchange(_encoded(batches))]
+        lengths = [list(itertools.chain.from_iterable(rows.lengths)) for rows in every]
+        own, leased = [batch.experience for batch in batches], imbalance(lengths)
+        fields = [names for rows in every for names in rows.fields]
+        if any(rows.deaths for rows in every) or any(names != fields[0] for names in fields):
+            return Dealt(own, leased, leased)
+        dealt, flat = deal(lengths), list(itertools.chain.from_iterable(lengths))
+        trained = imbalance([[flat[row] for row in rows] for rows in dealt])
+        places = [(part, row) for rows in every for parts in rows.parts for part in parts for row in part.rows]
+        rank, experiences = self._connection.rank, []
+        first = rank * len(lengths[rank])
+        wanted = iter(dealt[rank])
+        for experience in own:
+            count = len(experience.sequences)
+            rows_dealt = list(itertools.islice(wanted, count))
+            if rows_dealt != list(range(first, first + count)):
+                parts = _joined([places[row] for row in rows_dealt])
+                experiences.append(self._connection.gather(parts, self._device))
+            else:
+                experiences.append(experience)
+            first += count
+        return Dealt(experiences, leased, trained)
+
+
+def exchange_over(device: torch.device, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> Exchange:
+    """Return the exchange of the process group.
+
+    Args:
+        device: Device of the group's tensors.
+        waiting: Encloses each collective, in which a rank makes no progress of its own.
+    """
+
+    def exchange(own: bytes) -> list[bytes]:
+        ranks = distributed.get_world_size()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+        with waiting():
+            distributed.all_gather(sizes, torch.tensor([len(own)], device=device))
+            counts = [int(size) for size in sizes]
+        # Collectives take tensors of one shape.
+        sent = torch.zeros(max(counts), dtype=torch.uint8)
+        sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        received = [torch.zeros(len(sent), dtype=torch.uint8, device=device) for _ in range(ranks)]
+        with waiting():
+            distributed.all_gather(received, sent.to(device))
+            return [each[:count].cpu().numpy().tobytes() for each, count in zip(received, counts, strict=True)]
+
+    return exchange
+
+
+def _encoded(batches: Sequence[Batch]) -> bytes:
+    return msgspec.msgpack.encode(
+        RankRows(
+            [_lengths(batch.host_experience) for batch in batches],
+            [list(batch.parts) for batch in batches],
+            [_fields(batch.host_experience) for batch in batches],
+            max(batch.deaths for batch in batches),
+        )
+    )
+
+
+def _lengths(experience: Experience) -> list[int]:
+    mask, sequences = experience.attention_mask, experience.sequences
+    lengths: list[int] = (torch.ones_like(sequences) if mask is None else mask).sum(dim=1).tolist()
+    return lengths
+
+
+def _fields(experience: Experience) -> list[str]:
+    """Return the kind of an experience and the names of its fields; batches with equal ones can be mixed."""
+    present = [field.name for field in dataclasses.fields(experience) if getattr(experience, field.name) is not None]
+    return [type(experience).__name__, *present, *sorted(experience.info or {})]
+
+
+def _joined(places: Sequence[tuple[ExtentRows, int]]) -> list[ExtentRows]:
+    """Return the extents of rows, rows that follow each other in one extent together."""
+    parts: list[ExtentRows] = []
+    for part, row in places:
+        if parts and parts[-1].offset == part.offset:
+            parts[-1].rows.append(row)
+        else:
+            parts.append(msgspec.structs.replace(part, rows=[row]))
+    return parts

@@ -1,0 +1,1 @@
+"""The dealing of rows to the trainer's ranks."""

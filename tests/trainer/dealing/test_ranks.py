@@ -1,0 +1,194 @@
+"""Two ranks deal the rows of their leases to each other, over a real arena: every row once, and the same step."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import DecodeError
+from pipeline.experience import codec
+from pipeline.experience.types import Experience
+from pipeline.runtime.messages import ExtentRows
+from pipeline.serial import InProcessTransport
+from pipeline.storage.arena import Arena
+from pipeline.storage.layout import LedgerLayout
+from pipeline.trainer.connection import Batch, Connection
+from pipeline.trainer.dealing.ranks import Dealt, RankBalance
+from tests.support.experiences import made_up_vl
+from tests.trainer.test_learner import (
+    ROWS,
+    applied_gradients,
+    assert_same,
+    assert_same_stats,
+    experience_for,
+    new_learner,
+    rows_of,
+)
+
+CPU = torch.device("cpu")
+LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
+EXTENT_BYTES = 1 << 16
+
+
+class Ranks:
+    """Ranks with a connection each, in threads, over extents that hold the rows of a step."""
+
+    def __init__(self, folder: Path, world_size: int = 2) -> None:
+        Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
+        self.arena = Arena(folder / "arena")
+        post = InProcessTransport()
+        self.connections = [
+            Connection(
+                self.arena, folder / "weights", post.outbox(f"trainer-{rank}"), post.outbox("buffer"),
+                rank=rank, world_size=world_size,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        self._barrier = threading.Barrier(world_size)
+        self._sent: dict[int, bytes] = {}
+        self._extents = 0
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.arena.close()
+
+    def seal(self, experience: Experience) -> ExtentRows:
+        """Write an extent; return all of its rows."""
+        offset = EXTENT_BYTES * self._extents
+        self._extents += 1
+        encoded = codec.encode(experience, self.arena.extent(offset, EXTENT_BYTES))
+        rows = list(range(len(experience.sequences)))
+        return ExtentRows(offset, encoded.nbytes, encoded.checksum, self._extents, self._extents, rows)
+
+    def batch(self, rank: int, parts: list[ExtentRows], **changes: Any) -> Batch:
+        """Return a leased batch of a rank."""
+        experience = self.connections[rank].gather(parts, CPU)
+        return Batch(experience, lease=rank, for_version=1, parts=parts)._replace(**changes)
+
+    def deal(self, batches: list[list[Batch]]) -> list[Dealt]:
+        """Deal in all ranks at the same time, ``batches[rank]``."""
+
+        def exchange(rank: int, own: bytes) -> list[bytes]:
+            self._sent[rank] = own
+            self._barrier.wait(60)
+            return [self._sent[each] for each in sorted(self._sent)]
+
+        def dealt(rank: int) -> Dealt:
+            balance = RankBalance(self.connections[rank], CPU, functools.partial(exchange, rank))
+            return balance.deal(batches[rank])
+
+        with ThreadPoolExecutor(len(batches)) as threads:
+            return list(threads.map(dealt, range(len(batches))))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.close()
+
+
+def by_length(experience: Experience) -> Experience:
+    """Return the rows with the longest first: in order, the first rank has the most work."""
+    assert experience.attention_mask is not None
+    return rows_of(experience, experience.attention_mask.sum(dim=1).argsort(descending=True, stable=True))
+
+
+def leased(ranks: Ranks, experience: Experience) -> list[list[Batch]]:
+    """Return two batches for each rank: of two rows each, and one extent is shared by two ranks."""
+    first, second = ranks.seal(rows_of(experience, slice(3))), ranks.seal(rows_of(experience, slice(3, ROWS)))
+
+    def of(part: ExtentRows, *rows: int) -> ExtentRows:
+        return ExtentRows(part.offset, part.nbytes, part.checksum, part.policy_version, part.ticket, list(rows))
+
+    parts = [[[of(first, 0, 1)], [of(first, 2), of(second, 0)]], [[of(second, 1, 2)], [of(second, 3, 4)]]]
+    return [[ranks.batch(rank, each) for each in own] for rank, own in enumerate(parts)]
+
+
+def values(experiences: list[Experience]) -> list[tuple[Any, ...]]:
+    """Return each row without its padding."""
+    rows = []
+    for one in experiences:
+        assert one.attention_mask is not None and one.reward is not None and one.info is not None
+        for row, mask in enumerate(one.attention_mask.bool()):
+            tokens = tuple(one.sequences[row][mask].tolist())
+            rows.append((tokens, float(one.reward[row]), int(one.info["policy_version"][row])))
+    return rows
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_rows_dealt_are_those_leased_and_take_the_same_step(ranks: Ranks, algorithm: Any) -> None:
+    learner, of_dealt = new_learner(algorithm), new_learner(algorithm)
+    batches = leased(ranks, by_length(experience_for(learner, algorithm)))
+    own = [batch.experience for of_rank in batches for batch in of_rank]
+
+    dealt = ranks.deal(batches)
+
+    for_ranks = [each.experiences for each in dealt]
+    assert [[len(one.sequences) for one in each] for each in for_ranks] == [[2, 2], [2, 2]]
+    assert sorted(values(for_ranks[0] + for_ranks[1])) == sorted(values(own))
+    assert values(for_ranks[0]) != values(own[:2])
+    assert dealt[0].leased == dealt[1].leased > 1.3
+    assert dealt[0].trained == dealt[1].trained < 1.1
+    stats, expected = of_dealt.update(for_ranks[0] + for_ranks[1]), learner.update(own)
+    assert_same(applied_gradients(of_dealt), applied_gradients(learner), tolerance=1e-6)
+    assert_same_stats(stats, expected)
+
+
+def test_the_same_rows_are_dealt_alike_wherever_they_are(ranks: Ranks) -> None:
+    experience = by_length(experience_for(new_learner("grpo"), "grpo"))
+
+    first, again = ranks.deal(leased(ranks, experience)), ranks.deal(leased(ranks, experience))
+
+    for rank in range(2):
+        for one, other in zip(first[rank].experiences, again[rank].experiences, strict=True):
+            assert torch.equal(one.sequences, other.sequences)
+            assert one.advantages is not None and other.advantages is not None
+            assert torch.equal(one.advantages, other.advantages)
+
+
+@pytest.mark.parametrize("why", ["equal lengths", "a death", "other fields"])
+def test_ranks_keep_the_batches_that_they_hold(ranks: Ranks, why: str) -> None:
+    experience = by_length(experience_for(new_learner("grpo"), "grpo"))
+    if why == "equal lengths":
+        experience = rows_of(experience, torch.zeros(ROWS, dtype=torch.int64))
+    batches = leased(ranks, experience)
+    if why == "a death":
+        batches[1][0] = batches[1][0]._replace(deaths=1)
+    if why == "other fields":
+        batches[1][1].experience.behaviour_log_probs = batches[1][1].experience.action_log_probs
+
+    dealt = ranks.deal(batches)
+
+    for rank, each in enumerate(dealt):
+        assert all(one is batch.experience for one, batch in zip(each.experiences, batches[rank], strict=True))
+        assert each.trained == each.leased
+
+
+def test_images_go_with_their_rows(ranks: Ranks) -> None:
+    experiences = [made_up_vl(4, seed=seed, prompt=prompt, actions=6) for seed, prompt in ((1, 40), (2, 3))]
+    batches = [[ranks.batch(rank, [ranks.seal(one)])] for rank, one in enumerate(experiences)]
+    rows = sum(int(batch.experience.info["image_num"].sum()) for (batch,) in batches if batch.experience.info)
+
+    dealt = ranks.deal(batches)
+
+    mixed = [one for each in dealt for one in each.experiences]
+    assert dealt[0].trained < dealt[0].leased
+    assert sorted(values(mixed)) == sorted(values([batch.experience for (batch,) in batches]))
+    assert sum(len(one.image_grid_thws) for one in mixed if one.image_grid_thws is not None) == rows  # type: ignore[attr-defined]
+
+
+def test_damage_that_the_lessee_did_not_find_ends_the_rank(ranks: Ranks) -> None:
+    batches = leased(ranks, by_length(experience_for(new_learner("grpo"), "grpo")))
+    ranks.arena.extent(0, EXTENT_BYTES)[200:260] = bytes(60)
+
+    with pytest.raises(DecodeError, match=r"by ticket: \{1: "):
+        ranks.deal(batches)
