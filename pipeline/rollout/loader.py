@@ -233,6 +233,7 @@ def load_environment(config: Config, on_progress: Callable[[], None]) -> TurnSet
 
     Raises:
         ConfigError: If they cannot be imported.
+        RlhfdError: If one of their processes was killed before it has imported them, or is late.
     """
     rollout = config.rollout
     if rollout.environment is None:

@@ -100,6 +100,7 @@ class EnvironmentPool:
         Raises:
             ConfigError: If it cannot be imported, or is no environment.
             DeadlineError: If that takes longer than `timeout_s`.
+            RlhfdError: If a process was killed before that.
         """
         deadline_s = time.monotonic() + timeout_s
         while not all(process.is_ready for process in self._processes):
@@ -384,8 +385,8 @@ class _Process:
         """Start a successor of a process that has ended; return the answers of rows that it took with it.
 
         Raises:
-            ConfigError: If it ended before it had imported the environment, and none has imported it yet.
-            RlhfdError: If several did so one after another, where one has imported it.
+            ConfigError: If it ended by itself before it had imported the environment, and none has imported it yet.
+            RlhfdError: If it was killed before that; if several ended so one after another, where one has imported it.
         """
         took_s = time.monotonic() - self._began_s
         self.link.close()
@@ -396,7 +397,8 @@ class _Process:
             self._early_ends += 1
             text = f"rollout.environment: the process that imports {self._name} {how}"
             if not self._was_ready:
-                raise ConfigError(text)
+                # The kernel kills for want of memory: that is no matter of the code, and the worker is restarted.
+                raise RlhfdError(text) if code == -signal.SIGKILL else ConfigError(text)
             # One has imported it before: this one was killed, or the machine lacks memory.
             if self._early_ends > _EARLY_ENDS:
                 raise RlhfdError(f"{text}, {self._early_ends} times in a row")

@@ -182,6 +182,14 @@ def test_successors_that_all_end_before_they_are_ready_are_no_bad_configuration(
     assert raised.value.exit_code is ExitCode.FAILED
 
 
+def test_a_first_process_that_is_killed_while_it_imports_is_no_bad_configuration(new_pool, tmp_path: Path) -> None:
+    (tmp_path / "surroundings.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+
+    with pytest.raises(RlhfdError, match=r"imports surroundings:Counting was killed by SIGKILL") as raised:
+        new_pool()
+    assert raised.value.exit_code is ExitCode.FAILED
+
+
 def test_rows_that_all_hang_are_given_up_after_the_third(new_pool) -> None:
     rows = Rows(new_pool(timeout_s=0.5), 8)
     began_s = time.monotonic()
