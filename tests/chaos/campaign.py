@@ -37,7 +37,8 @@ class Target(NamedTuple):
     """A role to kill, and the stage of its work, "" for any; with `hangs` the process is stopped, not killed.
 
     At the stage ``"drain"`` the daemon has received SIGTERM; at ``"start"`` the process has just replaced a killed one.
-    The role ``"engine"`` is a process that a rollout worker has started; the stage is the worker's.
+    The role ``"engine"`` is a process that a rollout worker has started and that ends with it, ``"environment"`` one
+    that the worker replaces; the stage is the worker's.
     """
 
     role: str
@@ -98,6 +99,13 @@ WORKER_AND_SUPERVISOR = (
     Target("supervisor"),
     Target("supervisor", "drain"),
     Target("everything"),
+)
+ENVIRONMENTS = (
+    Target("environment", "generate"),
+    Target("environment", "fetch_weights"),
+    Target("environment", "wait_data"),
+    Target("environment"),
+    Target("environment", "start"),
 )
 ENGINE_WORKER_AND_SUPERVISOR = (
     Target("engine", "generate"),
@@ -161,6 +169,9 @@ class Campaign:
         before = self._trained()
         states = self._states()
         stage = self._strike(target)
+        if target.role == "environment":
+            # A row that its process is killed with twice is left out: the next kill waits until all are done.
+            before = self._trained()
         started_s = time.monotonic()
         if target.stage == "drain":
             self._end(target)
@@ -251,12 +262,15 @@ class Campaign:
             wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "the children die with their supervisor")
             return ""
         if target.role == "forkserver":
-            for pid in filter(_is_forkserver, self.daemon.family()):
-                os.kill(pid, signal.SIGKILL)
+            for pid in self.daemon.family():
+                if _is_named(pid, b"rlhfd: forkserver"):
+                    os.kill(pid, signal.SIGKILL)
             return ""
         with self._slab() as slab:
-            role = "rollout" if target.role == "engine" else target.role
+            role = "rollout" if target.role in ("engine", "environment") else target.role
             worker = self._rng.choice([slot.worker for slot in slab.layout.slots if slot.role == role])
+            if target.role == "environment":
+                return self._strike_environment(slab, target, worker)
             if target.stage == "start":
                 return self._strike_start(slab, target, worker)
             stage = self._wait_stage(slab, target._replace(role=role), worker)
@@ -267,20 +281,40 @@ class Campaign:
                 wait_until(lambda: not any(map(is_alive, below)), END_TIMEOUT_S, f"children of {role} {worker} end")
         return stage
 
+    def _strike_environment(self, slab: MetricsSlab, target: Target, worker: int) -> str:
+        """Kill a process of a worker's environments, at the stage "start" one of a worker that has just started."""
+        if target.stage == "start":
+            self._replaced(slab, "rollout", worker)
+            stage = target.stage
+        else:
+            stage = self._wait_stage(slab, target._replace(role="rollout"), worker)
+        below = wait_until(
+            lambda: [pid for pid in descendants(slab.pid("rollout", worker)) if _is_named(pid, b"rlhfd: environment")],
+            RECOVERY_TIMEOUT_S,
+            f"an environment of rollout {worker} is up",
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._rng.choice(below), signal.SIGKILL)
+        return stage
+
     def _strike_start(self, slab: MetricsSlab, target: Target, worker: int) -> str:
         """Kill a process, then its successor a moment after that has started."""
-        wait_until(lambda: _is_up(slab, target.role, worker), RECOVERY_TIMEOUT_S, f"{target.role} {worker} is up")
-        killed = slab.pid(target.role, worker)
-        os.kill(killed, signal.SIGKILL)
-        wait_until(
-            lambda: slab.pid(target.role, worker) != killed and _is_up(slab, target.role, worker),
-            RECOVERY_TIMEOUT_S,
-            f"another {target.role} {worker} starts",
-        )
+        self._replaced(slab, target.role, worker)
         time.sleep(self._rng.random() * _START_S)
         with contextlib.suppress(ProcessLookupError):
             os.kill(slab.pid(target.role, worker), _blow(target))
         return target.stage
+
+    def _replaced(self, slab: MetricsSlab, role: str, worker: int) -> None:
+        """Kill a process and wait until its successor has started."""
+        wait_until(lambda: _is_up(slab, role, worker), RECOVERY_TIMEOUT_S, f"{role} {worker} is up")
+        killed = slab.pid(role, worker)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(
+            lambda: slab.pid(role, worker) != killed and _is_up(slab, role, worker),
+            RECOVERY_TIMEOUT_S,
+            f"another {role} {worker} starts",
+        )
 
     def _strike_drain(self, target: Target) -> str:
         """Send SIGTERM to the daemon and kill the target a moment later, unless it has exited by itself."""
@@ -369,7 +403,7 @@ def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
     return slab.is_live(role, worker) and slab.pid(role, worker) > 0 and is_alive(slab.pid(role, worker))
 
 
-def _is_forkserver(pid: int) -> bool:
+def _is_named(pid: int, name: bytes) -> bool:
     with contextlib.suppress(OSError):
-        return b"rlhfd: forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return name in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

@@ -14,13 +14,13 @@ import pytest
 from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
 from tests.chaos.campaign import (
     ENGINE_WORKER_AND_SUPERVISOR,
+    ENVIRONMENTS,
     TARGETS,
     WORKER_AND_SUPERVISOR,
     Campaign,
     Target,
     trained_in,
 )
-from tests.daemon.test_environment import ENVIRONMENT
 from tests.daemon.test_environment import settings as turns_settings
 from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
 from tests.support.endings import Ending, endings
@@ -69,17 +69,18 @@ def strike(campaign: Campaign, kills: int, say) -> None:
             say(f"{count} of {kills} kills")
 
 
-def end_in_order(campaign: Campaign) -> None:
+def end_in_order(campaign: Campaign, drops: str = "") -> None:
     """Stop the daemon; its totals balance to the end and nothing of it is left.
 
-    No row is dropped but those of groups without a signal, of a run that filters them.
+    No row is dropped but with the reason `drops`, and some are with that.
     """
     campaign.settle()
     daemon = campaign.daemon
     metrics = daemon.metrics()
     assert total(metrics, "rlhfd_items_unaccounted") == 0
-    filtered = total(metrics, "rlhfd_items_dropped_total", reason="filtered")
-    assert total(metrics, "rlhfd_items_dropped_total") == filtered
+    dropped = total(metrics, "rlhfd_items_dropped_total", reason=drops)
+    assert total(metrics, "rlhfd_items_dropped_total") == dropped
+    assert (dropped > 0) == bool(drops)
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0, daemon.errors[-4000:]
     assert not daemon.shm_dir.exists()
@@ -112,10 +113,10 @@ def same_evaluations(campaign: Campaign, calm: Daemon, steps: int) -> None:
         assert (found.fingerprint, found.total, found.files) == (other.fingerprint, other.total, other.files)
 
 
-def ended_after(campaign: Campaign, kills: int, say, ranks: int = 1) -> list[Ending]:
+def ended_after(campaign: Campaign, kills: int, say, ranks: int = 1, drops: str = "") -> list[Ending]:
     """Kill, stop in order and report; return the last line of each rank."""
     strike(campaign, kills, say)
-    end_in_order(campaign)
+    end_in_order(campaign, drops)
     say(campaign.report())
     return ranks_ended(campaign.daemon.errors, ranks)
 
@@ -156,53 +157,69 @@ def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_di
     same_evaluations(campaign, serial, disturbed[0].steps)
 
 
-# Half the groups of 4 are flat or so: the reward is 1 for one first token in six.
+# Half the groups of 4 are flat: the reward is 1 for one response in six, which no first token decides.
 RARE = """
 def score(input_ids, attention_mask, *, response_start, **_):
-    return float(input_ids[response_start] % 6 == 0)
+    return float(sum(map(int, input_ids[response_start:])) % 6 == 0)
 """
+# Of few prompts, so that each goes through its epochs.
+SOURCES = ((40, 3.0), (7, 1.0), (19, 0.5))
+
+
+def filtering(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
+    """Write the files of a run with refill and several sources; return its settings.
+
+    With so few rounds groups without a signal are kept now and then; rewards stay rare by the low learning rate.
+    """
+    for home in (folder, folder / "undisturbed"):
+        home.mkdir(exist_ok=True)
+        (home / "rare.py").write_text(RARE)
+    lines, sources = (task / "prompts.jsonl").read_text().splitlines(keepends=True)[HELD_OUT:], []
+    for count, weight in SOURCES:
+        file = folder / f"prompts-{count}.jsonl"
+        file.write_text("".join(lines[:count]))
+        lines = lines[count:]
+        sources.append(f'{{path="{file}", weight={weight}}}')
+    return (
+        f"model.actor={task / 'model'}", f"prompts.sources=[{', '.join(sources)}]", "rollout.max_refill=1",
+        'rollout.reward_functions=["rare:score"]', "rollout.reward_timeout_s=0", "trainer.learning_rate=1e-5",
+        *held_out(folder, task),
+    )  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_after_kills_a_run_with_refill_mixed_sources_and_evaluation_has_the_weights_of_a_calm_one(
+def test_after_kills_a_run_with_refill_mixed_sources_and_evaluation_is_that_of_a_run_that_nobody_disturbed(
     tmp_path: Path,
     task: Path,  # noqa: F811
     say,
     request: pytest.FixtureRequest,
 ):
-    for folder in (tmp_path, tmp_path / "undisturbed"):
-        folder.mkdir(exist_ok=True)
-        (folder / "rare.py").write_text(RARE)
-    source = f'{{path="{task / "prompts.jsonl"}"'
-    settings = (
-        *SETTINGS, "buffer.max_staleness=0", "rollout.max_refill=8", 'rollout.reward_functions=["rare:score"]',
-        "rollout.reward_timeout_s=0", f"prompts.sources=[{source}, weight=3}}, {source}, weight=1}}]",
-        "prompts.max_characters=8", *held_out(tmp_path, task), f"model.actor={task / 'model'}",
-    )  # fmt: skip
+    settings = (*SETTINGS, "buffer.max_staleness=0", *filtering(tmp_path, task))
     seed = 5 + request.config.getoption("--chaos-seed")
     with Campaign(tmp_path, *settings, task=None, seed=seed) as campaign:
-        disturbed = ended_after(campaign, OTHER_KILLS, say)
+        disturbed = ended_after(campaign, OTHER_KILLS, say, drops="filtered")
     serial = undisturbed(tmp_path, None, settings, disturbed, "--serial")
 
-    assert "filtered" in campaign.daemon.errors
     assert disturbed == ranks_ended(serial.errors)
     same_evaluations(campaign, serial, disturbed[0].steps)
+    trained = campaign.trained_before_stops + trained_in(campaign.daemon.errors)
+    assert trained == 32 * disturbed[0].steps, "each step is 32 rows: none missing in it, none in two"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_after_kills_a_run_of_several_turns_has_the_weights_of_a_run_that_nobody_disturbed(
+def test_after_kills_a_run_of_several_turns_is_that_of_a_run_that_nobody_disturbed(
     tmp_path: Path,
     task: Path,  # noqa: F811
     say,
     request: pytest.FixtureRequest,
 ):
-    (tmp_path / "undisturbed").mkdir()
-    (tmp_path / "undisturbed" / "telling.py").write_text(ENVIRONMENT)
+    # Each of both folders gets the environment.
+    turns_settings(tmp_path / "undisturbed")
     settings = (*SETTINGS, *turns_settings(tmp_path), "trainer.max_steps=0")
     seed = 6 + request.config.getoption("--chaos-seed")
-    with Campaign(tmp_path, *settings, task=task, seed=seed) as campaign:
+    with Campaign(tmp_path, *settings, task=task, seed=seed, targets=(*TARGETS, *ENVIRONMENTS)) as campaign:
         disturbed = ended_after(campaign, OTHER_KILLS, say)
 
     assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed, "--serial").errors)
