@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -28,6 +30,51 @@ class Telling:
         self.turns += 1
         told = sum(map(ord, response))
         return Turn(f"{told % 100}>", reward=told % 7 / 7, done=told % 3 == 0, tool_failed=told % 5 == 0)
+"""
+
+# The same conversation, driven by verifiers: a taskset, and a harness in the environment's process.
+VERIFIERS = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+from pathlib import Path
+from pipeline import verifiers_environment
+
+__all__ = ["Tellings", "Loop", "Env"]
+
+class Telling(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward()
+    async def told(self, trace: vf.Trace) -> float:
+        return sum(map(ord, trace.assistant_messages[-1].content)) % 7 / 7
+
+class Tellings(vf.Taskset[Telling, vf.TasksetConfig]):
+    def load(self):
+        lines = Path(__file__).with_name("prompts").read_text().splitlines()
+        return [Telling(vf.TaskData(prompt=line)) for line in lines]
+
+class Loop(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT, SUPPORTS_RESUME, EXECUTES_CODE, NEEDS_CONTAINER = True, True, False, False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        said = [{"role": "user", "content": data.prompt}]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as model:
+            for turn in (1, 2, 3):
+                done = await model.chat.completions.create(model=ctx.model, messages=said)
+                text = done.choices[0].message.content
+                told = sum(map(ord, text))
+                if told % 3 == 0:
+                    break
+                said += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{told % 100}>"}]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+class Env(vf.Env[vf.SingleAgentEnvConfig]):
+    async def run(self, task, agents):
+        await agents.agent.run(task)
+
+def load():
+    config = {"taskset": {"id": "told"}, "agent": {"runtime": {"type": "subprocess"}}, "max_concurrent_agents": None}
+    return vf.load_environment(vf.resolve_env_config(config))
+
+make = verifiers_environment(load, render=lambda messages: "".join(one["content"] for one in messages))
 """
 
 
@@ -100,6 +147,40 @@ def test_turns_are_the_same_bit_for_bit_for_two_workers_for_serial_and_after_kil
     assert total(metrics, "rlhfd_environment_steps_total", result="tool_failed") > 0
     assert total(metrics, "rlhfd_items_unaccounted") == 0
     assert '"observed":[false' in samples and "\N{MATHEMATICAL LEFT ANGLE BRACKET}" in daemon.ask("samples").stdout
+
+
+# CI has it not, for its size (CONTRIBUTING.md).
+@pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="pip install 'rlhfd[verifiers]'")
+@pytest.mark.timeout(900)
+def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_is_killed(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+) -> None:
+    lines = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
+    endings = {}
+    for name, environment in (("own", "telling:Telling"), ("verifiers", "told:make")):
+        folder = tmp_path / name
+        sets = (
+            *settings(folder), "rollout.max_new_tokens=24", f"rollout.environment={environment}",
+            f"prompts.path={folder / 'tasks.jsonl'}", "rollout.environment_timeout_s=60",
+        )  # fmt: skip
+        told = "reward=(self.turns == 3 or told % 3 == 0) * (told % 7 / 7), done=self.turns == 3 or told % 3 == 0"
+        (folder / "telling.py").write_text(ENVIRONMENT.replace("reward=told % 7 / 7, done=told % 3 == 0", told))
+        (folder / "told.py").write_text(VERIFIERS)
+        (folder / "prompts").write_text("".join(line["prompt"] + "\n" for line in lines))
+        (folder / "tasks.jsonl").write_text(
+            "".join(json.dumps({**line, "task": place}) + "\n" for place, line in enumerate(lines))
+        )
+        with Daemon(folder, *sets, task=task) as daemon:
+            if name == "verifiers":
+                daemon.wait_step(1)
+                for pid in environments_of(daemon.pids()["rollout-0"]):
+                    os.kill(pid, signal.SIGKILL)
+                daemon.wait_step(2)
+                daemon.signal(signal.SIGKILL, "rollout-0")
+            endings[name] = ending(daemon)
+
+    assert endings["own"] == endings["verifiers"] and endings["own"][0] == str(STEPS), endings
 
 
 @pytest.mark.parametrize(
