@@ -80,9 +80,9 @@ make = verifiers_environment(load, render=lambda messages: "".join(one["content"
 
 def settings(folder: Path) -> tuple[str, ...]:
     folder.mkdir(exist_ok=True)
-    (folder / "telling.py").write_text(ENVIRONMENT)
+    (folder / "answering.py").write_text(ENVIRONMENT)
     return (
-        *SMALL, "rollout.environment=telling:Telling", "rollout.reward_functions=[]", "rollout.max_turns=3",
+        *SMALL, "rollout.environment=answering:Telling", "rollout.reward_functions=[]", "rollout.max_turns=3",
         "rollout.max_turn_tokens=5", "rollout.max_prompt_length=9", "rollout.max_new_tokens=20",
         "buffer.max_staleness=0", f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1",
         "rollout.environment_processes=2", "samples.per_minute=600",
@@ -158,14 +158,14 @@ def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_
 ) -> None:
     lines = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
     endings = {}
-    for name, environment in (("own", "telling:Telling"), ("verifiers", "told:make")):
+    for name, environment in (("own", "answering:Telling"), ("verifiers", "told:make")):
         folder = tmp_path / name
         sets = (
             *settings(folder), "rollout.max_new_tokens=24", f"rollout.environment={environment}",
             f"prompts.path={folder / 'tasks.jsonl'}", "rollout.environment_timeout_s=60",
         )  # fmt: skip
         told = "reward=(self.turns == 3 or told % 3 == 0) * (told % 7 / 7), done=self.turns == 3 or told % 3 == 0"
-        (folder / "telling.py").write_text(ENVIRONMENT.replace("reward=told % 7 / 7, done=told % 3 == 0", told))
+        (folder / "answering.py").write_text(ENVIRONMENT.replace("reward=told % 7 / 7, done=told % 3 == 0", told))
         (folder / "told.py").write_text(VERIFIERS)
         (folder / "prompts").write_text("".join(line["prompt"] + "\n" for line in lines))
         (folder / "tasks.jsonl").write_text(
@@ -186,8 +186,8 @@ def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_
 @pytest.mark.parametrize(
     ("code", "more", "message"),
     [
-        ("raise OSError('no device')", (), r"rollout\.environment: cannot import telling: OSError: no device"),
-        ("class Telling: pass", (), r"rollout\.environment: the Telling of telling:Telling has no method reset"),
+        ("raise OSError('no device')", (), r"rollout\.environment: cannot import answering: OSError: no device"),
+        ("class Telling: pass", (), r"rollout\.environment: the Telling of answering:Telling has no method reset"),
         (
             ENVIRONMENT.replace("self.turns += 1", "raise ValueError('broken')"),
             (),
@@ -205,7 +205,7 @@ def test_an_environment_that_cannot_work_ends_the_start_with_78(
     message: str,
 ) -> None:
     sets = settings(tmp_path)
-    (tmp_path / "telling.py").write_text(code)
+    (tmp_path / "answering.py").write_text(code)
     with Daemon(tmp_path, *sets, *more, task=task) as daemon:
         assert daemon.wait() == 78, daemon.errors
 
@@ -213,13 +213,13 @@ def test_an_environment_that_cannot_work_ends_the_start_with_78(
 
 
 def test_a_check_imports_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "telling.py").write_text("class Telling:\n    def __init__(self, size): pass\n")
-    (tmp_path / "c.toml").write_text('[rollout]\nenvironment = "telling:Telling"\nreward_functions = []\n')
+    (tmp_path / "answering.py").write_text("class Telling:\n    def __init__(self, size): pass\n")
+    (tmp_path / "c.toml").write_text('[rollout]\nenvironment = "answering:Telling"\nreward_functions = []\n')
 
     checked = rlhfd("config", "check", "--config", "c.toml", folder=tmp_path)
 
     assert checked.returncode == 78
-    assert "c.toml:2:15: rollout.environment: telling:Telling cannot be called without arguments" in (
+    assert "c.toml:2:15: rollout.environment: answering:Telling cannot be called without arguments" in (
         checked.stdout + checked.stderr
     )
 
@@ -228,7 +228,7 @@ def test_held_out_prompts_are_evaluated_in_the_environment(tmp_path: Path, task:
     sets = (*settings(tmp_path), "rollout.max_turns=2")
     # 1 and 2 eighths.
     code = ENVIRONMENT.replace("reward=told % 7 / 7, done=told % 3 == 0", "reward=self.turns / 8, done=self.turns == 2")
-    (tmp_path / "telling.py").write_text(code)
+    (tmp_path / "answering.py").write_text(code)
     held_out = tmp_path / "held.jsonl"
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:4]))
     evaluated = (f"evaluation.files=['{held_out}']", "evaluation.every=2", "evaluation.num_generations=2")
