@@ -34,7 +34,7 @@ ROWS = 256
 ENDS = 10
 """Steps at either end of a run whose mean reward is taken."""
 
-_SEEDS, _STEPS = 3, 90
+_SEEDS, _STEPS, _STALE_STEPS = 3, 150, 120
 _QUICK_SEEDS, _QUICK_STEPS = 1, 12
 _QUICK_WAYS = ("GRPO, staleness 1", "the same, with three kills")
 _ANSWER_TIMEOUT_S = 5.0
@@ -49,7 +49,8 @@ steps of warm-up, KL .01 to the initial model (0 in PPO), float32. Each run has 
 seeds differ in prompts and samples, the initial model is the same. The rewards are means over all rows of the first and
 the last {ENDS} steps, the gain is their difference in a run. Staleness is the mean over all trained rows, as status
 shows it; with the bound 4 the trainer has the reference and small micro-batches, which makes it slower than the worker,
-so that rows get as old as they may. The ratio of the policy loss, clipped at .2, corrects for stale rows; with
+so that rows get as old as they may. The ways of different staleness have a lower learning rate and fewer steps, because
+they differ at 4e-4 (docs/measured.md). The ratio of the policy loss, clipped at .2, corrects for stale rows; with
 `rollout.log_probs=trainer` the weights of `trainer.importance_correction`, truncated at 2, do. Kills are `kill -9` of a
 rank, of the worker and of the other rank, after a quarter, a half and three quarters of the steps. PPO trains its
 critic alone in its first 10 steps."""
@@ -63,20 +64,25 @@ def ranks(count: int, **trainer: object) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Way:
-    """Settings of a run, by key, and what is killed in it: processes by the share of the steps."""
+    """Settings of a run, by key, what is killed in it, processes by the share of the steps, and its steps."""
 
     settings: Mapping[str, object]
     kills: Mapping[float, str] = field(default_factory=dict)
+    steps: int = _STEPS
 
 
 # A trainer that is slower than the worker, with the same gradients: else rows get hardly older than one version.
 _STALE = {"buffer.max_staleness": 4, "trainer.micro_batch_size": 4, "model.reference_device": "trainer"}
+_SLOW = {"trainer.learning_rate": 1e-4}
 _PACKED = ranks(2, sharding="full", packing=True, activation_checkpointing=True)
 WAYS = {
-    "GRPO, staleness 0": Way({"buffer.max_staleness": 0}),
-    "GRPO, staleness 1": Way({"buffer.max_staleness": 1}),
-    "GRPO, staleness 4": Way(_STALE),
-    "GRPO, staleness 4, off-policy weights": Way({**_STALE, "rollout.log_probs": "trainer"}),
+    "GRPO, staleness 0": Way({"buffer.max_staleness": 0, **_SLOW}, steps=_STALE_STEPS),
+    "GRPO, staleness 1": Way({"buffer.max_staleness": 1, **_SLOW}, steps=_STALE_STEPS),
+    "GRPO, staleness 4": Way({**_STALE, **_SLOW}, steps=_STALE_STEPS),
+    "GRPO, staleness 4, off-policy weights": Way(
+        {**_STALE, **_SLOW, "rollout.log_probs": "trainer"}, steps=_STALE_STEPS
+    ),
+    "one rank": Way({}),
     "two ranks": Way(ranks(2, sharding="none")),
     "four ranks": Way(ranks(4, sharding="none")),
     "two ranks, sharded": Way(ranks(2, sharding="full")),
@@ -154,18 +160,19 @@ class Killer:
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Run all ways with each seed."""
-    seeds, steps = (_QUICK_SEEDS, _QUICK_STEPS) if quick else (_SEEDS, _STEPS)
+    seeds = _QUICK_SEEDS if quick else _SEEDS
     with tempfile.TemporaryDirectory(prefix="rlhfd-bench-learning-") as name:
         folder = Path(name)
         torch.set_num_threads(1)
         prepare(directory_of(folder / "task"))
         ways = {
-            label: _way(way, folder, number, steps)
+            label: _way(way, folder, number, _QUICK_STEPS if quick else way.steps)
             for number, (label, way) in enumerate(WAYS.items())
             if not quick or label in _QUICK_WAYS
         }
         found = interleaved(ways, seeds, report=lambda line: print(line, file=sys.stderr, flush=True))
-    rounds = f"{steps} steps, {seeds} seed{'s' if seeds > 1 else ''} a way (`daemon.seed`)"
+    steps = f"{_QUICK_STEPS} steps" if quick else f"{_STEPS} steps, {_STALE_STEPS} of the ways of different staleness"
+    rounds = f"{steps}, {seeds} seed{'s' if seeds > 1 else ''} a way (`daemon.seed`)"
     text = " ".join(_TEXT.split()).format(rounds=rounds)
     return [Section("learning", "What a run learns, by the way it is trained", text, [table(found)])]
 
