@@ -31,6 +31,7 @@ _VERSION_KEYS = (
     "trainer.gradient_accumulation_steps",
     "trainer.publish_every",
 )
+_VLLM_RANKS = 512
 _LENGTH_KEYS = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
 
 
@@ -207,8 +208,8 @@ def _conflicts_of_reference(config: Config) -> list[Conflict]:
 def _vllm_conflicts(config: Config) -> list[Conflict]:
     """Return the options that the vLLM engine lacks."""
     found = []
-    if config.model.lora_rank:
-        message = f'must be 0 with rollout.engine = "vllm", which gets whole weights, got {config.model.lora_rank}'
+    if config.model.lora_rank > _VLLM_RANKS:
+        message = f'must be at most {_VLLM_RANKS} with rollout.engine = "vllm", got {config.model.lora_rank}'
         found.append(Conflict(("model.lora_rank", "rollout.engine"), message))
     if config.cluster.engine == "ray":
         message = 'must be "transformers" or an engine of your own with cluster.engine = "ray", got "vllm"'

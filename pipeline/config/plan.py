@@ -197,7 +197,7 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     terms = {"actor": width * (models.actor.parameters + adapters)}
     a_row = width * config.lengths.row * models.actor.layers * models.actor.cached
     if config.rollout.engine == "vllm":
-        terms["weights of the engine"] = width * models.actor.parameters
+        terms["weights of the engine"] = width * (models.actor.parameters + adapters)
         # On a card the cache is what is free there: a row is the least with which the engine starts.
         terms["KV cache"] = config.rollout.cache_bytes or (a_row if on_cards else VLLM_CPU_CACHE_BYTES)
     else:

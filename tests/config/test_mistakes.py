@@ -497,8 +497,8 @@ MISTAKES = [
         "3:19: trainer.kl_coef_horizon: must be at least the 256 rows of a step, got 255",
     ),
     (
-        '[model]\nlora_rank = 8\n[rollout]\nengine = "vllm"',
-        '2:13: model.lora_rank: must be 0 with rollout.engine = "vllm", which gets whole weights, got 8',
+        '[model]\nlora_rank = 513\n[rollout]\nengine = "vllm"',
+        '2:13: model.lora_rank: must be at most 512 with rollout.engine = "vllm", got 513',
     ),
     (
         '[rollout]\nengine = "vllm"\n[cluster]\nengine = "ray"',

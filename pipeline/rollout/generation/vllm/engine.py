@@ -88,10 +88,16 @@ def new_engine(
             log_level=config.daemon.log_level,
             log_json=config.daemon.log_format == "json",
             title=f"{setproctitle.getproctitle()} vllm",
+            lora=_lora(config),
         ),
         threads=config.rollout.threads,
         on_progress=on_progress,
     )
+
+
+def _lora(config: Config) -> wire.Lora | None:
+    model = config.model
+    return wire.Lora(model.lora_rank, model.lora_alpha, list(model.lora_targets)) if model.lora_rank else None
 
 
 class VllmEngine:
