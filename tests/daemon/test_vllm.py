@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 SETTINGS = ("rollout.engine=vllm", "rollout.max_attempts=1", "daemon.restart_delay_s=0.05")
 # From a low start the reward of short prompts rises within some twenty steps.
 LEARNING = (
-    "trainer.max_steps=36", "trainer.learning_rate=1e-3", "trainer.warmup_steps=5", "trainer.decay_steps=0",
+    "trainer.max_steps=50", "trainer.learning_rate=1e-3", "trainer.warmup_steps=5", "trainer.decay_steps=0",
     "buffer.sample_batch_size=128", "rollout.max_length=10", "rollout.cache_bytes=64MiB",
 )  # fmt: skip
 WARMUP_STEPS, DIGITS = 22, 3

@@ -30,7 +30,8 @@ ADAPTER = 1
 
 def least_rank(rank: int) -> int:
     """Return the least rank of vLLM's slots that adapters of a rank, 512 at most, fit into."""
-    return min(one for one in typing.get_args(MaxLoRARanks) if one >= rank)
+    ranks: tuple[int, ...] = typing.get_args(MaxLoRARanks)
+    return min(one for one in ranks if one >= rank)
 
 
 class Adapters:
@@ -46,7 +47,7 @@ class Adapters:
     def __init__(self, worker_manager: Any, rank: int, alpha: float, targets: list[str]) -> None:
         self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
-        self._described = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
+        self._described = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=targets)
         self._names: frozenset[str] | None = None
         worker_manager.add_dummy_lora(LoRARequest("actor", ADAPTER, "in memory"), rank)
         self._manager.activate_adapter(ADAPTER)
@@ -72,9 +73,9 @@ class Adapters:
             raise
         except (ValueError, RuntimeError, AssertionError) as error:
             raise WeightsMismatchError(f"the adapters do not fit the engine's model: {_line(error)}") from error
-        if self._names != tensors.keys():
+        if self._names != (names := frozenset(tensors)):
             self._read_back(adapter)
-            self._names = frozenset(tensors)
+            self._names = names
 
     def _adapter_of(self, tensors: Mapping[str, Tensor]) -> Any:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)

@@ -12,7 +12,7 @@ from pipeline.rollout.generation.vllm import wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from tests.rollout.generation.vllm.models import log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, finish, ids, request, run, settings
-from tests.support.daemon import wait_until
+from tests.support.daemon import is_alive, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -97,5 +97,6 @@ def test_adapters_are_in_force_by_their_version_alone_and_only_whole_ones_of_the
         WeightsMismatchError, match=r"the engine's model has no layer model.layers.0.mlp.down_proj that"
     ):
         engine.update_weights(adapter_of(adapted(3, ["down_proj"])), 8)
+    wait_until(lambda: not is_alive(engine.pid), 60, "its process ends")
     with pytest.raises(RlhfdError, match="ended with exit code 1"):
         run(engine, request())
