@@ -194,6 +194,12 @@ def _conflicts_of_reference(config: Config) -> list[Conflict]:
     keys: tuple[str, ...]
     if config.model.reference_device == "worker":
         return []
+    if config.model.reference_device == "host":
+        if config.reference_folder is not None:
+            return []
+        keys = ("model.reference_device", "model.lora_rank")
+        message = 'must be "worker" or "trainer" with model.lora_rank and without model.reference'
+        return [Conflict(keys, f"{message}: the reference is the actor without its adapters, which takes no memory")]
     if config.trainer.kind == "external":
         keys = ("model.reference_device", "trainer.kind")
         return [Conflict(keys, 'must be "worker" with trainer.kind = "external", which gets whole rows')]

@@ -15,7 +15,8 @@ LIVE: Final[JsonDict] = {"x-reload": "live"}
 """On a field: `rlhfd reload` applies a new value to a running instance. Any other field needs a restart."""
 
 
-ReferenceDevice = Literal["worker", "trainer"]
+ReferenceDevice = Literal["worker", "trainer", "host"]
+ReferenceRole = Literal["worker", "trainer"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -45,8 +46,9 @@ class ModelConfig(Section):
     )
     reference_device: ReferenceDevice = Field(
         default="worker",
-        description="Role that holds the reference and computes its log-probs: each worker, of its rollouts, or the "
-        "trainer, of a batch before its step, with trainer.sharding sharded as the actor.",
+        description="Role that holds the reference and computes its log-probs: each worker, of its rollouts (host: "
+        "from host memory, its decoder layers copied to the card one after the other), or the trainer, of a batch "
+        "before its step, with trainer.sharding sharded as the actor.",
     )
     critic: Source | None = Field(
         default=None,

@@ -100,6 +100,7 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             tuple(f"evaluation.{key}" for key in EvaluationConfig.model_fields if key != "files"),
             "evaluation.files = []",
         ),
+        (config.reference_on is None, ("model.reference_device",), "trainer.kl_coef = 0 and rollout.kl_coef = 0"),
         (not config.metrics.enabled, ("metrics.port", "metrics.page"), "metrics.enabled = false"),
     ]
     for is_unused, keys, by in unused:

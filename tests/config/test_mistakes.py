@@ -546,7 +546,12 @@ MISTAKES = [
     ),
     (
         '[model]\nreference_device = "cpu"',
-        '2:20: model.reference_device: must be "worker" or "trainer", got "cpu"',
+        '2:20: model.reference_device: must be "worker", "trainer" or "host", got "cpu"',
+    ),
+    (
+        '[model]\nreference_device = "host"\nlora_rank = 8',
+        '2:20: model.reference_device: must be "worker" or "trainer" with model.lora_rank and without model.reference: '
+        "the reference is the actor without its adapters, which takes no memory",
     ),
     (
         '[rollout]\nlog_probs = "vllm"',
