@@ -192,6 +192,9 @@ def _conflicts_of_log_probs(config: Config) -> list[Conflict]:
 
 def _conflicts_of_reference(config: Config) -> list[Conflict]:
     keys: tuple[str, ...]
+    if config.model.lora_adapter is not None and not config.model.lora_rank:
+        keys = ("model.lora_adapter", "model.lora_rank")
+        return [Conflict(keys, "must be left out with model.lora_rank = 0: set it to the rank of the adapter")]
     if config.model.reference_device == "worker":
         return []
     if config.model.reference_device == "host":

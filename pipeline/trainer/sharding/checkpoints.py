@@ -116,7 +116,7 @@ class _Saved:
             pretrained.generation_config.save_pretrained(folder)
         if self._lora is not None:
             (folder / ADAPTER_FILE.parent / "adapter_config.json").write_text(
-                json.dumps(described(self._lora), indent=2) + "\n"
+                json.dumps(described(self._model, self._lora), indent=2) + "\n"
             )
 
 
