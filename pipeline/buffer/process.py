@@ -32,6 +32,7 @@ from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.evaluations import FILE_NAME, EvaluationFile
 
 _IDLE_S = 0.25
+_PAUSED_S = 0.5
 _LAST_MESSAGES_S = 2.0
 # A stat of a file, or an update of the metrics, costs as much as a message: too much for each of a thousand a second.
 _LOOK_S = 0.2
@@ -139,7 +140,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     try:
         while not context.stopping:
             with clock.during("wait_data"):
-                has_mail = mailbox.wait(_IDLE_S if is_shown else SHOW_S)
+                has_mail = mailbox.wait((_PAUSED_S if buffer.paused else _IDLE_S) if is_shown else SHOW_S)
                 if has_mail and (left_s := busy_s + _TURN_S - monotonic_s()) > 0:
                     time.sleep(left_s)
                 messages = mailbox.receive(0.0)

@@ -22,7 +22,7 @@ from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_sourc
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.storage.arena import Arena
 
-_IDLE_S = 0.25
+_IDLE_S = 0.5
 
 Loader = Callable[[Config, RoleContext, RolloutMetrics], tuple[Roller, RolloutSamples | None]]
 

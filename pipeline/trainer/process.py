@@ -47,7 +47,7 @@ from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Ranks, Trainer
 
-_IDLE_S = 0.25
+_IDLE_S = 0.5
 
 log = logging.getLogger(__name__)
 

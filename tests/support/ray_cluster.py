@@ -54,7 +54,8 @@ class RayCluster:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+            # Actors have a niceness of 15 else: beside other tests they would get hardly any time.
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
         )
         try:
             self.address = self._said()

@@ -21,6 +21,7 @@ from prometheus_client.exposition import choose_encoder
 
 from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
+from pipeline.supervisor.web import server as module
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import OPENMETRICS_TYPE, TEXT_TYPE, HttpServer, wants_openmetrics
 
@@ -248,6 +249,33 @@ def test_stop_is_prompt_when_nobody_is_connected() -> None:
             await get(server, "/healthz")
             started_s = time.monotonic()
         assert time.monotonic() - started_s < 1.5
+
+    in_loop(check)
+
+
+def test_stop_does_not_wait_for_the_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DATE_S", 60.0)
+
+    async def check() -> None:
+        async with served() as server:
+            await get(server, "/healthz")
+            started_s = time.monotonic()
+        assert time.monotonic() - started_s < 4.0, "the server is cancelled after 5.5 s"
+
+    in_loop(check)
+
+
+def test_answers_have_the_present_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DATE_S", 0.01)
+
+    async def check() -> None:
+        async with served() as server:
+            first = (await get(server, "/healthz")).headers["date"]
+            for _ in range(500):
+                if (await get(server, "/healthz")).headers["date"] != first:
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError("five seconds later the date is the same")
 
     in_loop(check)
 
