@@ -116,7 +116,8 @@ def response_attention(
         output = functional.scaled_dot_product_attention(
             folded, _keys(key[0], run), _keys(value[0], run), run.mask.repeat(shared, 1), scale=scaling
         )
-        by_token = output.view(queries.shape).transpose(1, 2).flatten(0, 1)  # (rows x longest, heads, size)
+        by_row = output.view(*queries.shape[:3], -1)  # values may have another size than keys
+        by_token = by_row.transpose(1, 2).flatten(0, 1)  # (rows x longest, heads, size)
         outputs.append(by_token if run.places is None else by_token.index_select(0, run.places))
     return outputs
 

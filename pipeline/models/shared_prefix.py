@@ -264,7 +264,7 @@ def _problem(
     if not isinstance(backbone, nn.Module) or vision_backbone(model) is not None:
         return "only a model of text alone can"
     packed = uses_varlen_attention(owner)
-    if not use_varlen_attention(owner):
+    if not packed and not use_varlen_attention(owner):
         return "its attention is not sdpa over whole rows"
     try:
         inside(model, lambda: _example(device)[1].check(backbone, "last_hidden_state"))
