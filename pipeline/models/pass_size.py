@@ -35,6 +35,10 @@ _CPU_ROWS = 48
 _MOST_PADDING = 0.1
 """Largest share of padding in a pass that is filled by tokens, before its width is rounded up."""
 
+_REPEATED = 8
+"""Tokens of a prompt that is computed once already that count as one: each row keeps their keys and values, 2 hidden
+sizes a token and layer at most, of the about 20 that a computed token keeps for the backward pass."""
+
 _GPU_WIDTH_MULTIPLE = 64
 
 Result = TypeVar("Result")
@@ -160,7 +164,7 @@ class PassSize:
             lefts: Columns of each row to the left of a common column, such as the tokens of its prompt.
             rights: Columns of each row from there on. A part is as wide as its largest of both.
             groups: The group of each row, if the lefts of neighbours of one group are computed once in a part, without
-                any padding; None if each row is computed whole.
+                any padding; an eighth of each further one counts. None if each row is computed whole.
         """
         first = 0
         while first < len(lefts):
@@ -216,7 +220,7 @@ class PassSize:
         while end < len(lefts) and (self.most_rows is None or end - first < self.most_rows):
             left, right = max(left, lefts[end]), max(right, rights[end])
             repeated = groups is not None and end > first and groups[end] == groups[end - 1]
-            real += (0 if repeated else lefts[end]) + rights[end]
+            real += lefts[end] // (_REPEATED if repeated else 1) + rights[end]
             tokens = (end + 1 - first) * (left + right) if groups is None else real
             if end > first and not self._admits(tokens, real):
                 break
