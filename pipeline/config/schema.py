@@ -194,7 +194,7 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     shared_prefix: bool | None = Field(
         default=None,
         description="Whether the log-prob passes of the policy and of the reference compute a prompt once for all its "
-        "responses; left out: on a CPU, where it saves a tenth of the tokens and the model can.",
+        "responses; left out: on a CPU, where it saves 15 % of the tokens and the model can.",
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,
@@ -294,7 +294,7 @@ class TrainerConfig(LossSection):
     shared_prefix: bool | None = Field(
         default=None,
         description="Whether training passes compute a prompt once for all its responses in a pass; gradients are the "
-        "same except for rounding; left out: on a CPU, where it saves a tenth of the tokens and the models can.",
+        "same except for rounding; left out: on a CPU, where it saves 15 % of the tokens and the models can.",
     )
     balance_ranks: bool = Field(
         default=False,

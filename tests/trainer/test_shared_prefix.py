@@ -33,7 +33,7 @@ from tests.trainer.test_out_of_memory import Device
 
 GROUPS = [4, 3, 4, 1]
 TOKENS_ONCE, TOKENS = 52, 79
-"""Of passes over the rows of `grouped`, each row without its last token: with each prompt once, and with all rows whole."""
+"""Of passes over the rows of `grouped` without their last tokens: with each prompt once, and with all rows whole."""
 
 
 def learner_of(build: Any, algorithm: Algorithm, *, lora: bool = False, **changes: Any) -> Learner:
@@ -119,7 +119,7 @@ def test_a_group_whose_rows_are_in_several_batches_and_updates_is_trained_as_pad
     assert stats.updates == 4
 
 
-def test_by_default_a_cpu_computes_a_prompt_once_where_that_saves_a_tenth() -> None:
+def test_by_default_a_cpu_computes_a_prompt_once_where_that_saves_enough() -> None:
     learner = learner_of(tiny.llama, "grpo")
     experience = grouped(learner, "grpo")
     passes = actor_passes(learner)
