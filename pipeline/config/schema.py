@@ -191,6 +191,11 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         description="Rows per forward pass; left out: of 16,384 tokens on a GPU, a minute's on a CPU; halved if a GPU "
         "is full.",
     )
+    shared_prefix: bool | None = Field(
+        default=None,
+        description="Whether the log-prob passes of the policy and of the reference compute a prompt once for all its "
+        "responses; left out: on a CPU, where it saves 15 % of the tokens and the model can.",
+    )
     stop_token_ids: StopTokenIds = Field(
         default=None,
         description="Token ids that end a response: one token, one sequence, or a list of sequences; left out: eos.",
@@ -285,6 +290,11 @@ class TrainerConfig(LossSection):
         default=False,
         description="Whether training passes hold rows of text end to end, without padding, each row attending to "
         "itself alone; losses and gradients are the same except for rounding.",
+    )
+    shared_prefix: bool | None = Field(
+        default=None,
+        description="Whether training passes compute a prompt once for all its responses in a pass; gradients are the "
+        "same except for rounding; left out: on a CPU, where it saves 15 % of the tokens and the models can.",
     )
     balance_ranks: bool = Field(
         default=False,

@@ -12,8 +12,10 @@ log_probs          log-probs and values of action tokens
 lora               LoRA adapters
 packing            one forward pass over rows laid end to end
 pass_size          rows of a forward pass, cut by tokens
+prefix_attention   attention of responses to prompts that are computed once
 recomputation      decoder layers computed again in the backward pass
 reward_model       a reward model
+shared_prefix      passes that compute a prompt once for all its responses
 varlen_attention   attention of packed rows, each by itself
 vision_inputs      Qwen2-VL's arguments of a forward pass
 weights            published policy versions in shared memory

@@ -23,6 +23,7 @@ from pipeline.experience.types import Experience, is_vl_experience
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import accepted_keywords
+from pipeline.models.shared_prefix import SharedRows
 from pipeline.models.varlen_attention import kernel_of, use_varlen_attention, uses_varlen_attention
 from pipeline.models.vision_inputs import vision_backbone
 
@@ -128,6 +129,10 @@ class PackedRows:
             num_actions=action_mask.sum(dim=1).tolist(),
         )
 
+    def check(self, model: nn.Module, field: str) -> None:
+        """Refuse a model in which packed rows attend to each other, by the outputs in a field, with a FieldError."""
+        _check_isolation(model, field, self.input_ids.device)
+
     def keywords(self, model: object) -> dict[str, Any]:
         """Return a model's keywords besides the ids; transformers passes the last ones to its attention."""
         # A mask of four dimensions is passed on as it is, so that none of T x T is made; the attention reads none.
@@ -211,6 +216,7 @@ def log_probs_by_packing(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies of the actions of a padded batch, from one pass over its rows laid end to end.
 
@@ -221,35 +227,38 @@ def log_probs_by_packing(
         action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
         temperature: The sampling temperature, above 0.
         with_entropy: Whether to compute the entropies too.
+        shared: Whether the pass computes each prompt once for all its rows.
 
     Returns:
         Log-probs and entropies, each ``(B, A)`` float32 as from `action_log_probs`, 0 outside the mask; None in place
         of the entropies if `with_entropy` is False.
 
     Raises:
-        FieldError: If packed rows would attend to each other in this model.
+        FieldError: If packed rows would attend to each other in this model, or it cannot share prompts.
         ShapeError: If a row has no action, or no token before one.
     """
-    rows = PackedRows.of_padded(sequences, attention_mask, action_mask)
+    rows = (SharedRows if shared else PackedRows).of_padded(sequences, attention_mask, action_mask)
     labels = sequences[:, -action_mask.shape[1] :][action_mask]
     found = _log_probs(model, rows, labels, temperature=temperature, chunk_tokens=None, with_entropy=with_entropy)
     spread = [value.new_zeros(action_mask.shape).masked_scatter(action_mask, value) for value in found if len(value)]
     return spread[0], spread[1] if with_entropy else None
 
 
-def values_by_packing(critic: Critic, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Tensor:
+def values_by_packing(
+    critic: Critic, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, *, shared: bool = False
+) -> Tensor:
     """Return the value of the state before each action of a padded batch, ``(B, A)`` float32, 0 outside the mask.
 
     Arguments and errors are those of `log_probs_by_packing`; a critic's backbone runs the pass.
     """
-    rows = PackedRows.of_padded(sequences, attention_mask, action_mask)
+    rows = (SharedRows if shared else PackedRows).of_padded(sequences, attention_mask, action_mask)
     values: Tensor = critic.value_head(packed_states(critic.backbone, rows).float()).squeeze(-1)
     return values.new_zeros(action_mask.shape).masked_scatter(action_mask, values)
 
 
 def _log_probs(
     model: nn.Module,
-    rows: PackedRows,
+    rows: PackedRows | SharedRows,
     labels: Tensor,
     *,
     temperature: float,
@@ -261,7 +270,7 @@ def _log_probs(
     if head is not None:
         states = packed_states(model.base_model, rows)
         return head_log_probs(head, states, labels, **settings)
-    _check_isolation(model, "logits", rows.input_ids.device)
+    rows.check(model, "logits")
     optional = accepted_keywords(model, {**rows.keywords(model), "logits_to_keep": rows.before})
     logits = model(input_ids=rows.input_ids, **optional).logits[0]
     logits = logits if len(logits) == len(labels) else logits[rows.before]
@@ -288,13 +297,13 @@ def packed_action_values(critic: Critic, experience: Experience) -> list[Tensor]
     return list(values.squeeze(-1).split(rows.num_actions))
 
 
-def packed_states(backbone: Any, rows: PackedRows) -> Tensor:
+def packed_states(backbone: Any, rows: PackedRows | SharedRows) -> Tensor:
     """Return the last hidden states at the token before each action, ``(N, H)``.
 
     Raises:
         FieldError: If packed rows would attend to each other in this backbone.
     """
-    _check_isolation(backbone, "last_hidden_state", rows.input_ids.device)
+    rows.check(backbone, "last_hidden_state")
     output = backbone(input_ids=rows.input_ids, **accepted_keywords(backbone, rows.keywords(backbone)))
     states: Tensor = output.last_hidden_state[0, rows.before]
     return states

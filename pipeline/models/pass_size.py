@@ -35,6 +35,10 @@ _CPU_ROWS = 48
 _MOST_PADDING = 0.1
 """Largest share of padding in a pass that is filled by tokens, before its width is rounded up."""
 
+_REPEATED = 8
+"""Tokens of a prompt that is computed once already that count as one: each row keeps their keys and values, 2 hidden
+sizes a token and layer at most, of the about 20 that a computed token keeps for the backward pass."""
+
 _GPU_WIDTH_MULTIPLE = 64
 
 Result = TypeVar("Result")
@@ -151,20 +155,30 @@ class PassSize:
         self._key = key
         self._on_out_of_memory = on_out_of_memory
 
-    def parts(self, lefts: Sequence[int], rights: Sequence[int]) -> Iterator[slice]:
+    def parts(
+        self, lefts: Sequence[int], rights: Sequence[int], groups: Sequence[int] | None = None
+    ) -> Iterator[slice]:
         """Yield consecutive rows in parts within the bound; a change of the bound counts from the next part on.
 
         Args:
             lefts: Columns of each row to the left of a common column, such as the tokens of its prompt.
             rights: Columns of each row from there on. A part is as wide as its largest of both.
+            groups: The group of each row, if the lefts of neighbours of one group are computed once in a part, without
+                any padding; an eighth of each further one counts. None if each row is computed whole.
         """
         first = 0
         while first < len(lefts):
-            end = self._end(first, lefts, rights)
+            end = self._end(first, lefts, rights, groups)
             yield slice(first, end)
             first = end
 
-    def run(self, lefts: Sequence[int], rights: Sequence[int], step: Callable[[slice], None]) -> None:
+    def run(
+        self,
+        lefts: Sequence[int],
+        rights: Sequence[int],
+        step: Callable[[slice], None],
+        groups: Sequence[int] | None = None,
+    ) -> None:
         """Call `step` for each part of `parts`; a part that runs out of memory is run again in halves.
 
         Raises:
@@ -172,11 +186,14 @@ class PassSize:
         """
         first = 0
         while first < len(lefts):
-            part = slice(first, self._end(first, lefts, rights))
+            part = slice(first, self._end(first, lefts, rights, groups))
             if _fits(step, part):
                 first = part.stop
             else:
-                self.halve(part.stop - first, max(lefts[part]) + max(rights[part]))
+                rows, width = part.stop - first, max(lefts[part]) + max(rights[part])
+                if groups is not None:
+                    width = -(-tokens_once(part, lefts, rights, groups) // rows)
+                self.halve(rows, width)
 
     def halve(self, rows: int, width: int) -> None:
         """Lower the bound to half the tokens of a pass that ran out of memory, and release the memory it held.
@@ -198,12 +215,14 @@ class PassSize:
         log.warning("out of device memory, passes are halved from now on: rows=%d tokens=%d most_tokens=%d key=%s",
                     rows, rows * width, self.most_tokens, self._key)  # fmt: skip
 
-    def _end(self, first: int, lefts: Sequence[int], rights: Sequence[int]) -> int:
+    def _end(self, first: int, lefts: Sequence[int], rights: Sequence[int], groups: Sequence[int] | None) -> int:
         end, left, right, real = first, lefts[first], rights[first], 0
         while end < len(lefts) and (self.most_rows is None or end - first < self.most_rows):
             left, right = max(left, lefts[end]), max(right, rights[end])
-            real += lefts[end] + rights[end]
-            if end > first and not self._admits((end + 1 - first) * (left + right), real):
+            repeated = groups is not None and end > first and groups[end] == groups[end - 1]
+            real += lefts[end] // (_REPEATED if repeated else 1) + rights[end]
+            tokens = (end + 1 - first) * (left + right) if groups is None else real
+            if end > first and not self._admits(tokens, real):
                 break
             end += 1
         return end
@@ -215,6 +234,12 @@ class PassSize:
         if self.most_tokens is not None and tokens > self.most_tokens:
             return False
         return self.most_padding is None or tokens - real <= self.most_padding * tokens
+
+
+def tokens_once(part: slice, lefts: Sequence[int], rights: Sequence[int], groups: Sequence[int]) -> int:
+    """Return the tokens of a part in which the lefts of neighbours of one group are computed once."""
+    once = (lefts[row] for row in range(part.start, part.stop) if row == part.start or groups[row] != groups[row - 1])
+    return sum(once) + sum(rights[part])
 
 
 def _fits(step: Callable[[slice], None], part: slice) -> bool:

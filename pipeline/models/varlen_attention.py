@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import FieldError
+from pipeline.models.prefix_attention import PrefixLayout, response_attention
 
 NAME: Final = "rlhfd_varlen"
 """The attention's name in transformers' registry."""
@@ -78,8 +79,8 @@ def varlen_attention(
     *,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
     row_lengths: list[int] | None = None,
+    prefix_layout: PrefixLayout | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of packed rows, ``(1, T, heads, size)``; called by the layers of a model of transformers.
@@ -92,13 +93,23 @@ def varlen_attention(
         attention_mask: Read in a padded pass alone.
         scaling: Factor of the scores; None for 1 / sqrt(size).
         cu_seq_lens_q: ``(B + 1,)`` int32, the starts of the rows, and T; None in a padded pass, which sdpa computes.
-        max_length_q: Tokens of the longest row.
         row_lengths: Tokens of each row.
+        prefix_layout: The places of prompts and responses in a pass that computes each prompt once; else None.
         **keywords: Other arguments of transformers' attention.
 
     Raises:
         FieldError: If the layer slides a window, caps its scores or adds to them.
     """
+    if (cu_seq_lens_q is not None or prefix_layout is not None) and (
+        other := [name for name in _OTHER_ATTENTION if keywords.get(name) is not None]
+    ):
+        raise FieldError(f"{type(module).__name__} has {other[0]}, with which rows cannot be packed")
+    if prefix_layout is not None:
+        tokens = sum(prefix_layout.prompt_lengths)
+        parts = query[:, :, :tokens], key[:, :, :tokens], value[:, :, :tokens]
+        prompts = _causal(*parts, prefix_layout.prompt_lengths, prefix_layout.prompt_starts, scaling)
+        responses = response_attention(query, key, value, prefix_layout, scaling)
+        return torch.cat([prompts[0], *responses]).unsqueeze(0), None
     if cu_seq_lens_q is None or row_lengths is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -106,13 +117,18 @@ def varlen_attention(
             module, query, key, value, attention_mask, scaling=scaling, **keywords
         )
         return padded
-    if other := [name for name in _OTHER_ATTENTION if keywords.get(name) is not None]:
-        raise FieldError(f"{type(module).__name__} has {other[0]}, with which rows cannot be packed")
+    return _causal(query, key, value, row_lengths, cu_seq_lens_q, scaling), None
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], starts: Tensor, scaling: float | None
+) -> Tensor:
+    """Return the attention of rows by the device's kernel, ``(1, T, heads, size)``."""
     kernel = kernel_of(query.device, query.dtype, query.shape[-1])
     if kernel == "sdpa by rows":
-        return _by_rows(query, key, value, row_lengths, scaling), None
+        return _by_rows(query, key, value, row_lengths, scaling)
     by_token = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return attend_by(kernel)(*by_token, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
+    return attend_by(kernel)(*by_token, starts, max(row_lengths), scaling).unsqueeze(0)
 
 
 def attend_by(kernel: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]:

@@ -25,6 +25,7 @@ from pipeline.models.float32_logits import compute_in_float32, use_float32_logit
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, refuse_large_tokenizer, sees_images
 from pipeline.models.lora import adapt, published
 from pipeline.models.reward_model import SequenceReward
+from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.weights.probe import answer, check, tolerance_nats_a_token
 from pipeline.prompts.rendering import first_tokens, rendering_of
 from pipeline.prompts.source import PromptSource
@@ -127,6 +128,7 @@ def load_roller(
     if critic is not None:
         targets |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
     rollout = config.rollout
+    share_prompts(config, actor, reference, device)
     loaded = load_engine(
         rollout.engine,
         actor,
@@ -261,6 +263,13 @@ def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
         return actor
     settings: Any = {"dtype": config.model.dtype, "field": "model.reference"}
     return load_actor(path, device=device, streamed=config.model.reference_device == "host", **settings)
+
+
+def share_prompts(config: Config, actor: Any, reference: Any, device: torch.device) -> None:
+    """Have the log-prob passes of actor and reference compute each prompt once, as configured."""
+    passes = [actor] if log_probs_by(config) == "worker" else []
+    for model in dict.fromkeys([*passes, *([] if reference is None else [reference])]):
+        prepare_shared_prefix([model], device, config.rollout.shared_prefix, key="rollout.shared_prefix")
 
 
 def with_float32_logits(config: Config, actor: Any, tokens: Sequence[int], device: torch.device) -> bool:

@@ -19,8 +19,10 @@ from pipeline.errors import FieldError
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.log_probs import action_log_probs, all_values
+from pipeline.models.packing import log_probs_by_packing
 from pipeline.models.pass_size import PassSize, default_tokens, width_multiple
 from pipeline.models.reward_model import SequenceReward
+from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
 from pipeline.rollout.progress import ReportsProgress
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, takes_columns, vision_keywords
 from pipeline.rollout.reward.pool import RewardPool
@@ -68,6 +70,35 @@ class ModelPasses:
             FieldError: If a log-prob is NaN or infinite.
             DeviceMemoryError: If a single row does not fit into the device's memory.
         """
+        result = self._log_probs_of_groups(model, rows, temperature)
+        if result is None:
+            result = self._log_probs_of_rows(model, rows, temperature)
+        result.masked_fill_(~rows.action_mask, 0.0)
+        self.check_finite(name, "log-prob", result)
+        return result
+
+    def _log_probs_of_groups(self, model: Any, rows: Rows, temperature: float) -> Tensor | None:
+        """Return the log-probs from passes that compute each prompt once; None if the passes of these rows do not."""
+        if rows.vision is not None or not may_share_prompts(model):
+            return None
+        groups = groups_to_share(model, rows.sequences, rows.attention_mask, rows.action_mask)
+        if groups is None:
+            return None
+        result, device = torch.zeros(rows.action_mask.shape), _device_of(model)
+
+        def step(part: slice) -> None:
+            index = groups.order[part]
+            columns = rows.sequences[index], rows.attention_mask[index], rows.action_mask[index]
+            on_device = (column.to(device) for column in columns)
+            log_probs, _ = log_probs_by_packing(model, *on_device, temperature=temperature, shared=True)
+            result[index] = log_probs.cpu()
+            self.on_progress(rows_done=part.stop, rows=len(result))
+
+        self._size(model).run(groups.prompts, groups.responses, step, groups.groups)
+        return result
+
+    def _log_probs_of_rows(self, model: Any, rows: Rows, temperature: float) -> Tensor:
+        """Return the log-probs from padded passes; they are undefined outside the mask."""
         result = torch.zeros(rows.action_mask.shape)
         device, trim = _device_of(model), is_transformers_model(model)
         multiple = width_multiple(device, self.width_multiple)
@@ -94,8 +125,6 @@ class ModelPasses:
             self.on_progress(rows_done=part.stop, rows=len(order))
 
         self._size(model).run(prompts, responses, step)
-        result.masked_fill_(~rows.action_mask, 0.0)
-        self.check_finite(name, "log-prob", result)
         return result
 
     def scores(

@@ -28,7 +28,7 @@ _CORRECTION: Final = ("trainer.importance_correction", "trainer.importance_cap",
 _OPTIMIZATION: Final = (
     "trainer.learning_rate", "trainer.weight_decay", "trainer.warmup_steps", "trainer.decay_steps", "trainer.max_steps",
     "trainer.micro_batch_size", "trainer.micro_batch_tokens", "trainer.save_every", "trainer.clip_range",
-    "trainer.activation_checkpointing", "trainer.packing",
+    "trainer.activation_checkpointing", "trainer.packing", "trainer.shared_prefix",
     *(f"trainer.{key}" for key in LossSection.model_fields if key != "mask_cut_responses"),
 )  # fmt: skip
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.types import TOKEN_FIELDS, Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models.pass_size import PassSize
+from pipeline.models.pass_size import PassSize, tokens_once
+from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class TrainingBatch:
         behaviour_log_probs: ``(B, A)`` float32, of the engine that sampled; None if it is the trainer's own function.
         importance_weights: ``(B, A)`` float32, factors of the policy loss; None for 1.
         vision: Images and videos of the rows; copied to the device only when a micro-batch needs them.
+        tokens_once: Tokens of a pass over these rows that computes each prompt once; None for one over whole rows.
     """
 
     sequences: Tensor
@@ -45,6 +47,7 @@ class TrainingBatch:
     behaviour_log_probs: Tensor | None = None
     importance_weights: Tensor | None = None
     vision: VisionRows | None = None
+    tokens_once: int | None = None
 
     @classmethod
     def of(
@@ -127,14 +130,21 @@ class TrainingBatch:
         vision = VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None
         return cls(sequences, attention_mask, action_mask, places, places, None, None, None, vision=vision)
 
-    def micro_batches(self, size: PassSize, width_multiple: int = 1) -> Iterator[Self]:
+    def micro_batches(self, size: PassSize, width_multiple: int = 1, model: nn.Module | None = None) -> Iterator[Self]:
         """Yield the rows in parts of a size, rows of similar length together, without common padding.
+
+        If the passes of a model share prompts, and these rows have some to share, the rows of one prompt are together
+        instead, and the part says so.
 
         A part has neither the columns that are padding in all its rows nor the columns after its last action. A part
         without any action is left out. Its width is rounded up to a multiple, by padding on the left. With a bound of
         padding, and if they are packed, the rows of a part end together, at their last actions: their widths are then
         their lengths.
         """
+        shared = self._sharing_prompts(size, model)
+        if shared is not None:
+            yield from shared
+            return
         batch = self._ending_together() if size.packed or size.most_padding is not None else self
         if not len(batch.sequences):
             return
@@ -144,6 +154,20 @@ class TrainingBatch:
             part = batch.rows(order[columns])
             if part.action_mask.any():
                 yield part._trimmed(width_multiple)
+
+    def _sharing_prompts(self, size: PassSize, model: nn.Module | None) -> Iterator[Self] | None:
+        """Return parts of rows whose prompts are computed once; None if a model's passes do not, or save too little."""
+        if model is None or not may_share_prompts(model) or (self.vision is not None and self.vision.tensors_exist):
+            return None
+        batch = self.rows(self.action_mask.any(dim=1).nonzero().squeeze(1))
+        groups = groups_to_share(model, batch.sequences, batch.attention_mask, batch.action_mask)
+        if groups is None:
+            return None
+        tokens = groups.prompts, groups.responses, groups.groups
+        return (
+            replace(batch.rows(groups.order[part])._trimmed(1), tokens_once=tokens_once(part, *tokens))
+            for part in size.parts(*tokens)
+        )
 
     def _ending_together(self) -> Self:
         """Return the rows that have actions, moved to the right until the last action of each is in the last column.
@@ -187,7 +211,7 @@ class TrainingBatch:
     def _mapped(self, by_token: Callable[[Tensor], Tensor], by_action: Callable[[Tensor], Tensor]) -> Self:
         def mapped(name: str) -> Any:
             column = getattr(self, name)
-            if name == "vision":
+            if name in ("vision", "tokens_once"):
                 return column
             return None if column is None else (by_token if name in TOKEN_FIELDS else by_action)(column)
 

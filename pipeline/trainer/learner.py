@@ -31,6 +31,7 @@ from pipeline.models.lora import without_adapters
 from pipeline.models.packing import prepare_packing
 from pipeline.models.pass_size import training_size, width_multiple
 from pipeline.models.recomputation import checkpoint_activations
+from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.aggregation import StepTotals
 from pipeline.trainer.loss.kl_control import KlControl
@@ -63,6 +64,7 @@ class TrainerSettings(LossSettings, Protocol):
     width_multiple: int | None
     activation_checkpointing: bool | None
     packing: bool
+    shared_prefix: bool | None
 
 
 class Learner:
@@ -112,8 +114,8 @@ class Learner:
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
-            ConfigError: If activations cannot be checkpointed, or rows not packed, as configured, or the policy loss of
-                `trainer` is a function that does not exist.
+            ConfigError: If activations cannot be checkpointed, rows not packed or prompts not shared, as configured, or
+                the policy loss of `trainer` is a function that does not exist.
         """
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
@@ -136,6 +138,9 @@ class Learner:
         if trainer.packing:
             for model in dict.fromkeys(model for model in (*self._models, reference) if model is not None):
                 call_inside(model, functools.partial(prepare_packing, [model], self._device))
+        for models in (self._models, [] if reference in (None, actor) else [reference]):
+            wanted, key = trainer.shared_prefix, "trainer.shared_prefix"
+            prepare_shared_prefix(models, self._device, wanted, key=key, inside=call_inside)
         self._micro_batch = training_size(
             actor,
             self._device,
@@ -340,7 +345,7 @@ class Learner:
                 return inside(model, lambda: self._log_probs(model, part, with_entropy=False)[0])
 
         while True:
-            parts = batch.micro_batches(self._micro_batch, self._width_multiple)
+            parts = batch.micro_batches(self._micro_batch, self._width_multiple, model)
             if (found := log_probs_of_batch(model, batch, parts, of_part)) is not None:
                 return found
             self._micro_batch.halve(*self._part_shape)
@@ -363,7 +368,7 @@ class Learner:
         sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self._device)
         row_ratios: list[Tensor] = []
         for batch in batches:
-            parts = batch.micro_batches(self._micro_batch, self._width_multiple)
+            parts = batch.micro_batches(self._micro_batch, self._width_multiple, self._actor)
             for part, ratios in in_step(parts, batch, row_ratios, self._actor):
                 tokens, passed = self._note_size(part)
                 sums[:6] += self._actor_pass(part, totals, ratios, watch)
@@ -375,12 +380,13 @@ class Learner:
 
     def _note_size(self, part: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Return the tokens of a micro-batch and those of its pass; note the shape of the pass, for a halved bound."""
-        tokens = part.attention_mask.sum()
-        self._part_shape = part.sequences.shape
-        if not self._trainer.packing:
-            return tokens, torch.tensor(part.sequences.numel())
-        self._part_shape = torch.Size((len(part.sequences), -(-int(tokens) // len(part.sequences))))
-        return tokens, tokens
+        tokens, passed = part.attention_mask.sum(), torch.tensor(part.sequences.numel())
+        if part.tokens_once is not None:
+            tokens = passed = torch.tensor(part.tokens_once)
+        elif self._trainer.packing:
+            passed = tokens
+        self._part_shape = torch.Size((len(part.sequences), -(-int(passed) // len(part.sequences))))
+        return tokens, passed
 
     def _log_probs(self, model: nn.Module, part: TrainingBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``."""

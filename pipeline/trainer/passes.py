@@ -33,7 +33,8 @@ def policy_log_probs(
         if part.vision is not None and part.vision.tensors_exist:
             raise FieldError("rows with images cannot be packed: set trainer.packing to false")
         rows = part.sequences, part.attention_mask, part.action_mask
-        return log_probs_by_packing(actor, *rows, temperature=temperature, with_entropy=entropy)
+        settings: Any = {"with_entropy": entropy, "shared": part.tokens_once is not None}
+        return log_probs_by_packing(actor, *rows, temperature=temperature, **settings)
     found: Any = action_log_probs(
         actor,
         part.sequences,
@@ -77,14 +78,14 @@ def log_probs_of_batch(
 def critic_values(critic: nn.Module, part: TrainingBatch, *, packing: bool) -> Tensor:
     """Return the critic's values of a micro-batch, ``(B, A)``; those outside the mask are undefined."""
     if _packs(part, packing=packing):
-        # `prepare_packing` refuses any other.
+        # `prepare_packing` and `prepare_shared_prefix` refuse any other.
         assert isinstance(critic, Critic)
         rows = part.sequences, part.attention_mask, part.action_mask
-        return inside(critic, lambda: values_by_packing(critic, *rows))
+        return inside(critic, lambda: values_by_packing(critic, *rows, shared=part.tokens_once is not None))
     columns = part.action_mask.shape[1]
     return action_values(critic, part.sequences, part.attention_mask, columns, vision=part.vision)
 
 
 def _packs(part: TrainingBatch, *, packing: bool) -> bool:
     """Return whether a micro-batch is packed; one without an action, which keeps ranks in step, is padded."""
-    return packing and bool(part.action_mask.any())
+    return (packing or part.tokens_once is not None) and bool(part.action_mask.any())

@@ -258,6 +258,11 @@ MISTAKES = [
         '[trainer]\nactivation_checkpointing = "auto"',
         '2:28: trainer.activation_checkpointing: must be true or false, got "auto"',
     ),
+    (
+        '[trainer]\nshared_prefix = "auto"',
+        '2:17: trainer.shared_prefix: must be true or false, got "auto"',
+    ),
+    ("[rollout]\nshared_prefix = 1", "2:17: rollout.shared_prefix: must be true or false, got 1, did you mean true?"),
     ("[trainer]\nmicro_batch_tokens = 0", "2:22: trainer.micro_batch_tokens: must be at least 1, got 0"),
     ("[trainer]\nwidth_multiple = 0", "2:18: trainer.width_multiple: must be at least 1, got 0"),
     (

@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.models.loading import ignores_padding, load_actor
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import log_probs_by_packing, prepare_packing
+from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Request, Sampling
@@ -57,6 +58,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
 """Families whose layers all have attention."""
 UNPACKED = {"stablelm", "nemotron", "bloom", "gpt_oss"}
 """Those whose packed rows would attend to each other."""
+UNSHARED = {*UNPACKED, "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "qwen2_moe"}
+"""Those that compute a prompt once a row: their layers slide a window, or do not pass the layout on to attention."""
 OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": CONVOLUTION, "bamba": STATE_SPACE, "falcon_h1": BOTH_AT_ONCE, "qwen3_next": {**EXPERTS, **LINEAR},
     "recurrent_gemma": {}, "mamba": {"state_size": 4},
@@ -114,6 +117,24 @@ def check_packed(model: PreTrainedModel) -> None:
     torch.testing.assert_close(packed, expected, atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def check_shared(model: PreTrainedModel) -> None:
+    """Two prompts of 3 and 5 tokens, three rows each."""
+    draws = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, tiny.VOCABULARY_SIZE, (2, 6), generator=draws).repeat(3, 1)
+    starts, ends = torch.tensor([[1], [3]] * 3), torch.tensor([[14], [7], [10], [8], [9], [14]])
+    columns = torch.arange(14)
+    real = (columns >= starts) & (columns < ends)
+    ids = torch.cat([prompts, torch.randint(0, tiny.VOCABULARY_SIZE, (6, 8), generator=draws)], dim=1) * real
+    rows = ids, real.long(), real[:, 6:]
+    expected = alone(model, *rows)
+    prepare_shared_prefix([model], CPU, True, key="trainer.shared_prefix")
+
+    shared, _ = log_probs_by_packing(model, *rows, shared=True)
+
+    torch.testing.assert_close(shared, expected, atol=1e-5, rtol=0)
+
+
 def sampled(model: PreTrainedModel, prompts: list[list[int]]) -> list[tuple[Tensor, Tensor | None]]:
     """Whole rows and log-probs of responses of the engine that such a model gets."""
     engine = BlockingEngine((TransformersGenerator if can_replace_generate(model) else ActorGenerator)(model))
@@ -142,6 +163,11 @@ def test_a_family_with_attention_gives_the_log_probs_of_a_row_alone_however_it_i
             expected = action_log_probs(model, ids, torch.ones_like(ids), len(log_probs))[0]
         torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
     check_padded(model)
+    if family in UNSHARED:
+        with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: a \w+ cannot share prompts: [^\n]*$"):
+            prepare_shared_prefix([model], CPU, True, key="trainer.shared_prefix")
+    else:
+        check_shared(model)
     if family in UNPACKED:
         with pytest.raises(ConfigError, match=r"^trainer\.packing: .* attend to the row before it"):
             prepare_packing([model], CPU)
@@ -160,6 +186,8 @@ def test_a_family_that_keeps_a_state_is_sampled_by_generate_and_not_packed(famil
     check_padded(model)
     with pytest.raises(ConfigError, match=r"^trainer\.packing: "):
         prepare_packing([model], CPU)
+    with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: "):
+        prepare_shared_prefix([model], CPU, True, key="trainer.shared_prefix")
 
 
 def test_a_model_that_reads_padding_as_tokens_is_refused(tmp_path: Any) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from pipeline.errors import DeviceMemoryError, ExitCode
-from pipeline.models.pass_size import PassSize, RowBound, default_tokens, released_when_full
+from pipeline.models.pass_size import PassSize, RowBound, default_tokens, released_when_full, tokens_once
 from tests.support import tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -34,6 +34,30 @@ def test_a_part_is_within_the_rows_and_its_padding_counts_as_tokens() -> None:
 
 def test_a_row_longer_than_the_bound_is_a_part_of_its_own() -> None:
     assert parts_of(PassSize("key", most_tokens=4), [9, 2, 2], [0, 0, 0]) == [(0, 1), (1, 3)]
+
+
+def test_of_a_group_the_lefts_count_once_in_a_part_and_an_eighth_for_each_further_row() -> None:
+    size, lefts, rights, groups = PassSize("key", most_tokens=24), [16] * 5, [2] * 5, [0, 0, 0, 0, 1]
+
+    # 16 + 2, and for each further row 2 + 2; the next part computes the prompt again, and not a second one with it.
+    assert [(part.start, part.stop) for part in size.parts(lefts, rights, groups)] == [(0, 2), (2, 4), (4, 5)]
+    assert [tokens_once(part, lefts, rights, groups) for part in (slice(0, 4), slice(3, 5))] == [24, 36]
+    size.most_rows = 1
+    assert len(list(size.parts(lefts, rights, groups))) == 5
+
+
+def test_a_part_of_groups_without_memory_is_halved_by_the_tokens_that_it_computes() -> None:
+    size, done = PassSize("key"), list[slice]()
+
+    def step(part: slice) -> None:
+        if part.stop - part.start > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        done.append(part)
+
+    size.run([16] * 4, [2] * 4, step, [0] * 4)
+
+    assert done == [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]
+    assert size.most_tokens == 12, "half of 16 + 4 x 2"
 
 
 def test_a_row_that_begins_right_of_the_common_column_is_no_wider_than_its_tokens() -> None:

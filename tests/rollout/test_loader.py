@@ -157,7 +157,7 @@ def test_with_lora_the_reference_is_the_actor_without_its_adapters(rollers):
 
 
 def test_a_worker_rounds_widths_by_the_trainers_key(rollers):
-    roller, _, _ = rollers(trainer={"width_multiple": 48})
+    roller, _, _ = rollers(trainer={"width_multiple": 48}, rollout={"shared_prefix": False})
     widths = set()
     roller._maker.initial_model.base_model.register_forward_pre_hook(
         lambda _, words, keywords: widths.add(keywords["input_ids"].shape[1]), with_kwargs=True

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from pipeline.models.pass_size import released_when_full
+from pipeline.models.varlen_attention import uses_varlen_attention
 from pipeline.rollout.generation.graph_capture import Graph, GraphCapture
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 
@@ -294,6 +295,6 @@ class CudaGraphDecoder:
 
 def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Return whether a model attends through a mask of bools, and every layer attends to all earlier tokens."""
-    return model.config._attn_implementation == "sdpa" and all(
+    return (model.config._attn_implementation == "sdpa" or uses_varlen_attention(model)) and all(
         isinstance(layer, PreallocatedLayer) and layer.is_initialized for layer in cache.layers
     )
