@@ -6,6 +6,7 @@ batching              split, strip, pad, batch
 checks                checks of rows and batches
 codec                 Experience to the bytes of an extent and back; the gather into one batch
 extent_format         header and blocks of an extent
+field_arrays          fields of a padded batch as arrays, and their headers
 quarantine_reader     quarantine files, read back into tensors
 recorded_batches      the batches of recorded steps, read back into tensors
 row_blocks            blocks of rows, copied into extents and batches

@@ -7,18 +7,15 @@ it. `extent_format` defines the place of each block, `vision_codec` the part tha
 
 from __future__ import annotations
 
-import dataclasses
-import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 import xxhash
 
-from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
-from pipeline.experience.checks import check_travels
+from pipeline.errors import ArenaFullError, DecodeError, FieldError
 from pipeline.experience.extent_format import (
     Array,
     Columns,
@@ -28,8 +25,6 @@ from pipeline.experience.extent_format import (
     Plan,
     Stack,
     align,
-    as_array,
-    field_headers,
     header_bytes,
     index_of,
     lay_out,
@@ -37,10 +32,18 @@ from pipeline.experience.extent_format import (
     read_header,
     write_header,
 )
-from pipeline.experience.row_blocks import SHORT_ROW_BYTES, SHORT_ROW_TOKENS, BatchRows, places_of, write_windows
-from pipeline.experience.row_spans import Spans, action_columns
+from pipeline.experience.field_arrays import TEXT_FIELDS, field_arrays
+from pipeline.experience.row_blocks import (
+    SHORT_ROW_BYTES,
+    SHORT_ROW_TOKENS,
+    BatchRows,
+    Places,
+    places_of,
+    write_windows,
+)
+from pipeline.experience.row_spans import Spans
 from pipeline.experience.tensor_pool import MEMORY
-from pipeline.experience.types import OBJECT_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, Experience, ExperienceVL
+from pipeline.experience.types import TOKEN_FIELDS, Experience, ExperienceVL
 from pipeline.experience.vision_codec import (
     VisionPart,
     VisionReader,
@@ -49,20 +52,12 @@ from pipeline.experience.vision_codec import (
     vision_stop,
 )
 
-# In stored order: `ACTION_FIELDS`, and those of `SCORE_FIELDS` that may be (B, A). `reward` is always one number a row.
-_PER_ACTION_FIELDS = (
-    "action_log_probs", "base_action_log_probs", "behaviour_log_probs", "values", "returns", "kl", "advantages",
-    "action_mask", "action_entropy",
-)  # fmt: skip
-_USUAL_COLUMNS: dict[str, Columns] = {**dict.fromkeys(TOKEN_FIELDS, "S"), **dict.fromkeys(_PER_ACTION_FIELDS, "A")}
-_TEXT_FIELDS = (*TOKEN_FIELDS, *_PER_ACTION_FIELDS, "reward", *OBJECT_FIELDS)
 _MAX_GROUPS = 8
 # Less padding than this is not worth a group: copying the padding costs less than the calls for a group's blocks.
 _LEAST_PADDING_TOKENS = 4096
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """Size and xxh3-64 checksum of an extent as written (checksum 0 if none was asked for)."""
 
     nbytes: int
@@ -87,18 +82,8 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
             of B rows, or the vision fields are inconsistent.
         ArenaFullError: If the extent is too small.
     """
+    stored, arrays, columns = field_arrays(experience)
     rows, width = experience.sequences.shape
-    arrays, kinds = _arrays_of(experience, rows)
-    columns = action_columns(arrays)
-    full = {"S": (rows, width), "A": (rows, columns)}
-    described = [
-        # Most fields have columns; the others, and errors, take the longer way.
-        (name, kinds[name], kind, ())
-        if (kind := _USUAL_COLUMNS.get(name, "")) and array.shape == full[kind]
-        else (name, kinds[name], *_columns_and_tail(name, array.shape, width, columns))
-        for name, array in arrays.items()
-    ]
-    stored = field_headers(tuple(described))
     spans = Spans.of((rows, width), columns, arrays.get("attention_mask"), arrays.get("action_mask"))
     vision = vision_part(experience) if isinstance(experience, ExperienceVL) else None
     header = _header(stored, spans, vision)
@@ -112,8 +97,12 @@ def encode(experience: Experience, memory: memoryview, *, checksum: bool = True)
             "raise buffer.row_bytes"
         )
     write_header(packed, memory)
+    group_now: GroupHeader | None = None
     for stack in stacks:
-        _write(stack.array(memory), stack, [arrays[field.name] for field in stack.run.fields], header, spans)
+        if stack.group is not group_now:
+            # A group's stacks are adjacent.
+            group_now, places = stack.group, index_of(stack.group.rows)
+        _write(stack.array(memory), stack, [arrays[field.name] for field in stack.run.fields], places, spans)
     for block in blocks:
         block.array(memory)[...] = arrays[block.field.name]
     if vision is not None:
@@ -181,16 +170,14 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         FieldError: If a field is present in only some of the extents, or only some of the extents are
             vision-language ones.
     """
-    _refuse_missing_rows(parts)
-    vision = [(reader.vision, chosen) for reader, chosen in parts if reader.vision is not None]
+    chosen_rows = [(reader, list(chosen)) for reader, chosen in parts]
+    tokens, actions = _lengths(chosen_rows)
+    vision = [(reader.vision, chosen) for reader, chosen in chosen_rows if reader.vision is not None]
     if 0 < len(vision) < len(parts):
         raise FieldError(f"{len(vision)} of {len(parts)} extents hold an ExperienceVL; a batch is of one kind")
     plan = _common_plan(parts)
-    rows = sum(len(chosen) for _, chosen in parts)
-    columns: dict[Columns, BatchRows] = {
-        "S": BatchRows([reader.header.sequence_lengths[row] for reader, chosen in parts for row in chosen]),
-        "A": BatchRows([reader.header.action_lengths[row] for reader, chosen in parts for row in chosen]),
-    }
+    columns: dict[Columns, BatchRows] = {"S": BatchRows(tokens), "A": BatchRows(actions)}
+    rows = len(tokens)
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, Array] = {}
     stacks: list[Array] = []
@@ -204,70 +191,31 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         (tensors[field.name],), (arrays[field.name],) = MEMORY.empty(
             1, (rows, *field.tail), field.dtype, pin_memory=pin_memory
         )
-    _fill_masks(parts, arrays, columns)
+    _fill_masks(chosen_rows, arrays, columns)
     start = 0
-    for reader, chosen in parts:
-        _gather_part(reader, list(chosen), stacks, arrays, start, columns)
+    for reader, chosen in chosen_rows:
+        _gather_part(reader, chosen, stacks, arrays, start, columns)
         start += len(chosen)
     for kind, batch_rows in columns.items():
         if not batch_rows.is_short:
             alike = [stack for stack, fields in zip(stacks, plan.stacks, strict=True) if fields[0].columns == kind]
             batch_rows.zero_padding(alike)
-    plain, info = _by_field(tensors)
+    info = {name.removeprefix("info."): tensors[name] for name in plan.info_names}
+    # A damaged header may name other fields.
+    values: dict[str, Any] = {name: tensors[name] for name in TEXT_FIELDS if name in tensors}
     if not vision:
-        return Experience(**plain, info=info or None)
+        return Experience(**values, info=info or None)
     pixels, counts = gather_vision(vision, counted=info.keys(), pin_memory=pin_memory)
-    return ExperienceVL(**plain, **pixels, info={**info, **counts} or None)
+    return ExperienceVL(**values, **pixels, info={**info, **counts} or None)
 
 
-# Reading an Experience.
-
-
-def _arrays_of(experience: Experience, rows: int) -> tuple[dict[str, Array], dict[str, torch.dtype]]:
-    """Return the text fields that are not None, as arrays over the tensors' memory, and their torch dtypes."""
-    check_travels(experience)
-    arrays: dict[str, Array] = {}
-    kinds: dict[str, torch.dtype] = {}
-    values = vars(experience)
-    named = [(name, values[name]) for name in _TEXT_FIELDS]
-    if experience.info:
-        named += [(f"info.{key}", value) for key, value in experience.info.items()]
-    for name, value in named:
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise FieldError(f"{_display_name(name)}: only tensors are stored, got {type(value).__name__}")
-        kinds[name] = value.dtype
-        arrays[name] = array = as_array(value.detach() if value.requires_grad else value)
-        if not array.ndim or len(array) != rows:
-            raise ShapeError(f"{_display_name(name)}: {array.shape} for {rows} rows")
-    return arrays, kinds
-
-
-def _display_name(name: str) -> str:
-    return f"info[{name.removeprefix('info.')!r}]" if name.startswith("info.") else name
-
-
-def _columns_and_tail(
-    name: str, shape: tuple[int, ...], width: int, action_columns: int
-) -> tuple[Columns, tuple[int, ...]]:
-    is_token = name in TOKEN_FIELDS
-    if not is_token and not (name in _PER_ACTION_FIELDS and len(shape) == 2):
-        return "", shape[1:]
-    expected = width if is_token else action_columns
-    if len(shape) == 2 and shape[1] == expected:
-        return "S" if is_token else "A", ()
-    if name in SCORE_FIELDS and shape[1] == 1:
-        # One number a row as (B, 1), the form in LightRFT.
-        return "", shape[1:]
-    raise ShapeError(f"{name}: {shape}, expected ({shape[0]}, {expected})")
+# The header.
 
 
 def _header(stored: tuple[FieldHeader, ...], spans: Spans, vision: VisionPart | None) -> ExtentHeader:
-    tokens = list(map(operator.sub, spans.end, spans.start))
-    actions = spans.actions
+    tokens, actions = spans.tokens, spans.actions
     return ExtentHeader(
-        len(tokens), stored, _groups(tokens, actions), tokens, actions, tuple(spans.full_masks),
+        len(tokens), stored, _groups(tokens, actions), tokens, actions, spans.full_masks,
         None if vision is None else vision.header,
     )  # fmt: skip
 
@@ -310,25 +258,27 @@ def _most_padding(area: int, longest: int) -> int:
 # Blocks.
 
 
-def _write(out: Array, stack: Stack, sources: list[Array], header: ExtentHeader, spans: Spans) -> None:
-    """Write the rows of a group: the rows of each source, (B, columns), to one block of `out`.
+def _write(out: Array, stack: Stack, sources: list[Array], places: Places, spans: Spans) -> None:
+    """Write the rows of a group, which are at `places` of each source, (B, columns), to one block of `out` a source.
 
     The padding before a row in its block is undefined; `gather` zeroes it.
     """
-    is_token, rows, width = stack.run.is_token, stack.group.rows, stack.shape[2]
+    is_token, width = stack.run.is_token, stack.shape[2]
     # Action columns end where the sequences' columns end.
     shift = 0 if is_token else spans.width - spans.action_columns
     if width * out.itemsize <= SHORT_ROW_BYTES:
-        if spans.end_together:
-            stop, chosen = spans.end[0] - shift, index_of(rows)
-            for target, source in zip(out, sources, strict=True):
-                target[...] = source[chosen, stop - width : stop]
+        is_contiguous = all(source.flags.c_contiguous for source in sources)
+        if spans.end_together and (isinstance(places, slice) or not is_contiguous):
+            stop = spans.end[0] - shift
+            for place, source in enumerate(sources):
+                out[place] = source[places, stop - width : stop]
             return
-        if all(source.flags.c_contiguous for source in sources):
-            write_windows(out, sources, np.array(rows), np.array(spans.end)[rows] - shift)
+        if is_contiguous:
+            ends = spans.end[places] if isinstance(places, slice) else list(map(spans.end.__getitem__, places))
+            write_windows(out, sources, stack.group.rows, np.array(ends) - shift)
             return
-    lengths = header.sequence_lengths if is_token else header.action_lengths
-    for place, row in enumerate(rows):
+    lengths = spans.tokens if is_token else spans.actions
+    for place, row in enumerate(stack.group.rows):
         stop, length = spans.end[row] - shift, lengths[row]
         for target, source in zip(out, sources, strict=True):
             target[place, width - length :] = source[row, stop - length : stop]
@@ -353,7 +303,7 @@ def _gather_part(
 
 
 def _fill_masks(
-    parts: Sequence[tuple[ExtentReader, Sequence[int]]], arrays: dict[str, Array], columns: dict[Columns, BatchRows]
+    parts: Sequence[tuple[ExtentReader, list[int]]], arrays: dict[str, Array], columns: dict[Columns, BatchRows]
 ) -> None:
     """Fill the masks that are not stored, in all rows: rows of extents that store theirs are copied over them."""
     left_out = [reader.header.full_masks for reader, _ in parts]
@@ -362,11 +312,22 @@ def _fill_masks(
         columns["S" if name in TOKEN_FIELDS else "A"].fill_mask(arrays[name], is_final=is_final)
 
 
-def _refuse_missing_rows(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> None:
+def _lengths(parts: Sequence[tuple[ExtentReader, list[int]]]) -> tuple[list[int], list[int]]:
+    """Return the tokens and the actions of each row of the batch."""
+    tokens: list[int] = []
+    actions: list[int] = []
     for reader, chosen in parts:
-        if min(chosen) < 0 or max(chosen) >= reader.header.rows:
-            row = next(row for row in chosen if not 0 <= row < reader.header.rows)
-            raise DecodeError(f"row {row} is requested from an extent of {reader.header.rows} rows")
+        header = reader.header
+        if chosen == list(range(header.rows)):
+            tokens += header.sequence_lengths
+            actions += header.action_lengths
+            continue
+        if min(chosen) < 0 or max(chosen) >= header.rows:
+            row = next(row for row in chosen if not 0 <= row < header.rows)
+            raise DecodeError(f"row {row} is requested from an extent of {header.rows} rows")
+        tokens += map(header.sequence_lengths.__getitem__, chosen)
+        actions += map(header.action_lengths.__getitem__, chosen)
+    return tokens, actions
 
 
 def _common_plan(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> Plan:
@@ -381,9 +342,3 @@ def _common_plan(parts: Sequence[tuple[ExtentReader, Sequence[int]]]) -> Plan:
         if reader.plan.stacks != first.plan.stacks:
             raise DecodeError("the fields of an extent are in an order that no encoder writes")
     return first.plan
-
-
-def _by_field(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    plain = {name: tensors[name] for name in _TEXT_FIELDS if name in tensors}
-    info = {name.removeprefix("info."): value for name, value in tensors.items() if name.startswith("info.")}
-    return plain, info

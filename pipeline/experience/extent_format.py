@@ -135,12 +135,14 @@ class Plan(NamedTuple):
     """The part of the layout that depends only on an extent's fields and on its masks that are not stored.
 
     `stacks`: fields with columns, neighbours of one kind together, as in a batch; `runs`: the field runs of each stack;
-    `others`: fields without columns; `errors`: the reasons why no extent can have these fields.
+    `others`: fields without columns; `info_names`: names of the fields of `info`; `errors`: the reasons why no extent
+    can have these fields.
     """
 
     stacks: tuple[tuple[FieldHeader, ...], ...]
     runs: tuple[FieldRun, ...]
     others: tuple[FieldHeader, ...]
+    info_names: tuple[str, ...]
     errors: tuple[str, ...]
 
 
@@ -149,7 +151,7 @@ class Plan(NamedTuple):
 def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Plan:
     """Return the plan of a header's fields and of its masks that are not stored."""
     if errors := tuple(_errors_of_fields(fields, full_masks)):
-        return Plan((), (), (), errors)
+        return Plan((), (), (), (), errors)
     with_columns = (field for field in fields if field.columns)
     kinds = itertools.groupby(with_columns, lambda field: (field.columns, field.dtype))
     stacks = tuple(tuple(kind) for _, kind in kinds)
@@ -166,7 +168,8 @@ def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Pla
         if not is_left_out and (part := list(found))
     ]
     others = tuple(field for field in fields if not field.columns)
-    return Plan(stacks, tuple(runs), others, ())
+    info_names = tuple(field.name for field in fields if field.name.startswith("info."))
+    return Plan(stacks, tuple(runs), others, info_names, ())
 
 
 class Stack(NamedTuple):
@@ -233,10 +236,10 @@ def lay_out(header: ExtentHeader, plan: Plan, start: int) -> tuple[list[Stack], 
         for run in plan.runs:
             count, width = len(run.fields), widths[run.is_token]
             nbytes = rows * width * run.kind.itemsize
-            stride = align(nbytes)
+            stride = (nbytes + _BLOCK_ALIGNMENT - 1) & -_BLOCK_ALIGNMENT
             stacks.append(Stack(run, group, (count, rows, width), start, stride))
             stop = start + (count - 1) * stride + nbytes
-            start = align(stop)
+            start += count * stride
     for field in plan.others:
         block = block_at(start, field, (header.rows, *field.tail))
         blocks.append(block)

@@ -124,8 +124,8 @@ def places_of(group: GroupHeader, chosen: list[int], start: int) -> tuple[Places
     return index_of([source for source, _ in found]), index_of([target for _, target in found])
 
 
-def write_windows(out: Array, sources: Sequence[Array], rows: Array, stops: Array) -> None:
-    """Write rows that end in different columns.
+def write_windows(out: Array, sources: Sequence[Array], rows: list[int], stops: Array) -> None:
+    """Write rows that end in different columns, or rows that are no neighbours.
 
     The columns before a row's own are those before it in memory, of this row or of the one before.
 
@@ -136,10 +136,14 @@ def write_windows(out: Array, sources: Sequence[Array], rows: Array, stops: Arra
         stops: The column behind the last of each row.
     """
     width = out.shape[2]
-    starts = rows * sources[0].shape[1] + stops - width
+    if not width:
+        return
+    columns = sources[0].shape[1]
+    starts = stops + [row * columns - width for row in rows]
     # Before the first row of a source there is no memory.
-    early = np.flatnonzero(starts < 0).tolist()
-    starts[early] = 0
+    early = [place for place, start in enumerate(starts.tolist()) if start < 0]
+    if early:
+        starts[early] = 0
     for target, source in zip(out, sources, strict=True):
         step = source.itemsize
         windows = np.ndarray((source.size - width + 1, width), source.dtype, source, 0, (step, step))

@@ -102,7 +102,9 @@ class BatchMemory:
         lease = None if nbytes < _LEAST_BYTES else self._lease(nbytes)
         array = np.ndarray((count, *shape), kind, lease)
         # Each tensor from its own part: pickling writes the whole storage, which then ends where the tensor does.
-        return [as_tensor(part, dtype) for part in array], array
+        if dtype == "bfloat16":
+            return [as_tensor(part, dtype) for part in array], array
+        return list(map(torch.from_numpy, array)), array
 
     def _lease(self, nbytes: int) -> Any:
         # Sizes are rounded up to eighths of a power of two: batches of nearly one size share chunks.

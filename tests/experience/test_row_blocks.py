@@ -34,7 +34,7 @@ def test_windows_hold_each_row_right_aligned(data):
     sources = [random_values(rng, (count, columns), kind) for kind in ("float32", "float32")]
     out = np.zeros((2, len(chosen), width), np.float32)
 
-    write_windows(out, sources, np.array(chosen), stops[chosen])
+    write_windows(out, sources, chosen, stops[chosen])
 
     for target, source in zip(out, sources, strict=True):
         for place, row in enumerate(chosen):

@@ -48,8 +48,11 @@ def test_both_ways_find_the_same(dtype, data):
         # As many in all as if each row were ones from its first on.
         [[0, 2, 0, 1], [0, 0, 1, 1]],
         [[0, 1, 1, 1], [-1, 1, 2, 1]],
+        # Rows that end in different columns, without holes.
+        [[1, 2, 1, 0], [0, 1, 1, 1]],
+        [[1, -1, 1, 0], [0, 1, 1, 1]],
     ],
-    ids=["a hole", "a two", "a minus"],
+    ids=["a hole", "a two", "a minus", "a two before padding", "a minus before padding"],
 )
 def test_a_mask_with_anything_else_in_it_is_stored(mask):
     assert "attention_mask" not in spans(np.array(mask), columns=2).full_masks
