@@ -193,8 +193,17 @@ def _conflicts_of_log_probs(config: Config) -> list[Conflict]:
 
 def _conflicts_of_reference(config: Config) -> list[Conflict]:
     keys: tuple[str, ...]
+    if config.model.lora_adapter is not None and not config.model.lora_rank:
+        keys = ("model.lora_adapter", "model.lora_rank")
+        return [Conflict(keys, "must be left out with model.lora_rank = 0: set it to the rank of the adapter")]
     if config.model.reference_device == "worker":
         return []
+    if config.model.reference_device == "host":
+        if config.reference_folder is not None:
+            return []
+        keys = ("model.reference_device", "model.lora_rank")
+        message = 'must be "worker" or "trainer" with model.lora_rank and without model.reference'
+        return [Conflict(keys, f"{message}: the reference is the actor without its adapters, which takes no memory")]
     if config.trainer.kind == "external":
         keys = ("model.reference_device", "trainer.kind")
         return [Conflict(keys, 'must be "worker" with trainer.kind = "external", which gets whole rows')]

@@ -8,8 +8,7 @@ from pipeline.errors import RlhfdError, WeightsError, WeightsMismatchError
 from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.rollout.generation.interface import Span
-from pipeline.rollout.generation.vllm import wire
-from pipeline.rollout.generation.vllm.engine import VllmEngine
+from pipeline.rollout.generation.vllm.engine import VllmEngine, lora_of
 from tests.rollout.generation.vllm.models import log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, finish, ids, request, run, settings
 from tests.support.daemon import is_alive, wait_until
@@ -18,7 +17,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
 # A part of a fused layer, a whole fused one, and one by itself. vLLM's slots have ranks of their own: 8 is the next.
 TARGETS = ["q_proj", "v_proj", "gate_proj", "up_proj", "o_proj"]
-LORA = Config.model_validate({"model": {"lora_rank": 3, "lora_alpha": 12, "lora_targets": TARGETS}}).model
+SETTINGS = {"lora_rank": 3, "lora_alpha": 7, "lora_targets": TARGETS, "lora_kind": "rslora"}
+LORA = Config.model_validate({"model": SETTINGS}).model
 
 
 def adapted(seed, targets=TARGETS):
@@ -51,10 +51,18 @@ def assert_of(responses, model, version):
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     small_llama(0).save_pretrained(folder)
-    lora = wire.Lora(LORA.lora_rank, LORA.lora_alpha, TARGETS)
-    made = VllmEngine(settings(folder, lora=lora))
+    made = VllmEngine(settings(folder, lora=lora_of(adapted(0), LORA.lora_rank)))
     yield made
     made.close()
+
+
+def test_vllm_is_told_the_layers_and_the_scale_of_the_adapters():
+    assert lora_of(small_llama(0), 0) is None
+    some = lora_of(adapted(0), 3)
+    assert (some.rank, some.targets) == (3, sorted(TARGETS))
+    assert some.alpha / some.rank == pytest.approx(7 / 3**0.5)
+    every = lora_of(adapted(0, "all-linear"), 3)
+    assert every.targets == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 def test_adapters_are_in_force_by_their_version_alone_and_only_whole_ones_of_the_model(engine, tmp_path):
