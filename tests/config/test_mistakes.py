@@ -259,6 +259,7 @@ MISTAKES = [
         '2:28: trainer.activation_checkpointing: must be true or false, got "auto"',
     ),
     ("[trainer]\nmicro_batch_tokens = 0", "2:22: trainer.micro_batch_tokens: must be at least 1, got 0"),
+    ("[trainer]\nkeep_state_every = 0", "2:20: trainer.keep_state_every: must be at least 1, got 0"),
     ("[trainer]\nwidth_multiple = 0", "2:18: trainer.width_multiple: must be at least 1, got 0"),
     (
         '[model]\ndtype = "float16"',
