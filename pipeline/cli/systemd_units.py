@@ -267,9 +267,10 @@ def _named_paths(loaded: LoadedConfig) -> list[Path]:
     # The sockets and logs of the Ray instance on this machine.
     session = Path("/tmp/ray") if loaded.config.cluster.engine == "ray" else None
     prompts = [folder_of(source) for source in loaded.config.prompts.files]
-    named = (model.actor, model.reference, model.critic, model.reward, *prompts, loaded.config.prompts.tools_file,
-             *loaded.config.evaluation.files, reward.schema_file, reward.judge_template_file,
-             metrics.token_file, metrics.tls_cert, metrics.tls_key, session)  # fmt: skip
+    named = (model.actor, model.reference, model.critic, model.reward, model.lora_adapter, *prompts,
+             loaded.config.prompts.tools_file, *loaded.config.evaluation.files,
+             reward.schema_file, reward.judge_template_file, metrics.token_file,
+             metrics.tls_cert, metrics.tls_key, session)  # fmt: skip
     return [Path(path).absolute() for path in named if path is not None and not str(path).startswith(BUILTIN_PREFIX)]
 
 

@@ -31,6 +31,7 @@ _VERSION_KEYS = (
     "trainer.gradient_accumulation_steps",
     "trainer.publish_every",
 )
+_VLLM_RANKS = 512
 _LENGTH_KEYS = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
 
 
@@ -196,8 +197,17 @@ def _conflicts_of_log_probs(config: Config) -> list[Conflict]:
 
 def _conflicts_of_reference(config: Config) -> list[Conflict]:
     keys: tuple[str, ...]
+    if config.model.lora_adapter is not None and not config.model.lora_rank:
+        keys = ("model.lora_adapter", "model.lora_rank")
+        return [Conflict(keys, "must be left out with model.lora_rank = 0: set it to the rank of the adapter")]
     if config.model.reference_device == "worker":
         return []
+    if config.model.reference_device == "host":
+        if config.reference_folder is not None:
+            return []
+        keys = ("model.reference_device", "model.lora_rank")
+        message = 'must be "worker" or "trainer" with model.lora_rank and without model.reference'
+        return [Conflict(keys, f"{message}: the reference is the actor without its adapters, which takes no memory")]
     if config.trainer.kind == "external":
         keys = ("model.reference_device", "trainer.kind")
         return [Conflict(keys, 'must be "worker" with trainer.kind = "external", which gets whole rows')]
@@ -211,8 +221,8 @@ def _conflicts_of_reference(config: Config) -> list[Conflict]:
 def _vllm_conflicts(config: Config) -> list[Conflict]:
     """Return the options that the vLLM engine lacks."""
     found = []
-    if config.model.lora_rank:
-        message = f'must be 0 with rollout.engine = "vllm", which gets whole weights, got {config.model.lora_rank}'
+    if config.model.lora_rank > _VLLM_RANKS:
+        message = f'must be at most {_VLLM_RANKS} with rollout.engine = "vllm", got {config.model.lora_rank}'
         found.append(Conflict(("model.lora_rank", "rollout.engine"), message))
     if config.cluster.engine == "ray":
         message = 'must be "transformers" or an engine of your own with cluster.engine = "ray", got "vllm"'

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.config.prompts import identifying_keys, identity_of_prompts
 from pipeline.config.schema import Config
+from pipeline.config.sections import ModelConfig
 
 _DIGITS = 8
 _RANKS = 1
@@ -17,6 +18,8 @@ _MODEL_CHARACTERS = 40
 _CACHED = "models--"
 _NOT_IDENTIFYING = {"float32_logits", "reference_device"}
 """Keys of ``[model]`` with which a run can go on at another value."""
+_NEW = ("lora_kind", "lora_adapter")
+_FORMER_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MEANINGLESS = ("model", "actor", "checkpoint", "final", "latest")
 
 
@@ -26,7 +29,7 @@ def identity_of(config: Config) -> str:
     It is on disk with each checkpoint: a new key of ``[model]`` or ``[prompts]`` is left out of it at its default. The
     number of trainer ranks is no part of it: a checkpoint is resumed by any number.
     """
-    model = config.model.model_dump_json(exclude=_NOT_IDENTIFYING)
+    model = _of_model(config).model_dump_json(exclude=_left_out(config))
     parts = (
         config.daemon.seed, model, identity_of_prompts(config.prompts),
         config.rollout.algorithm, config.rollout.num_generations, config.lengths.row, config.sample_batch_size,
@@ -51,11 +54,23 @@ def identifying_settings(config: Config) -> dict[str, Any]:
         "trainer.kind": config.trainer.kind,
     }
     for section, kept in (
-        ("model", config.model.model_dump(mode="json", exclude=_NOT_IDENTIFYING)),
+        ("model", _of_model(config).model_dump(mode="json", exclude=_left_out(config))),
         ("prompts", identifying_keys(config.prompts)),
     ):
         values |= {f"{section}.{key}": value for key, value in kept.items()}
     return values
+
+
+def _of_model(config: Config) -> ModelConfig:
+    """Return the settings of the models; without adapters, with the layers of adapters of earlier releases."""
+    model = config.model
+    is_former = not model.lora_rank and model.lora_targets == "all-linear"
+    return model.model_copy(update={"lora_targets": _FORMER_TARGETS}) if is_former else model
+
+
+def _left_out(config: Config) -> set[str]:
+    fields = type(config.model).model_fields
+    return _NOT_IDENTIFYING | {key for key in _NEW if getattr(config.model, key) == fields[key].default}
 
 
 def run_name(config: Config) -> str:

@@ -38,8 +38,8 @@ SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
 MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
 FUNCTION_KEYS = ("trainer.policy_loss", "rollout.advantages", "rollout.environment")
 _PATH_KEYS = {
-    *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "prompts.path", "prompts.tools_file", "reward.schema_file",
-    "reward.judge_template_file", "evaluation.files",
+    *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "model.lora_adapter", "prompts.path", "prompts.tools_file",
+    "reward.schema_file", "reward.judge_template_file", "evaluation.files",
 }  # fmt: skip
 
 

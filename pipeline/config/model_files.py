@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,17 +61,26 @@ class ModelSizes(NamedTuple):
         """Parameters of the largest decoder layer."""
         found: dict[str, int] = {}
         for name, shape in self.tensors.items():
-            parts = name.split(".")
-            numbers = [place for place, part in enumerate(parts) if part.isdecimal() and place]
-            if numbers and parts[numbers[0] - 1] in _LAYER_LISTS:
-                layer = ".".join(parts[: numbers[0] + 1])
+            if layer := _layer_of(name):
                 found[layer] = found.get(layer, 0) + math.prod(shape)
         return max(found.values(), default=0)
 
-    def adapter_parameters(self, rank: int, targets: list[str]) -> int:
-        """Return the parameters of LoRA adapters of a rank on the linear layers with these names."""
-        ends = tuple(f".{target}.weight" for target in targets)
-        return sum(rank * sum(shape) for name, shape in self.tensors.items() if name.endswith(ends))
+    def adapter_parameters(self, rank: int, targets: Sequence[str] | str) -> int:
+        """Return the parameters of LoRA adapters of a rank on linear layers with these names, or "all-linear"."""
+        adapted: list[tuple[int, ...]]
+        if isinstance(targets, str):
+            adapted = [shape for name, shape in self.tensors.items() if _layer_of(name) and len(shape) == 2]
+        else:
+            ends = tuple(f".{target}.weight" for target in targets)
+            adapted = [shape for name, shape in self.tensors.items() if name.endswith(ends)]
+        return sum(rank * sum(shape) for shape in adapted)
+
+
+def _layer_of(name: str) -> str:
+    """Return the name of the decoder layer that a tensor is part of; empty if it is of none."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal() and place]
+    return ".".join(parts[: numbers[0] + 1]) if numbers and parts[numbers[0] - 1] in _LAYER_LISTS else ""
 
 
 def model_sizes(folder: Path, field: str) -> ModelSizes:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipeline.config.model_files import ModelSizes, model_sizes
 from pipeline.config.schema import Config
-from pipeline.config.sections import ReferenceDevice
+from pipeline.config.sections import ReferenceRole
 
 WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COPY_BYTES = {"bfloat16": 4, "float16": 4, "float32": 0}
@@ -54,6 +54,7 @@ class Needs(NamedTuple):
     Attributes:
         rank: Of each trainer rank, on its card or in host memory.
         worker: Of each rollout worker, on its card or in host memory.
+        worker_host: Of each rollout worker in host memory, beside its card.
         shared: In /dev/shm.
         publish: Written by a publish.
         rank_load: Host memory of a rank while it loads its models onto a card; 0 for shards.
@@ -62,6 +63,7 @@ class Needs(NamedTuple):
 
     rank: Terms
     worker: Terms
+    worker_host: Terms
     shared: Terms
     publish: Terms
     rank_load: int
@@ -97,9 +99,12 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
     width = WEIGHT_BYTES[config.model.dtype]
     state = _state_bytes(config) * trained if config.trainer.keep_state == "memory" else 0
     is_ours = config.trainer.kind == "builtin"
+    held = _reference_on("worker", config, models)
+    streams = config.model.reference_device == "host"
     return Needs(
         rank=_rank(config, models, trained, frozen, on_cards=on_cards) if is_ours else {},
         worker=_worker(config, models, on_cards=on_cards),
+        worker_host={"layers of the reference": width * _streamed(held)} if streams and held is not None else {},
         shared={
             "arena and ledger": config.buffer.arena_bytes + LEDGER_BYTES + METRICS_BYTES,
             "weights": WEIGHT_SLOTS * width * trained,
@@ -109,7 +114,8 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
         rank_load=width * _largest(models.actor, models.critic, _reference_on("trainer", config, models))
         if is_ours and not config.shards_trainer
         else 0,
-        worker_load=width * _largest(*models._replace(reference=_reference_on("worker", config, models))),
+        # A streamed reference passes into the host memory that it keeps.
+        worker_load=width * _largest(*models._replace(reference=None if streams else held)),
     )
 
 
@@ -182,10 +188,16 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
 
 
 def _gathered(sizes: ModelSizes) -> int:
-    return max(sizes.parameters - sizes.layers * sizes.layer_parameters, 0) + 2 * sizes.layer_parameters
+    """Return the parameters of two layers and of everything but layers."""
+    return sizes.parameters - _streamed(sizes) + 2 * sizes.layer_parameters
 
 
-def _reference_on(role: ReferenceDevice, config: Config, models: Models) -> ModelSizes | None:
+def _streamed(sizes: ModelSizes) -> int:
+    """Return the parameters of all layers."""
+    return min(sizes.layers * sizes.layer_parameters, sizes.parameters)
+
+
+def _reference_on(role: ReferenceRole, config: Config, models: Models) -> ModelSizes | None:
     """Return the sizes of the reference if it is held by a role."""
     return models.reference if config.reference_on == role else None
 
@@ -201,7 +213,7 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     terms = {"actor": width * (models.actor.parameters + adapters)}
     a_row = width * config.lengths.row * models.actor.layers * models.actor.cached
     if config.rollout.engine == "vllm":
-        terms["weights of the engine"] = width * models.actor.parameters
+        terms["weights of the engine"] = width * (models.actor.parameters + adapters)
         # On a card the cache is what is free there: a row is the least with which the engine starts.
         terms["KV cache"] = config.rollout.cache_bytes or (a_row if on_cards else VLLM_CPU_CACHE_BYTES)
     else:
@@ -210,7 +222,8 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     held = models._replace(reference=_reference_on("worker", config, models))
     for name in ("reference", "critic", "reward"):
         if (sizes := getattr(held, name)) is not None:
-            terms[name] = width * sizes.parameters
+            streams = name == "reference" and config.model.reference_device == "host"
+            terms[name] = width * (_gathered(sizes) if streams else sizes.parameters)
     return terms
 
 

@@ -26,7 +26,7 @@ from pipeline.config.sections import (
     ClusterConfig,
     MetricsConfig,
     ModelConfig,
-    ReferenceDevice,
+    ReferenceRole,
     SamplesConfig,
     Section,
 )
@@ -400,9 +400,11 @@ class Config(Section):
         return default if given is None else given
 
     @property
-    def reference_on(self) -> ReferenceDevice | None:
+    def reference_on(self) -> ReferenceRole | None:
         """Role that computes the reference's log-probs; None if no KL weight is above 0."""
-        return self.model.reference_device if self.rollout_kl_coef or self.trainer_kl_coef else None
+        if not (self.rollout_kl_coef or self.trainer_kl_coef):
+            return None
+        return "trainer" if self.model.reference_device == "trainer" else "worker"
 
     @property
     def reference_folder(self) -> str | None:

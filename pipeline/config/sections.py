@@ -8,14 +8,15 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from pipeline.config.types import AnyPath, Bytes, Source
+from pipeline.config.types import AnyPath, Bytes, LoraTargets, Source
 from pipeline.config.user_modules import install_command
 
 LIVE: Final[JsonDict] = {"x-reload": "live"}
 """On a field: `rlhfd reload` applies a new value to a running instance. Any other field needs a restart."""
 
 
-ReferenceDevice = Literal["worker", "trainer"]
+ReferenceDevice = Literal["worker", "trainer", "host"]
+ReferenceRole = Literal["worker", "trainer"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -45,8 +46,9 @@ class ModelConfig(Section):
     )
     reference_device: ReferenceDevice = Field(
         default="worker",
-        description="Role that holds the reference and computes its log-probs: each worker, of its rollouts, or the "
-        "trainer, of a batch before its step, with trainer.sharding sharded as the actor.",
+        description="Role that holds the reference and computes its log-probs: each worker, of its rollouts (host: "
+        "from host memory, its decoder layers copied to the card one after the other), or the trainer, of a batch "
+        "before its step, with trainer.sharding sharded as the actor.",
     )
     critic: Source | None = Field(
         default=None,
@@ -71,10 +73,18 @@ class ModelConfig(Section):
         description="Rank of LoRA: only the actor's adapters are trained and published; 0: off.",
     )
     lora_alpha: float = Field(default=32.0, gt=0, description="LoRA's alpha: adapters are scaled by alpha / rank.")
-    lora_targets: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj"],
-        min_length=1,
-        description="Last parts of the names of the linear layers that get adapters.",
+    lora_targets: LoraTargets = Field(
+        default="all-linear",
+        description="Last parts of the names of the linear layers that get adapters, or all-linear: all linear layers "
+        "of the decoder layers.",
+    )
+    lora_kind: Literal["lora", "rslora"] = Field(
+        default="lora", description="Scale of the adapters: alpha / rank (lora), or alpha / sqrt(rank) (rslora)."
+    )
+    lora_adapter: Source | None = Field(
+        default=None,
+        description="Directory of an adapter in peft's format with which the run begins; left out: adapters that "
+        "change nothing at first.",
     )
 
 

@@ -42,6 +42,14 @@ def _check_devices(value: object) -> object:
     return value
 
 
+def _check_targets(value: object) -> object:
+    if value == "all-linear":
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        raise PydanticCustomError("targets", 'must be "all-linear" or a list of names of layers')
+    return value
+
+
 def _check_betas(value: object) -> object:
     betas = tuple(value) if isinstance(value, list | tuple) else ()
     if len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas):
@@ -88,6 +96,7 @@ _Sequence = Annotated[list[_Natural], Field(min_length=1)]
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
+_Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 _DeviceList = Annotated[list[_Natural], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
 
 _Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
@@ -97,6 +106,11 @@ Bytes = Annotated[int, BeforeValidator(_parse_bytes, json_schema_input_type=int 
 Devices = Annotated[
     Literal["auto"] | list[int],
     BeforeValidator(_check_devices, json_schema_input_type=Literal["auto"] | _DeviceList),
+]
+
+LoraTargets = Annotated[
+    Literal["all-linear"] | list[str],
+    BeforeValidator(_check_targets, json_schema_input_type=Literal["all-linear"] | _Names),
 ]
 
 AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]

@@ -6,6 +6,7 @@ device             the process's device and its allocator
 expected           the tensors that a publish must hold
 float32_logits     logits in float32 from a model of 16 bits
 inputs             arguments of a forward pass over whole rows
+layer_streaming    decoder layers in host memory, copied to the device one after the other
 loading            models and tokenizers from local folders
 log_probs          log-probs and values of action tokens
 lora               LoRA adapters

@@ -13,6 +13,7 @@ import torch
 from pipeline.errors import ConfigError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import VALUE_HEAD_FILE, Critic
+from pipeline.models.layer_streaming import stream_layers
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.vision_inputs import is_vision_directory, vision_backbone
@@ -35,7 +36,12 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 
 
 def load_actor(
-    path: str | Path, *, dtype: str | torch.dtype, device: torch.device | str, field: str = "model.actor"
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device | str,
+    field: str = "model.actor",
+    streamed: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model, or a vision-language one, from a local directory.
 
@@ -44,20 +50,23 @@ def load_actor(
         dtype: Dtype of the weights, as "bfloat16" or a torch dtype; it overrides the checkpoint's.
         device: Device of the weights.
         field: The configuration field that names the directory, for the error message.
+        streamed: Whether the decoder layers stay in host memory (`pipeline.models.layer_streaming`).
 
     Returns:
         The model, in eval mode on `device`.
 
     Raises:
         ConfigError: If the directory is missing or does not load, `dtype` is not a torch dtype, or the model reads
-            padding or later tokens, or computes no finite numbers.
+            padding or later tokens, computes no finite numbers, or has no layers to stream.
     """
     _go_offline()
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     resolved = _torch_dtype(dtype)
     auto_class = AutoModelForImageTextToText if sees_images(path, field=field) else AutoModelForCausalLM
-    model = _load(auto_class, path, field, device, dtype=resolved)
+    model = _load(auto_class, path, field, "cpu" if streamed else device, dtype=resolved)
+    if streamed:
+        stream_layers(model, torch.device(device), "model.reference_device")
     _refuse_wrong_log_probs(model, path, field)
     return model
 

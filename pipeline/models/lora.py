@@ -1,8 +1,9 @@
 """LoRA (arXiv:2106.09685): adapters, small matrices, are trained in place of the model, and they alone are published.
 
-A linear layer y = W x becomes y = W x + (alpha / rank) B A x, with W frozen and B initially zero. Worker and trainer
-both have the base model and compute this in the same way, unmerged, so that the importance ratio of fresh experience is
-1. Names are peft's without its prefix: ``model.layers.0.self_attn.q_proj.lora_A.weight`` beside the layer's own.
+A linear layer y = W x becomes y = W x + s B A x, with W frozen and B initially zero; s is alpha / rank, or alpha /
+sqrt(rank) for rsLoRA (arXiv:2312.03732). Worker and trainer both have the base model and compute this in the same way,
+unmerged, so that the importance ratio of fresh experience is 1. Names are peft's without its prefix:
+``model.layers.0.self_attn.q_proj.lora_A.weight`` beside the layer's own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.layer_streaming import decoder_layers
 
 ADAPTER_FILE = Path("adapter") / "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -34,7 +36,13 @@ class LoraSettings(Protocol):
     def lora_alpha(self) -> float: ...  # noqa: D102
 
     @property
-    def lora_targets(self) -> Sequence[str]: ...  # noqa: D102
+    def lora_targets(self) -> Sequence[str] | str: ...  # noqa: D102
+
+    @property
+    def lora_kind(self) -> str: ...  # noqa: D102
+
+    @property
+    def lora_adapter(self) -> str | None: ...  # noqa: D102
 
 
 def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
@@ -42,27 +50,44 @@ def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
 
     Args:
         actor: The model, changed in place.
-        settings: Rank, alpha, and the last part of the names of the layers to adapt.
+        settings: Kind, rank, alpha, the layers to adapt by the last part of their names, or "all-linear" for the linear
+            layers of all decoder layers, and the folder of an adapter to begin with.
         seed: Seed of A's values; B starts at zero, so that the model's outputs are unchanged at first.
 
     Returns:
         The actor.
 
     Raises:
-        ConfigError: If no linear layer has the name of a target.
+        ConfigError: If no linear layer has the name of a target, or the folder has not the adapter of this model and
+            these settings.
     """
     if not settings.lora_rank:
         return actor
+    chosen = _targets(actor, settings.lora_targets)
+    actor.requires_grad_(False)
+    for layer in chosen:
+        _add(layer, settings)
+    adapters = adapter_of(actor)
+    with torch.no_grad():
+        for name, value in initial_adapters(actor, settings, seed=seed):
+            adapters[name].copy_(value)
+    return actor
+
+
+def _targets(actor: nn.Module, targets: Sequence[str] | str) -> list[nn.Linear]:
+    if isinstance(targets, str):
+        within = [module for layer in decoder_layers(actor) for module in layer.modules()]
+        if not (chosen := [module for module in within if isinstance(module, nn.Linear)]):
+            raise ConfigError(
+                f"model.lora_targets: a {type(actor).__name__} has no decoder layers with linear layers for "
+                f'"{targets}": list their names'
+            )
+        return chosen
     linears = {name: module for name, module in actor.named_modules() if isinstance(module, nn.Linear)}
-    chosen = {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in settings.lora_targets}
-    if unknown := set(settings.lora_targets) - {name.rpartition(".")[2] for name in chosen}:
+    if unknown := set(targets) - {name.rpartition(".")[2] for name in linears}:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise ConfigError(f"model.lora_targets: no linear layer is called {min(unknown)!r}, only {', '.join(kinds)}")
-    actor.requires_grad_(False)
-    draws = torch.Generator().manual_seed(seed)
-    for layer in chosen.values():
-        _add(layer, settings.lora_rank, settings.lora_alpha / settings.lora_rank, draws)
-    return actor
+    return [layer for name, layer in linears.items() if name.rpartition(".")[2] in targets]
 
 
 def initial_adapters(actor: nn.Module, settings: LoraSettings, *, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -72,13 +97,18 @@ def initial_adapters(actor: nn.Module, settings: LoraSettings, *, seed: int) -> 
         actor: The model; its adapters' values are not used.
         settings: Those of `adapt`.
         seed: That of `adapt`.
+
+    Raises:
+        ConfigError: As `adapt`.
     """
+    if settings.lora_adapter is not None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in adapter_of(actor).items()}
+        yield from read_adapter(Path(settings.lora_adapter), settings, shapes).items()
+        return
     draws = torch.Generator().manual_seed(seed)
-    for name, layer in actor.named_modules():
-        if hasattr(layer, "lora_scale"):
-            up: Any = layer.lora_B
-            yield f"{name}.lora_A.weight", _drawn(layer, settings.lora_rank, draws)
-            yield f"{name}.lora_B.weight", torch.zeros(up.out_features, up.in_features)
+    for name, layer in adapted_layers(actor):
+        yield f"{name}.lora_A.weight", _drawn(layer, settings.lora_rank, draws)
+        yield f"{name}.lora_B.weight", torch.zeros(layer.lora_B.out_features, layer.lora_B.in_features)
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
@@ -91,13 +121,18 @@ def adapter_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[-2:-1] in _ENDS}
 
 
+def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers of a model that have an adapter, with their names."""
+    return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_scale")]
+
+
 def without_peft_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict under our names, from one under our names or peft's."""
     return {name.removeprefix(PEFT_PREFIX).replace(".default.", "."): tensor for name, tensor in state.items()}
 
 
 def merged(model: nn.Module, adapter: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return a model's state dict with W + (alpha / rank) B A in place of each adapted W, and no adapters.
+    """Return a model's state dict with W + s B A in place of each adapted W, and no adapters.
 
     Args:
         model: An adapted model.
@@ -106,19 +141,17 @@ def merged(model: nn.Module, adapter: Mapping[str, Tensor] | None = None) -> dic
     """
     adapter = adapter_of(model) if adapter is None else adapter
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in adapter}
-    layers: list[tuple[str, Any]] = list(model.named_modules())
-    for name, layer in layers:
-        if hasattr(layer, "lora_scale"):
-            down, up = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
-            change = up.float() @ down.float() * layer.lora_scale
-            state[f"{name}.weight"] = (layer.weight.to(up.device).float() + change).to(layer.weight.dtype)
+    for name, layer in adapted_layers(model):
+        down, up = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
+        change = up.float() @ down.float() * layer.lora_scale
+        state[f"{name}.weight"] = (layer.weight.to(up.device).float() + change).to(layer.weight.dtype)
     return state
 
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Compute with the base model alone inside the block; a model without adapters is not changed."""
-    adapted: list[Any] = [layer for layer in model.modules() if hasattr(layer, "lora_scale")]
+    adapted = [layer for _, layer in adapted_layers(model)]
     for layer in adapted:
         layer.lora_is_off = True
     try:
@@ -155,18 +188,84 @@ class Saved:
         file = Path(path) / ADAPTER_FILE
         file.parent.mkdir()
         save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}, file)
-        (file.parent / "adapter_config.json").write_text(json.dumps(described(self._settings), indent=2) + "\n")
+        (file.parent / "adapter_config.json").write_text(
+            json.dumps(described(self._model, self._settings), indent=2) + "\n"
+        )
 
 
-def described(settings: LoraSettings) -> dict[str, Any]:
-    """Return the description of an adapter that peft reads from ``adapter_config.json``."""
+def described(model: nn.Module, settings: LoraSettings) -> dict[str, Any]:
+    """Return the description of a model's adapter that peft reads from ``adapter_config.json``."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    adapted = [name for name, module in linears.items() if hasattr(module, "lora_scale")]
+    ends = {name.rpartition(".")[2] for name in adapted}
+    # peft adapts each layer whose name ends so: layers outside the decoder may have the same ends.
+    others = {name for name in linears if name.rpartition(".")[2] in ends} - {*adapted}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": settings.lora_rank,
         "lora_alpha": settings.lora_alpha,
-        "target_modules": list(settings.lora_targets),
+        "use_rslora": settings.lora_kind == "rslora",
+        "target_modules": adapted if others else sorted(ends),
     }
+
+
+def read_adapter(folder: Path, settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return the adapter in a folder of peft's format, to begin a run with.
+
+    Args:
+        folder: A folder of ``adapter_config.json`` and ``adapter_model.safetensors``.
+        settings: The settings of the run, with which those of the folder must agree.
+        shapes: The run's adapters.
+
+    Returns:
+        A and B of each adapted layer, by our names.
+
+    Raises:
+        ConfigError: If it cannot be read, or is of another kind, rank or alpha, or of other layers.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / "adapter_config.json").read_bytes())
+        state = without_peft_names(load_file(folder / ADAPTER_FILE.name))
+        problem = _disagreement(config, settings)
+    except (OSError, SafetensorError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model.lora_adapter: no adapter of peft can be read in {folder}: {error}") from error
+    if problem:
+        raise ConfigError(f"model.lora_adapter: {folder} {problem}")
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if odd := sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name)):
+        told = [" x ".join(map(str, of[odd[0]])) if odd[0] in of else "absent" for of in (found, shapes)]
+        raise ConfigError(
+            f"model.lora_adapter: {folder} is of other layers: {odd[0]} is {told[0]} there, {told[1]} by "
+            f"model.lora_targets and model.actor ({len(odd):,} tensors differ)"
+        )
+    return state
+
+
+_STARTS = (True, False, "gaussian")
+"""Values of peft's ``init_lora_weights`` that leave the base model as it is."""
+
+
+def _disagreement(config: Mapping[str, Any], settings: LoraSettings) -> str:
+    """Return how the adapter that peft describes differs from the one of settings; empty if they agree."""
+    kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    if config.get("peft_type") != "LORA":
+        return f"has an adapter of the kind {config.get('peft_type')}, none of LoRA"
+    for key, its, ours in (
+        ("lora_kind", kind, settings.lora_kind),
+        ("lora_rank", config.get("r", 8), settings.lora_rank),
+        ("lora_alpha", config.get("lora_alpha", 8), settings.lora_alpha),
+    ):
+        if its != ours:
+            return f"has {key} = {json.dumps(its)}, model.{key} is {json.dumps(ours)}"
+    if config.get("alpha_pattern"):
+        return "has an alpha of its own for some layers (alpha_pattern)"
+    if (start := config.get("init_lora_weights", True)) not in _STARTS:
+        return f"has init_lora_weights = {json.dumps(start)}, which changes the base model: convert it to plain LoRA"
+    return ""
 
 
 def load_adapter(folder: Path) -> dict[str, Tensor]:
@@ -188,13 +287,12 @@ def load_adapter(folder: Path) -> dict[str, Tensor]:
 _ENDS = [[matrix] for matrix in _MATRICES]
 
 
-def _add(layer: nn.Linear, rank: int, scale: float, draws: torch.Generator) -> None:
+def _add(layer: nn.Linear, settings: LoraSettings) -> None:
+    rank = settings.lora_rank
+    scale = settings.lora_alpha / (math.sqrt(rank) if settings.lora_kind == "rslora" else rank)
     place: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     down = nn.Linear(layer.in_features, rank, bias=False, **place)
     up = nn.Linear(rank, layer.out_features, bias=False, **place)
-    with torch.no_grad():
-        down.weight.copy_(_drawn(layer, rank, draws))
-        up.weight.zero_()
     layer.lora_A, layer.lora_B, layer.lora_scale = down, up, scale  # type: ignore[assignment]
     layer.lora_is_off = False  # type: ignore[assignment]
     # A hook, not a layer of another class: the base keeps its names, and a search for linear layers still finds it.

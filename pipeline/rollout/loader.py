@@ -259,7 +259,8 @@ def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
         return None
     if (path := config.reference_folder) is None:
         return actor
-    return load_actor(path, dtype=config.model.dtype, device=device, field="model.reference")
+    settings: Any = {"dtype": config.model.dtype, "field": "model.reference"}
+    return load_actor(path, device=device, streamed=config.model.reference_device == "host", **settings)
 
 
 def with_float32_logits(config: Config, actor: Any, tokens: Sequence[int], device: torch.device) -> bool:

@@ -38,6 +38,7 @@ from pipeline.storage.files import UNREADABLE, flush_folder, replacing
 _NOTE = "run.json"
 _REMOVED = ".removed-"
 _CHECKPOINT_NOTE = "trainer_state.json"
+_TARGETS = "model.lora_targets"
 _DTYPE = "model.dtype"
 _DIFFERENCES = 3
 
@@ -273,7 +274,12 @@ class RunFolder:
         mine = identifying_settings(self.config)
         for run in reversed(runs_of(Path(self.config.daemon.state_dir))):
             its = run.note.settings
-            if [key for key in mine if key in its and mine[key] != its[key]] != [_DTYPE]:
+            odd = [key for key in mine if key in its and mine[key] != its[key]]
+            if odd == [_TARGETS] and mine[_TARGETS] == "all-linear":
+                # The default of earlier releases was a list.
+                log.warning("a new run, another one differs in %s alone: targets=%s other_targets=%s other=%s",
+                            _TARGETS, mine[_TARGETS], its[_TARGETS], run.folder)  # fmt: skip
+            if odd != [_DTYPE]:
                 continue
             if follows_gpus:
                 raise ConfigError(

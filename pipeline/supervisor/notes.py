@@ -22,6 +22,7 @@ _PPO_ONLY: Final = (
     "model.critic", "rollout.gamma", "rollout.lam", "trainer.critic_learning_rate", "trainer.value_clip_range",
     "trainer.critic_warmup_steps", "trainer.whiten_advantages",
 )  # fmt: skip
+_LORA: Final = tuple(f"model.lora_{key}" for key in ("alpha", "targets", "kind"))
 _CLIPS: Final = ("trainer.clip_range", "trainer.clip_low", "trainer.clip_high")
 _CORRECTION: Final = ("trainer.importance_correction", "trainer.importance_cap", "trainer.importance_floor")
 _OPTIMIZATION: Final = (
@@ -75,7 +76,7 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         (config.rollout.algorithm == "ppo", ("rollout.num_generations",), 'rollout.algorithm = "ppo"'),
         (config.trainer.kind == "external", _OPTIMIZATION, 'trainer.kind = "external"'),
         *_unused_by_the_loss(config),
-        (not config.model.lora_rank, ("model.lora_alpha", "model.lora_targets"), "model.lora_rank = 0"),
+        (not config.model.lora_rank, _LORA, "model.lora_rank = 0"),
         (
             config.cluster.engine == "local",
             ("cluster.address", "cluster.worker_gpus"),
@@ -100,6 +101,7 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             tuple(f"evaluation.{key}" for key in EvaluationConfig.model_fields if key != "files"),
             "evaluation.files = []",
         ),
+        (config.reference_on is None, ("model.reference_device",), "trainer.kl_coef = 0 and rollout.kl_coef = 0"),
         (not config.metrics.enabled, ("metrics.port", "metrics.page"), "metrics.enabled = false"),
     ]
     for is_unused, keys, by in unused:

@@ -40,6 +40,9 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
             Path(source), is_actor=key == "model.actor", is_trained=key in ("model.actor", "model.critic")
         ):
             errors.append(f"{loaded.where(key)}: {problem}")
+    adapter = loaded.config.model.lora_adapter
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        errors.append(f"{loaded.where('model.lora_adapter')}: no adapter_config.json in {adapter}: no adapter of peft")
     for problems_of in (check, rendering_of):
         try:
             problems_of(loaded.config.prompts)

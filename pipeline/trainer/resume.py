@@ -282,7 +282,7 @@ def load_whole(
         CheckpointError: If a file cannot be read, or is of other models.
     """
     targets = {name: published(model) for name, model in models.items()}
-    loaders = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
+    loaders: dict[str, tuple[Any, Path]] = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
     saved = {}
     for name in models:
         load, path = loaders[name]

@@ -284,6 +284,10 @@ def model(folder: Path, **config: int) -> Path:
          'c.toml:4:18: trainer.importance_cap: has no effect with rollout.log_probs = "engine"'),
         ('[rollout]\nlog_probs = "trainer"\n[trainer]\nclip_low = 0.1\n',
          'c.toml:4:12: trainer.clip_low: has no effect with rollout.log_probs = "trainer"'),
+        (
+            '[model]\nreference_device = "host"\n[trainer]\nkl_coef = 0.0\n',
+            "c.toml:2:20: model.reference_device: has no effect with trainer.kl_coef = 0 and rollout.kl_coef = 0",
+        ),
         ("[model]\nlora_alpha = 8.0\n", "c.toml:2:14: model.lora_alpha: has no effect with model.lora_rank = 0"),
         (
             '[trainer]\nkind = "external"\nlearning_rate = 1e-6\n',

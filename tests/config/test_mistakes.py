@@ -498,8 +498,8 @@ MISTAKES = [
         "3:19: trainer.kl_coef_horizon: must be at least the 256 rows of a step, got 255",
     ),
     (
-        '[model]\nlora_rank = 8\n[rollout]\nengine = "vllm"',
-        '2:13: model.lora_rank: must be 0 with rollout.engine = "vllm", which gets whole weights, got 8',
+        '[model]\nlora_rank = 513\n[rollout]\nengine = "vllm"',
+        '2:13: model.lora_rank: must be at most 512 with rollout.engine = "vllm", got 513',
     ),
     (
         '[rollout]\nengine = "vllm"\n[cluster]\nengine = "ray"',
@@ -547,7 +547,28 @@ MISTAKES = [
     ),
     (
         '[model]\nreference_device = "cpu"',
-        '2:20: model.reference_device: must be "worker" or "trainer", got "cpu"',
+        '2:20: model.reference_device: must be "worker", "trainer" or "host", got "cpu"',
+    ),
+    (
+        '[model]\nlora_targets = "all"',
+        '2:16: model.lora_targets: must be "all-linear" or a list of names of layers, got "all", did you mean ["all"]?',
+    ),
+    (
+        "[model]\nlora_targets = []",
+        '2:16: model.lora_targets: must be "all-linear" or a list of names of layers, got []',
+    ),
+    (
+        '[model]\nlora_kind = "dora"',
+        '2:13: model.lora_kind: must be "lora" or "rslora", got "dora", did you mean "lora"?',
+    ),
+    (
+        '[model]\nlora_adapter = "a"',
+        "2:16: model.lora_adapter: must be left out with model.lora_rank = 0: set it to the rank of the adapter",
+    ),
+    (
+        '[model]\nreference_device = "host"\nlora_rank = 8',
+        '2:20: model.reference_device: must be "worker" or "trainer" with model.lora_rank and without model.reference: '
+        "the reference is the actor without its adapters, which takes no memory",
     ),
     (
         '[rollout]\nlog_probs = "vllm"',
@@ -819,6 +840,11 @@ class TestFiles:
             f"config.toml:3:10: model.critic: no config.json in {folder}/empty: not a model that transformers saved",
             f"config.toml:4:10: model.reward: no such directory: {folder}/file (models are local, none is downloaded)",
             f"--set model.reference: no such directory: {folder}/nowhere (models are local, none is downloaded)",
+        ]
+
+    def test_an_adapter_that_is_none_is_named_with_its_place(self, folder: Path) -> None:
+        assert errors_of('[model]\nlora_rank = 4\nlora_adapter = "none"\n', files=True) == [
+            f"config.toml:3:16: model.lora_adapter: no adapter_config.json in {folder}/none: no adapter of peft"
         ]
 
     def test_missing_prompts_are_named_with_their_place(self, folder: Path) -> None:

@@ -261,6 +261,24 @@ def test_the_reference_is_counted_where_it_is_held(folder: Path, tmp_path: Path,
         assert on_trainer.rank["gathered layers and root"] == nbytes > on_worker.rank["gathered layers and root"]
 
 
+@pytest.mark.parametrize("on_cards", [True, False])
+def test_a_reference_in_host_memory_has_two_layers_on_the_card(folder: Path, tmp_path: Path, on_cards: bool) -> None:
+    large = tiny.llama(hidden_size=64, intermediate_size=256, num_hidden_layers=8)
+    large.save_pretrained(tmp_path)
+    layers = [sum(4 * one.numel() for one in layer.parameters()) for layer in large.base_model.layers]
+    config = configured(folder, model={"reference": str(tmp_path), "reference_device": "host"})
+    silent = configured(
+        folder, model={"reference": str(tmp_path), "reference_device": "host"}, trainer={"kl_coef": 0.0}
+    )
+
+    found, nothing = (needs(one, models_of(one), on_cards=on_cards) for one in (config, silent))
+
+    assert found.worker["reference"] == 4 * large.num_parameters() - sum(layers) + 2 * layers[0]
+    assert found.worker_host == {"layers of the reference": sum(layers)}
+    assert "reference" not in found.rank and found.worker_load == 4 * models_of(config).actor.parameters
+    assert "reference" not in nothing.worker and not nothing.worker_host
+
+
 def test_the_reference_of_adapters_needs_nothing_on_either_role(folder: Path) -> None:
     for role in ("worker", "trainer"):
         config = configured(folder, model={"reference_device": role, "lora_rank": 2, "reference": str(folder)})

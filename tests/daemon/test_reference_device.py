@@ -154,7 +154,7 @@ def test_two_sharded_ranks_of_which_one_is_killed_train_as_on_the_workers_refere
 def test_a_run_goes_on_with_the_reference_in_the_other_role(tmp_path: Path, task: Path) -> None:  # noqa: F811
     settings = (*SMALL, "buffer.max_staleness=2", "trainer.warmup_steps=0")
     errors = []
-    for step, role in ((2, "worker"), (4, "trainer"), (6, "worker")):
+    for step, role in ((2, "worker"), (4, "trainer"), (6, "host")):
         keys = (f"model.reference_device={role}", f"trainer.max_steps={step}" if step == 6 else "trainer.max_steps=0")
         with Daemon(tmp_path, *settings, *keys, task=task, name=f"{step}") as daemon:
             if step < 6:

@@ -1,11 +1,13 @@
-"""A daemon whose worker generates with the real vLLM: deaths of the engine, of its worker and of the supervisor."""
+"""A daemon whose worker generates with the real vLLM: what it learns, and deaths of engine, worker and supervisor."""
 
+import json
 import os
 import shutil
 import signal
 
 import pytest
 
+from pipeline.trainer import setup
 from tests.daemon.test_kills import SETTINGS as ENDLESS
 from tests.daemon.test_kills import balanced
 from tests.support.daemon import (
@@ -13,14 +15,45 @@ from tests.support.daemon import (
     Daemon,
     descendants,
     is_alive,
-    task,  # noqa: F401 - a fixture
+    only_run,
+    telling_reward,
     total,
     wait_until,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
-SETTINGS = (*ENDLESS, "rollout.engine=vllm", "rollout.max_attempts=1", "daemon.restart_delay_s=0.05")
+SETTINGS = ("rollout.engine=vllm", "rollout.max_attempts=1", "daemon.restart_delay_s=0.05")
+# From a low start the reward of short prompts rises within some twenty steps.
+LEARNING = (
+    "trainer.max_steps=50", "trainer.learning_rate=1e-3", "trainer.warmup_steps=5", "trainer.decay_steps=0",
+    "buffer.sample_batch_size=128", "rollout.max_length=10", "rollout.cache_bytes=64MiB",
+)  # fmt: skip
+WARMUP_STEPS, DIGITS = 22, 3
+ENDS, GAIN = 8, 0.25
+LORA = ("model.lora_rank=4", "trainer.learning_rate=2e-3")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """The embedded task: its model after a third of its warm-up, and its prompts of three digits."""
+    folder = tmp_path_factory.mktemp("task") / "sort-digits"
+    setup.prepare(folder, warmup_steps=WARMUP_STEPS)
+    lines = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "prompts.jsonl").write_text("".join(line for line in lines if len(json.loads(line)["answer"]) == DIGITS))
+    return folder
+
+
+def test_the_embedded_task_is_learned_with_vllm(tmp_path, task, record_property):
+    with Daemon(tmp_path, *SETTINGS, *LEARNING, task=task) as daemon:
+        assert daemon.wait() == 0, daemon.errors[-4000:]
+        lines = (only_run(daemon.state_dir) / "metrics.jsonl").read_text().splitlines()
+
+    rewards = [json.loads(line)["reward_mean"] for line in lines]
+    first, last = sum(rewards[:ENDS]) / ENDS, sum(rewards[-ENDS:]) / ENDS
+    record_property("shown", f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
+    assert last - first >= GAIN, rewards
+    assert "the engine" not in daemon.errors, "each version passes the probe"
 
 
 def engine_of(daemon):
@@ -35,8 +68,9 @@ def another_worker(daemon, pid):
     daemon.wait_step(daemon.status()["step"] + 3)
 
 
-def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_left(tmp_path, task):  # noqa: F811
-    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_left(tmp_path, task):
+    settings = (*ENDLESS, *SETTINGS, *LORA, *telling_reward(tmp_path))
+    with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
 

@@ -30,8 +30,9 @@ PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2]])
 MASK = (PROMPTS != 0).long()
 
 
-def settings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj")):
-    return SimpleNamespace(lora_rank=rank, lora_alpha=alpha, lora_targets=list(targets))
+def settings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"), kind="lora", adapter=None):
+    targets = targets if isinstance(targets, str) else list(targets)
+    return SimpleNamespace(lora_rank=rank, lora_alpha=alpha, lora_targets=targets, lora_kind=kind, lora_adapter=adapter)
 
 
 def trained(seed=3, **changes):

@@ -102,6 +102,25 @@ def test_a_reference_that_is_the_trainers_is_neither_loaded_nor_run(rollers, lor
         assert torch.equal(getattr(without, name), getattr(with_reference, name)), name
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"rollout": {"kl_coef": 0.1}}, {"trainer": {"world_size": 2, "sharding": "full"}}],
+    ids=["kl in the loss", "kl in the reward", "sharded trainer"],
+)
+def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bit_for_bit(rollers, settings):
+    host, one, loud = rollers(model={"reference_device": "host"}, **settings)
+    worker, two, _ = rollers(**settings)
+
+    streamed, whole = host.roll(0, 2).experience, worker.roll(0, 2).experience
+
+    assert len(one) == len(two) == 2
+    assert "ref_logprob" in stages(loud)
+    layers = host._maker.initial_model.base_model.layers
+    assert len({parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}) == 2
+    for name in ("sequences", "action_log_probs", "base_action_log_probs", "advantages", "reward", "kl"):
+        assert torch.equal(getattr(streamed, name), getattr(whole, name)), name
+
+
 def test_an_environment_is_not_blamed_for_a_reward_function(rollers, monkeypatch, tmp_path):
     """It has no answer for the first prompt alone; the function fails for each."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))

@@ -101,6 +101,21 @@ def test_the_identity_of_a_configuration_is_that_of_earlier_releases():
         assert identity_of(other) == identity_of(of), "a run goes on with logits of another precision"
 
 
+def test_a_run_with_the_adapters_of_earlier_releases_goes_on_and_one_with_others_is_another():
+    """Those were on four layers by default."""
+    former = {"lora_rank": 4, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+    def identity(**model):
+        return identity_of(Config.model_validate({"model": {"actor": "/m", **model}, "prompts": {"path": "/p"}}))
+
+    assert identity(**former) == "afd8783702eb546fe9e92bcfefdc3d8e"
+    others = [identity(**former | change) for change in (
+        {"lora_targets": "all-linear"}, {"lora_kind": "rslora"}, {"lora_adapter": "/a"}
+    )]  # fmt: skip
+    assert len({identity(**former), *others}) == 4
+    assert identity(lora_targets=former["lora_targets"]) == identity()
+
+
 def test_a_learning_rate_and_a_last_step_are_no_other_run_and_a_seed_is(tmp_path):
     of = config(tmp_path)
 
@@ -140,6 +155,20 @@ def test_a_default_dtype_that_follows_the_gpus_begins_no_other_run_without_a_wor
     # A change of anything else beside it is meant.
     open_run(without.model_copy(update={"daemon": without.daemon.model_copy(update={"seed": 1})}), tmp_path / "shm",
              dtype_follows_gpus=True)  # fmt: skip
+
+
+def test_adapters_on_all_layers_begin_a_run_of_their_own_and_a_warning_names_the_one_on_four(tmp_path, caplog):
+    model = {"actor": "/m/a", "lora_rank": 4}
+    former = config(tmp_path, model={**model, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"]})
+    RunFolder(former).claim()
+
+    RunFolder(config(tmp_path, model=model)).claim()
+
+    assert len(runs_of(tmp_path / "state")) == 2
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "a new run, another one differs in model.lora_targets alone: targets=all-linear "
+        f"other_targets=['q_proj', 'k_proj', 'v_proj', 'o_proj'] other={run_dir(former)}"
+    ]
 
 
 def test_a_dtype_that_is_set_begins_a_run_of_its_own_and_the_log_names_the_other(tmp_path, caplog):

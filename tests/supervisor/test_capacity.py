@@ -268,6 +268,28 @@ def test_a_card_that_is_too_full_with_the_reference_has_it_moved_to_the_other_ro
     assert f'model.reference_device = "{role}"' not in str(lines)
 
 
+@pytest.mark.parametrize("rollout", [{"algorithm": "ppo"}, {}], ids=["kl in the reward", "kl in the loss"])
+def test_a_card_that_no_role_can_spare_the_reference_has_it_streamed(folder: Path, rollout: dict[str, Any]) -> None:
+    config = configured(folder, ranks=1)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+    small = models_of(config)
+    # In GB: a rank 2, a reward model 1, a reference 2, of which embeddings 0.2.
+    layers = {f"model.layers.{place}.more": (int(0.9e9 / 8),) for place in range(8)}
+    reference = small.actor._replace(tensors=small.actor.tensors | layers | {"more": (10**8,)})
+    other = small.actor._replace(tensors=small.actor.tensors | {"more": (10**8,)})
+    models = small._replace(actor=other, reference=reference, critic=None)
+    machine = CARDS._replace(gpus=2, gpu_bytes=round(2.1 * GB))
+
+    lines = remedies(config, models, machine)
+
+    (place,) = [one for one in places_of(config, models, machine) if one.lacks_bytes]
+    assert place.name == "GPU of rollout 0 (1 like it)"
+    assert 'model.reference_device = "host": fits' in lines
+    streamed = config.model_copy(update={"model": config.model.model_copy(update={"reference_device": "host"})})
+    (host,) = [one for one in places_of(streamed, models, machine) if one.name == "host memory"]
+    assert 1.79e9 < host.terms["rollout 0: layers of the reference"] < 1.81e9
+
+
 def test_shards_of_a_vision_language_model_are_not_proposed(folder: Path, tmp_path: Path) -> None:
     small = CARDS._replace(gpu_bytes=1)
     text, vision = (configured(one, sharding="none") for one in (folder, with_images(folder, tmp_path)))

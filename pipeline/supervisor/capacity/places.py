@@ -18,6 +18,7 @@ _REMEDIES = (
     ("trainer.sharding", "full"),
     ("model.reference_device", "trainer"),
     ("model.reference_device", "worker"),
+    ("model.reference_device", "host"),
     ("trainer.micro_batch_size", 1),
     ("trainer.micro_batch_tokens", 1),
     ("rollout.inference_batch_size", 8),
@@ -70,6 +71,8 @@ def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
     for gpu, names in cards.items():
         terms = {f"{name}: {term}": nbytes for name in names
                  for term, nbytes in (found.rank if name.startswith("trainer") else found.worker).items()}  # fmt: skip
+        host |= {f"{name}: {term}": nbytes for name in names if name.startswith("rollout")
+                 for term, nbytes in found.worker_host.items()}  # fmt: skip
         if not gpu:
             host |= terms
             continue

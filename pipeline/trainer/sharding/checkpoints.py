@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.critic import VALUE_HEAD_FILE
-from pipeline.models.lora import ADAPTER_FILE, PEFT_PREFIX, LoraSettings, adapter_of, described
+from pipeline.models.lora import ADAPTER_FILE, PEFT_PREFIX, LoraSettings, adapted_layers, adapter_of, described
 from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding.models import architecture_of, fill, fill_critic, shards_of
@@ -116,7 +116,7 @@ class _Saved:
             pretrained.generation_config.save_pretrained(folder)
         if self._lora is not None:
             (folder / ADAPTER_FILE.parent / "adapter_config.json").write_text(
-                json.dumps(described(self._lora), indent=2) + "\n"
+                json.dumps(described(self._model, self._lora), indent=2) + "\n"
             )
 
 
@@ -256,7 +256,7 @@ def _plain(name: str, shard: Shard, held_name: str = "") -> _Tensor:
 
 def _actor_files(actor: nn.Module) -> list[_File]:
     shards, adapters = shards_of(actor), adapter_of(actor)
-    scales = {name: layer.lora_scale for name, layer in actor.named_modules() if hasattr(layer, "lora_scale")}
+    scales = {name: layer.lora_scale for name, layer in adapted_layers(actor)}
     merged = []
     for name, shard in shards.items():
         layer = name.removesuffix(".weight")

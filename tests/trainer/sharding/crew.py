@@ -20,7 +20,7 @@ from pipeline.config.sections import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.log_probs import action_log_probs
-from pipeline.models.lora import adapt, adapter_of
+from pipeline.models.lora import Saved, adapt, adapter_of
 from pipeline.models.weights.shards import ShardedVersions
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.learner import Learner
@@ -54,7 +54,7 @@ MODELS = {
     "updates": ModelConfig(),
     "packed": ModelConfig(),
     "ppo-packed": ModelConfig(),
-    "lora": ModelConfig(lora_rank=2),
+    "lora": ModelConfig(lora_rank=2, lora_kind="rslora"),
     "bfloat16": ModelConfig(dtype="bfloat16"),
     "lora-bfloat16": ModelConfig(dtype="bfloat16", lora_rank=2),
     "reference": ModelConfig(),
@@ -75,6 +75,12 @@ def write_model(folder: Path, name: str) -> None:
         for parameter in model.parameters():
             parameter.data *= 0.3 if parameter.dim() > 1 else 1
     model.save_pretrained(folder)
+    if name == "lora":
+        start = adapt(copy.deepcopy(model), MODELS[name], seed=9)
+        with torch.no_grad():
+            for parameter in adapter_of(start).values():
+                parameter += 0.05
+        Saved(start, MODELS[name]).save_pretrained(folder / "start")
     if "reference" in name:
         other = model if "lora" in name else tiny.llama(2)
         if "bfloat16" in name:
@@ -88,8 +94,14 @@ def algorithm_of(name: str) -> Any:
     return "ppo" if name.startswith("ppo") else "grpo"
 
 
+def settings_of(folder: Path, name: str) -> ModelConfig:
+    """Return the settings of a case: adapters begin with those of another model in the first case of them."""
+    start = folder / "start" / "adapter"
+    return MODELS[name].model_copy(update={"lora_adapter": str(start)}) if start.is_dir() else MODELS[name]
+
+
 def whole_models(folder: Path, name: str) -> dict[str, Any]:
-    settings = MODELS[name]
+    settings = settings_of(folder, name)
     actor = load_actor(folder, dtype=settings.dtype, device=CPU)
     models: dict[str, Any] = {"actor": actor}
     if name.startswith("ppo"):
@@ -99,7 +111,7 @@ def whole_models(folder: Path, name: str) -> dict[str, Any]:
 
 
 def sharded_models(folder: Path, name: str, world_size: int) -> dict[str, Any]:
-    settings = MODELS[name]
+    settings = settings_of(folder, name)
     models: dict[str, Any] = {
         "actor": load_actor_shards(
             folder, dtype=settings.dtype, device=CPU, world_size=world_size, lora=settings, seed=5

@@ -1,6 +1,7 @@
 """The vLLM engine: vLLM in a child process of the worker, which cannot outlive it.
 
-core           vLLM itself; the only module that imports it
+adapters       LoRA adapters in vLLM's slot for them
+core           vLLM itself; it and `adapters` alone import it
 engine         the worker's side
 places         the places of published tensors in vLLM's parameters
 process        the child's process

@@ -1,4 +1,4 @@
-"""vLLM in this process: requests in, ended requests out, a step at a time; the only module that imports vLLM.
+"""vLLM in this process: requests in, ended requests out, a step at a time.
 
 `VLLM_ENABLE_V1_MULTIPROCESSING=0` keeps scheduler and, with one card, the model in this process. The step is
 synchronous (`async_scheduling=False`): weights are replaced between two steps, when no kernel reads them and no sampled
@@ -18,11 +18,13 @@ import msgspec
 import vllm._custom_ops as custom_operators
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipeline.models.weights.places import TensorPlace
+from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
 from pipeline.rollout.generation.vllm.step_progress import StepProgress
 from pipeline.rollout.generation.vllm.wire import Ended, Row, Settings, Stepped, Submit, Updated
 
@@ -86,11 +88,23 @@ class Core:
             "use_tqdm_on_load": False,
             "worker_extension_cls": _EXTENSION,
         }
+        if settings.lora is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": least_rank(settings.lora.rank),
+                "lora_target_modules": settings.lora.targets,
+            }
         if settings.cache_bytes:
             arguments["kv_cache_memory_bytes"] = settings.cache_bytes
         if not settings.on_cpu:
             arguments["gpu_memory_utilization"] = _free_share()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        self._adapter: LoRARequest | None = None
+        if settings.lora is not None:
+            self._engine.collective_rpc("rlhfd_adapt", args=(msgspec.structs.astuple(settings.lora),))
+            # The path is never read: the adapter is there, and each version replaces it.
+            self._adapter = LoRARequest("actor", ADAPTER, "in memory")
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._requests: dict[int, _Request] = {}
         self._rows: dict[str, tuple[int, int, _Growing | None]] = {}
@@ -145,7 +159,7 @@ class Core:
             )
             name = f"{submit.key}:{row}"
             prompt = TokensPrompt(prompt_token_ids=submit.prompt)
-            request.names.append(self._engine.add_request(name, prompt, parameters))
+            request.names.append(self._engine.add_request(name, prompt, parameters, lora_request=self._adapter))
             self._rows[name] = submit.key, row, _Growing() if watched else None
 
     def cancel(self, keys: list[int]) -> None:

@@ -38,6 +38,7 @@ from pipeline.errors import (
     WeightsError,
     WeightsMismatchError,
 )
+from pipeline.models.lora import adapted_layers
 from pipeline.models.weights.places import tensor_places, tensor_views
 from pipeline.rollout.generation.interface import (
     Completed,
@@ -88,10 +89,19 @@ def new_engine(
             log_level=config.daemon.log_level,
             log_json=config.daemon.log_format == "json",
             title=f"{setproctitle.getproctitle()} vllm",
+            lora=lora_of(actor, config.model.lora_rank),
         ),
         threads=config.rollout.threads,
         on_progress=on_progress,
     )
+
+
+def lora_of(actor: Any, rank: int) -> wire.Lora | None:
+    """Return the description of an actor's adapters for vLLM, whose scale is alpha / rank for every kind."""
+    if not rank:
+        return None
+    scales = {name.rpartition(".")[2]: layer.lora_scale for name, layer in adapted_layers(actor)}
+    return wire.Lora(rank, next(iter(scales.values())) * rank, sorted(scales))
 
 
 class VllmEngine:

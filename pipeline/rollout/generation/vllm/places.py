@@ -81,6 +81,12 @@ class _Watch(TorchDispatchMode):
             self.places[name] = target.detach().as_subclass(Tensor)
 
 
+def fills(matrix: Tensor, place: Tensor, rank_axis: int) -> bool:
+    """Return whether a place holds a matrix of an adapter, with room for more in its rank alone."""
+    held = place.narrow(rank_axis, 0, min(matrix.shape[rank_axis], place.shape[rank_axis]))
+    return held.shape == matrix.shape and torch.equal(held.cpu(), matrix)
+
+
 def _identity(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype, bool]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
 

@@ -6,7 +6,8 @@ Each maps the weights file itself and copies its own part.
 At the first update with given names every element of every parameter is marked before the copy, and a mark that is left
 over afterwards is a stale parameter: vLLM's loader alone reports the names that it met, and counts a fused parameter of
 which one part is missing. This update also shows the place of each tensor (`places`): further ones are copied there
-block by block, with the fingerprint taken on the way.
+block by block, with the fingerprint taken on the way. Adapters are small: they are copied and verified first, then
+replaced (`adapters`), so that a torn version never reaches the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -25,6 +26,9 @@ from pipeline.models.weights.places import TensorPlace, tensor_views
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout.generation.vllm.places import watched
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+
+if TYPE_CHECKING:
+    from pipeline.rollout.generation.vllm.adapters import Adapters
 
 if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
     # A worker that vLLM started: it holds a card, and must not outlive the engine.
@@ -51,6 +55,14 @@ class FeedsWeights:
     """Methods of a vLLM worker, called through `collective_rpc`; they return an `Outcome` in place of raising."""
 
     model_runner: Any
+    _rlhfd_adapters: Adapters | None = None
+
+    def rlhfd_adapt(self, lora: tuple[int, float, list[str]]) -> None:
+        """Take adapters of a rank, alpha and layers in place of whole weights; the first ones change nothing."""
+        # vLLM has been imported here; this module is also read where it is not installed.
+        from pipeline.rollout.generation.vllm.adapters import Adapters
+
+        self._rlhfd_adapters = Adapters(self.model_runner.lora_manager, *lora)
 
     def rlhfd_newest(self, path: str) -> tuple[int, int] | None:
         """Return the age of the newest version in a weights file; None without one."""
@@ -72,7 +84,12 @@ class FeedsWeights:
         try:
             reader = self._rlhfd_reader(path)
             known = self._rlhfd_known(path)
-            if known and (age is None or reader.holds(age)):
+            if (adapters := self._rlhfd_adapters) is not None:
+                copied: dict[str, torch.Tensor] = {}
+                found = reader.feed(lambda tensors: copied.update(_copies(_actor_of(tensors))), age=age)
+                begun = True
+                adapters.replace(copied)
+            elif known and (age is None or reader.holds(age)):
                 begun = True
                 found = reader.fetch(known, age=age, partial=True)
             else:
@@ -90,8 +107,12 @@ class FeedsWeights:
         """Load tensors that lie in a file."""
         with open(path, "rb") as file:
             memory = memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
+        tensors = tensor_views(memory, msgspec.msgpack.decode(places, type=list[TensorPlace]))
         try:
-            self._rlhfd_load(tensor_views(memory, msgspec.msgpack.decode(places, type=list[TensorPlace])))
+            if self._rlhfd_adapters is not None:
+                self._rlhfd_adapters.replace(_copies(tensors))
+            else:
+                self._rlhfd_load(tensors)
         except WeightsMismatchError as error:
             return "mismatch", str(error), (0, 0, 0)
         return "", "", (0, 0, 0)
@@ -162,6 +183,10 @@ def _identity(path: str) -> _Identity:
 
 def _actor_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(_ACTOR): tensor for name, tensor in tensors.items() if name.startswith(_ACTOR)}
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _is_plain(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> bool:

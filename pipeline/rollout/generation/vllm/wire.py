@@ -20,6 +20,14 @@ _READ_BYTES = 1 << 18
 _M = TypeVar("_M")
 
 
+class Lora(msgspec.Struct, frozen=True):
+    """Adapters in place of whole weights: rank, alpha, and the last part of the names of the adapted layers."""
+
+    rank: int
+    alpha: float
+    targets: list[str]
+
+
 class Settings(msgspec.Struct, frozen=True):
     """Settings of the engine's process; see `pipeline.rollout.generation.vllm.engine` for their meaning."""
 
@@ -32,6 +40,7 @@ class Settings(msgspec.Struct, frozen=True):
     log_level: str
     log_json: bool
     title: str
+    lora: Lora | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -421,7 +421,8 @@ def test_an_engine_that_ignores_an_update_is_found_at_that_version(engine, model
     assert held.judged[-1][0] == "ok", "with its updates it passes again"
 
 
-def test_tokens_and_prefix_hits_are_counted(directory, models):
+def test_tokens_and_prefix_hits_are_counted_and_a_killed_engine_raises_one_clear_error(directory, models):
+    """Two claims of one engine: a start takes some ten seconds."""
     engine = VllmEngine(settings(directory, cache_bytes=2 << 20))
     try:
         engine.update_weights(models.first.state_dict(), 0)
@@ -434,14 +435,21 @@ def test_tokens_and_prefix_hits_are_counted(directory, models):
         first = engine.load.counts
         run(engine, request(8, prompts[7], group_size=2, room=4, eos_token_ids=()))
         second = engine.load.counts
+
+        assert [len(response.token_ids) for response in whole] == [120] * 8
+        assert (first.tokens_in, first.tokens_out, first.prefix_tokens) == (8 * 260, 8 * 120, 8 * 260)
+        assert (second.tokens_in - first.tokens_in, second.tokens_out - first.tokens_out) == (2 * 260, 2 * 4)
+        assert second.prefix_hits - first.prefix_hits >= 128, "whole blocks of the prompt"
+        assert second.prefix_hits <= second.prefix_tokens
+
+        engine.submit(request(room=300))
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(RlhfdError, match="engine vllm: its process was killed by signal 9; the log may say why"):
+            finish(engine, 1)
+        with pytest.raises(RlhfdError, match=r"was killed by signal 9"):
+            engine.cancel([0])
     finally:
         engine.close()
-
-    assert [len(response.token_ids) for response in whole] == [120] * 8
-    assert (first.tokens_in, first.tokens_out, first.prefix_tokens) == (8 * 260, 8 * 120, 8 * 260)
-    assert (second.tokens_in - first.tokens_in, second.tokens_out - first.tokens_out) == (2 * 260, 2 * 4)
-    assert second.prefix_hits - first.prefix_hits >= 128, "whole blocks of the prompt"
-    assert second.prefix_hits <= second.prefix_tokens
 
 
 def test_an_update_in_flight_is_no_preemption(engine, models):
@@ -456,19 +464,6 @@ def test_an_update_in_flight_is_no_preemption(engine, models):
 
 
 # Deaths, and what vLLM cannot load.
-
-
-def test_a_killed_engine_raises_one_clear_error(directory):
-    engine = VllmEngine(settings(directory))
-    engine.submit(request(room=300))
-
-    os.kill(engine.pid, signal.SIGKILL)
-
-    with pytest.raises(RlhfdError, match="engine vllm: its process was killed by signal 9; the log may say why"):
-        finish(engine, 1)
-    with pytest.raises(RlhfdError, match="was killed by signal 9"):
-        engine.cancel([0])
-    engine.close()
 
 
 WORKER = """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.rollout.generation.vllm.places import watched
+from pipeline.rollout.generation.vllm.places import fills, watched
 
 
 class Fused(torch.nn.Module):
@@ -95,3 +95,16 @@ class ThroughAnother(Fused):
 @pytest.mark.parametrize("model", [Computes, Converts, Cuts, Twice, LeavesOut, ThroughAnother])
 def test_a_loader_that_does_more_than_copy_each_tensor_to_one_place_is_found(model):
     assert places_in(model()) is None
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank_axis"), [(3, 6, 0), (6, 3, 1)], ids=["A", "B"])
+def test_a_place_holds_an_adapters_matrix_of_its_size_with_more_room_in_the_rank_alone(rows, columns, rank_axis):
+    place = torch.zeros(8, 6) if rank_axis == 0 else torch.zeros(6, 8)
+    matrix = torch.rand(rows, columns)
+    place[:rows, :columns] = matrix
+
+    assert fills(matrix, place, rank_axis)
+    assert not fills(matrix[:, :-1], place, 0) and not fills(matrix[:-1], place, 1), "of a smaller layer"
+    assert not fills(torch.rand(9, 6) if rank_axis == 0 else torch.rand(6, 9), place, rank_axis), "of a larger rank"
+    place[0, 0] += 1
+    assert not fills(matrix, place, rank_axis)
