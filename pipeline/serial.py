@@ -237,7 +237,9 @@ class _Serial:
             rank=0, world_size=1, prefetch=batches_ahead(self._config),
             gathering=Gathering.of(self._config),
         )  # fmt: skip
-        return new_trainer(self._config, self._context("trainer", workspace), connection)
+        trainer = new_trainer(self._config, self._context("trainer", workspace), connection)
+        trainer.publish_in_place()
+        return trainer
 
     def _new_worker(self, workspace: Workspace) -> RolloutWorker:
         torch.set_num_threads(self._config.rollout.threads)

@@ -98,6 +98,10 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.sharding == "full" and trainer.kind == "external":
         keys = ("trainer.sharding", "trainer.kind")
         found.append(Conflict(keys, 'must not be "full" with trainer.kind = "external", which shards its own models'))
+    if trainer.keep_state_every > 1 and (trainer.kind == "external" or trainer.keep_state == "disk"):
+        keys = ("trainer.keep_state_every", "trainer.keep_state", "trainer.kind")
+        message = 'must be 1 unless the built-in trainer keeps its state in memory (trainer.keep_state = "memory")'
+        found.append(Conflict(keys, message))
     if trainer.record != "off" and (trainer.kind == "external" or trainer.world_size > 1):
         keys = ("trainer.record", "trainer.kind", "trainer.world_size")
         found.append(Conflict(keys, 'must be "off" unless the built-in trainer has one rank, which takes a step alone'))

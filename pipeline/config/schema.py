@@ -325,6 +325,13 @@ class TrainerConfig(LossSection):
         default="memory",
         description="State from which a killed trainer resumes: shared memory, exactly, or the last checkpoint.",
     )
+    keep_state_every: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Versions per training state in shared memory: a killed trainer goes back to the newest version "
+        "that has one, and the prompts since are issued again; sharded ranks keep the state of each version.",
+    )
     probe_every: int = Field(
         default=16, ge=0, description="Versions between probes, against which workers check their models; 0: no probes."
     )

@@ -119,7 +119,7 @@ METRICS: Final[tuple[Metric, ...]] = (
               "environment is the time in which a ticket waited for its environments alone.",
               stage="generate environment logprob ref_logprob value reward serialize"),
     histogram("rlhfd_train_phase_duration_seconds", TRAINER, DURATION_S,
-              "Time per training phase (fetch, forward, backward, reduce, optimizer, publish).",
+              "Time per training phase (fetch, forward, backward, reduce, optimizer, publish: the wait for one).",
               phase="fetch forward backward reduce optimizer publish"),
     counter("rlhfd_stage_errors_total", ROLLOUT,
             "Rows without a result of a stage, by reason (timeout, exception, invalid).",
@@ -208,7 +208,8 @@ METRICS: Final[tuple[Metric, ...]] = (
               "Versions between the policy that wrote an experience and the newest policy, at push and at train.",
               point="push train"),
     histogram("rlhfd_weight_sync_duration_seconds", "trainer rollout", DURATION_S,
-              "Weight sync time by phase (publish, load).", phase="publish load"),
+              "Weight sync time by phase: publish, in a thread beside training if it is large, state, its part for the "
+              "training state, load.", phase="publish state load"),
     counter("rlhfd_weight_sync_bytes_total", "trainer rollout", "Weight bytes moved (shm, ray).",
             transport="shm ray"),
     counter("rlhfd_weight_syncs_total", "trainer rollout", "Weight syncs by result (ok, mismatch).",

@@ -261,8 +261,13 @@ class Connection:
     # Weights.
 
     @property
+    def versions(self) -> PolicyVersions:
+        """The published versions in shared memory."""
+        return self._versions
+
+    @property
     def weights_bytes(self) -> int:
-        """Bytes of one published version, 0 before the first publish of this trainer."""
+        """Bytes that the last publish of this trainer wrote, 0 before the first."""
         return self._versions.nbytes
 
     def newest(self) -> WeightsVersion | None:
@@ -388,6 +393,14 @@ class Connection:
         elif self.rank == 0:
             self._session.announce(published)
         return published
+
+    def begin_version(self) -> int:
+        """Leave the batches in hand to a version that a thread begins to publish; return its `trained_through`."""
+        return self._session.begin_version()
+
+    def end_version(self, published: WeightsVersion) -> None:
+        """Report a version, see `begin_version`; its batches count as trained."""
+        self._session.end_version(published)
 
     def start_over(self, published: WeightsVersion) -> None:
         """Void every lease of this rank after a rollback; `publish` with `rollback` includes it on its own rank.

@@ -74,6 +74,7 @@ class Learner:
 
     Attributes:
         step: Steps so far; set by a resume.
+        before_change: Called before weights or optimizer state change.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Learner:
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
         self.step = 0
+        self.before_change: Callable[[], None] = lambda: None
         self._trainer = trainer
         self._algorithm = algorithm
         self._actor = actor
@@ -203,6 +205,7 @@ class Learner:
             least, largest = self._extremes_over_ranks(corrected) if counts.corrected else (None, None)
         updates = self._take_updates(self._whitened(batches, counts), counts, watch)
         ratios, kl_coef = self._learning_rate_ratios(), self._kl_coef
+        self.before_change()
         self._kl_control.observe(counts.kls / max(counts.actions, 1), counts.rows)
         self.step += 1
         policy, kl, value, entropy = (updates.mean(name) for name in ("policy", "kl", "value", "entropy"))
@@ -312,6 +315,7 @@ class Learner:
                 self._clear()
                 break
             changes_weights = updates.add(sums, norms, totals.actions, row_ratios)
+            self.before_change()
             with watch.during("optimizer"):
                 for optimizer, ratio in zip(self._optimizers, learning_rates, strict=True):
                     if changes_weights and ratio:

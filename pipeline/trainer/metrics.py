@@ -63,6 +63,7 @@ class TrainerMetrics:
             where: writer.counter("rlhfd_nonfinite_total", where=where) for where in ("loss", "gradient")
         }
         self._publish_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="publish")
+        self._state_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="state")
         self._publish_phase_s = writer.histogram("rlhfd_train_phase_duration_seconds", phase="publish")
         self._published_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport="shm")
         self._published = writer.counter("rlhfd_weight_syncs_total", result="ok")
@@ -199,11 +200,23 @@ class TrainerMetrics:
             self._writer.gauge("rlhfd_rank_imbalance_ratio", rows="leased").set(dealt.leased)
             self._writer.gauge("rlhfd_rank_imbalance_ratio", rows="trained").set(dealt.trained)
 
-    def published(self, version: int, nbytes: int, duration_s: float) -> None:
-        """Count a publish."""
+    def published(
+        self, version: int, nbytes: int, duration_s: float, *, waited_s: float, state_s: float | None
+    ) -> None:
+        """Count a publish.
+
+        Args:
+            version: The policy version.
+            nbytes: Bytes written.
+            duration_s: Seconds of the writes, in whichever thread.
+            waited_s: Seconds that training waited for them.
+            state_s: Seconds of them for the training state; None without one.
+        """
         self._version.set(version)
         self._publish_s.observe(duration_s)
-        self._publish_phase_s.observe(duration_s)
+        if state_s is not None:
+            self._state_s.observe(state_s)
+        self._publish_phase_s.observe(waited_s)
         self._published_bytes.inc(nbytes)
         self._published.inc()
         self._published_time.set(time.time())

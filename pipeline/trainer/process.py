@@ -76,7 +76,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     context.ready(device_name(device))
     try:
         while not trainer.finished:
-            context.metrics.beat()
+            trainer.beat()
             if (changed := context.reloaded()) is not None:
                 trainer.save_every = changed.trainer.save_every
             if context.stopping:

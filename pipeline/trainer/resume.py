@@ -2,6 +2,8 @@
 
     shared memory holds          the trainer
     weights and training state   continues from both, exactly; nothing is published again
+    both of an earlier version   publishes that version as a rollback, which undoes all later versions, unless there is
+                                 a later checkpoint (`trainer.keep_state_every`)
     weights alone                publishes the last checkpoint as a rollback, which undoes all later versions;
                                  without a checkpoint, publishes the models as they started, version 0
     nothing (a new start)        publishes the last checkpoint of the same run (`trainer.resume`), or version 0
@@ -60,6 +62,7 @@ class Start(NamedTuple):
         rollback: Whether the first publish undoes versions that were published before.
         checkpoint: The checkpoint to resume from, to be recorded as the latest; None for a new run.
         saved_step: Step of the last checkpoint of this run, 0 for none.
+        in_memory: Whether shared memory held the start, so that the latest checkpoint stays the latest.
     """
 
     progress: Progress = Progress()
@@ -67,11 +70,12 @@ class Start(NamedTuple):
     rollback: bool = False
     checkpoint: Latest | None = None
     saved_step: int = 0
+    in_memory: bool = False
 
     @property
     def position(self) -> int:
-        """First prompt that may be missing from the checkpoint."""
-        return 0 if self.checkpoint is None else self.checkpoint.position
+        """First prompt that may be missing from the weights."""
+        return self.progress.position
 
 
 class Resumption:
@@ -126,7 +130,7 @@ class Resumption:
         Raises:
             ConfigError: If the record cannot be written; checkpoints could not be written, either.
         """
-        if start.version is None:
+        if start.version is None or start.in_memory:
             return
         try:
             if start.checkpoint is None:
@@ -141,14 +145,25 @@ class Resumption:
     def _after_death(self, newest: WeightsVersion) -> Start:
         latest = read_latest(self._root)
         progress, unusable = None, None
-        try:
-            progress = self._from_shared_memory(newest)
-        except WeightsError as error:
-            self._log(logging.ERROR, "a dead trainer's state in shared memory is unusable: %s", str(error))
-            unusable = error
-        if self._agree(progress is not None) and progress is not None:
-            return Start(progress, None, saved_step=0 if latest is None else latest.step)
-        found = self._newest_usable(latest)
+        # With shards each rank has a state of its own, of each version.
+        kept = newest if self._sharding is not None else self._connection.versions.kept()
+        found = None
+        if kept is not None and kept.age != newest.age and latest is not None and latest.version > kept.version:
+            found = self._newest_usable(latest, above=kept.version)
+        if kept is not None and found is None:
+            try:
+                progress = self._from_shared_memory(kept)
+            except WeightsError as error:
+                self._log(logging.ERROR, "a dead trainer's state in shared memory is unusable: %s", str(error))
+                unusable = error
+        if self._agree(progress is not None) and progress is not None and kept is not None:
+            saved_step = 0 if latest is None else latest.step
+            if kept.age == newest.age:
+                return Start(progress, None, saved_step=saved_step)
+            self._log(logging.WARNING, "rolled back to the newest version with a training state: version=%d -> %d",
+                      newest.version, kept.version)  # fmt: skip
+            return Start(progress, kept.version, True, saved_step=saved_step, in_memory=True)
+        found = found or self._newest_usable(latest)
         if found is None and unusable is not None:
             # The failed restore may have overwritten models and moments: a start at version 0 is impossible, too.
             raise unusable
@@ -163,18 +178,19 @@ class Resumption:
                   newest.version, note.version, note.step, folder)  # fmt: skip
         return Start(progress, note.version, True, note.latest(folder), note.step)
 
-    def _from_shared_memory(self, newest: WeightsVersion) -> Progress | None:
-        """Restore the newest weights and their training state; return None without a training state."""
+    def _from_shared_memory(self, version: WeightsVersion) -> Progress | None:
+        """Restore a version's weights and training state; return None without a training state."""
         state = tensors_of(self._learner, Progress(), self._device)
         if self._sharding is not None:
-            if not self._sharding.restore(newest, state):
+            if not self._sharding.restore(version, state):
                 return None
-        elif not self._connection.restore_training(newest, state):
+        elif not self._connection.restore_training(version, state):
             return None
         else:
-            self._connection.restore(**{name: model.state_dict() for name, model in self._models.items()})
+            models = {name: model.state_dict() for name, model in self._models.items()}
+            self._connection.versions.restore(models, version=version)
         progress = restore_random_state(state, self._device)
-        self._log(logging.INFO, "resumed from shared memory: version=%d step=%d", newest.version, progress.step)
+        self._log(logging.INFO, "resumed from shared memory: version=%d step=%d", version.version, progress.step)
         return progress
 
     # A new start.
@@ -204,10 +220,13 @@ class Resumption:
 
     # Checkpoints.
 
-    def _newest_usable(self, latest: Latest | None) -> tuple[Path, CheckpointNote, Progress] | None:
+    def _newest_usable(self, latest: Latest | None, *, above: int = -1) -> tuple[Path, CheckpointNote, Progress] | None:
+        """Restore the newest checkpoint that can be used, of a version above `above`; return None if there is none."""
         for folder in () if latest is None else earlier_of_run(self._root, latest):
             # Agreed before the load: what one rank has found damaged, no rank reads.
             note = self._on_all_ranks(self._verified, folder)
+            if note is not None and note.version <= above:
+                return None
             progress = None if note is None else self._on_all_ranks(self._load, folder)
             if note is not None and progress is not None:
                 return folder, note, progress

@@ -73,6 +73,8 @@ class BufferSession:
         self._leases: collections.deque[Lease] = collections.deque()
         self._newest_lease = -1
         self._in_hand: list[int] = []
+        # Batches in the version that is being published, while the next ones are taken in hand.
+        self._in_version: list[int] = []
         self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
         self._published: Published | None = None
         self._damaged: Damaged | None = None
@@ -161,6 +163,20 @@ class BufferSession:
         """Leave the batches in hand to the version that rank 0 publishes next."""
         self._in_hand.clear()
 
+    def begin_version(self) -> int:
+        """Leave the batches in hand to a version whose publish begins; return its `trained_through`.
+
+        They are held until `end_version`: a new buffer must not deliver them again meanwhile.
+        """
+        through = self.trained_through()
+        self._in_version, self._in_hand = self._in_hand, []
+        return through
+
+    def end_version(self, published: WeightsVersion) -> None:
+        """Report the version of `begin_version`, whose page is turned."""
+        self._in_version.clear()
+        self.announce(published)
+
     def hand_back(self, batches: int) -> None:
         """Hand back the last batches taken in hand; their rows are ready again."""
         for _ in range(batches):
@@ -202,6 +218,7 @@ class BufferSession:
         self._incarnation = random.getrandbits(62)
         self._leases.clear()
         self._in_hand.clear()
+        self._in_version.clear()
         self._acks.clear()
         self._newest_lease = -1
         self.announce(published)
@@ -212,12 +229,14 @@ class BufferSession:
         """Hand back every lease that is not trained."""
         # The credit first: otherwise the buffer would lease the rows to this rank again.
         self._send(Credit(self._name, self._incarnation, 0))
-        for lease in [*self._in_hand, *(lease.lease for lease in self._leases)]:
+        for lease in self._held():
             self._send(Release(self._name, lease, self._incarnation))
 
     def _hello(self) -> Hello:
-        held = [*self._in_hand, *(lease.lease for lease in self._leases)]
-        return Hello(self._name, self._incarnation, held, self._newest_lease < 0, os.getpid())
+        return Hello(self._name, self._incarnation, self._held(), self._newest_lease < 0, os.getpid())
+
+    def _held(self) -> list[int]:
+        return [*self._in_version, *self._in_hand, *(lease.lease for lease in self._leases)]
 
     def _send(self, message: Message) -> None:
         self._sender.send(message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,9 +29,12 @@ class LearnerProtocol(Protocol):
 
     Attributes:
         step: Optimizer steps taken.
+        before_change: Called in `update` before a weight, or a tensor of `tensors`, is changed: they may be copied by
+            another thread until it returns.
     """
 
     step: int
+    before_change: Callable[[], None]
 
     def update(self, experiences: list[Experience]) -> StepStats:
         """Take one optimizer step."""

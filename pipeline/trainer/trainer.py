@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
-from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.dealing.ranks import RankBalance
@@ -22,6 +23,7 @@ from pipeline.trainer.recording.recorder import FULL_DISK, StepRecorder
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
 from pipeline.trainer.saving.best import EvaluationFollower
+from pipeline.trainer.saving.publishing import Publishing
 from pipeline.trainer.sharding.sharding import Sharding
 from pipeline.trainer.state import LearnerProtocol, RankProgress, after_step, digest_after, tensors_of
 from pipeline.trainer.step_log import StepLog
@@ -30,6 +32,7 @@ from pipeline.trainer.step_stats import StepStats
 _IDLE_STEPS = 20
 _ZERO_STEPS = 5
 _LONG_WAIT_S = 1.0
+_TURN_S = 0.002
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +101,11 @@ class Trainer:
         self._config = config.trainer
         self._learner = learner
         self._connection = connection
-        self._models = models
         self._metrics = metrics
         self._device = device
         self._ranks = ranks
         self._agreed_to_stop = False
         self._checkpoints = None if save is None else BackgroundCheckpoint(save)
-        self._probe = probe
         self._step_log = step_log
         self._recorder: StepRecorder | None = None
         # Whether recorded rows were removed for the last checkpoint, which failed on a full disk.
@@ -117,16 +118,23 @@ class Trainer:
         self._tried_step = start.saved_step
         self._idle_steps = 0
         self._zero_steps = 0
-        # Other ranks publish nothing; they hold the same weights as the first rank.
-        self._version = WeightsVersion(start.version or 0, 0)
+        self._publishing = Publishing(
+            config.trainer, learner, connection, models, metrics, device=device, probe=probe, sharding=sharding
+        )
         if start.version is None:
             found = connection.newest()
             assert found is not None
-            self._version = found
+            self._publishing.version = found
         else:
-            self._publish(start.version, rollback=start.rollback, position=start.position)
+            # Other ranks publish nothing; they hold the same weights as the first rank.
+            self._publishing.version = WeightsVersion(start.version, 0)
+            self._publish(version=start.version, rollback=start.rollback, position=start.position)
         is_resumed = start.version is not None and not start.rollback
         metrics.began(self._version.version, steps_before=self.step if is_resumed else 0)
+
+    @property
+    def _version(self) -> WeightsVersion:
+        return self._publishing.version
 
     @property
     def fingerprint(self) -> int:
@@ -156,6 +164,10 @@ class Trainer:
         """Take no further step."""
         self._connection.draining = True
 
+    def publish_in_place(self) -> None:
+        """Let no thread publish: all turns of one process are taken in order."""
+        self._publishing.is_beside = False
+
     def record_to(self, recorder: StepRecorder) -> None:
         """Record the present weights and all steps from here on; `close` closes the recorder."""
         self._recorder = recorder
@@ -164,6 +176,7 @@ class Trainer:
 
     def poll(self) -> bool:
         """Work on one batch if one is leased; return whether there was one."""
+        self._publishing.poll()
         if self.complete:
             return False
         with self._metrics.fetching():
@@ -175,9 +188,18 @@ class Trainer:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for messages from the buffer."""
+        """Wait for messages from the buffer, or for the version that is being published."""
+        if self._publishing.is_pending:
+            self._publishing.wait(_TURN_S)
+            self._connection.receive(0.0)
+            return
         with self._metrics.waiting():
             self._connection.receive(timeout_s)
+
+    def beat(self) -> None:
+        """Set the heartbeat, unless a version is being published: a thread that hangs must be found."""
+        if not self._publishing.is_pending:
+            self._metrics.beat()
 
     def close(self) -> bool:
         """Release the other ranks, write the last checkpoint and hand back the leases.
@@ -185,6 +207,7 @@ class Trainer:
         Returns:
             Whether the last checkpoint includes every step; True on every rank but the first.
         """
+        self._publishing.finish()
         if not (self.complete or self._agreed_to_stop):
             self._ranks.agree(False)
         if self._sharding is None:
@@ -196,6 +219,7 @@ class Trainer:
         if self.step > self._published_step:
             # The batches in the last checkpoint count as trained.
             self._publish()
+            self._publishing.finish()
         self._wait_for_checkpoint()
         if self._all_ranks_save(self.step > self._saved_step):
             self._checkpoint()
@@ -207,6 +231,7 @@ class Trainer:
             # All ranks took part in the last checkpoint.
             self._ranks.leave()
             self._sharding.close()
+        self._publishing.close()
         self._connection.close()
         for lines in (self._step_log, self._recorder):
             if lines is not None:
@@ -221,9 +246,10 @@ class Trainer:
         return self._checkpoints is None or self._connection.rank != 0 or self._saved_step == self.step
 
     def abandon(self) -> None:
-        """Give up a checkpoint that is being written, after an error."""
+        """Give up a checkpoint that is being written, and let a publish end, after an error."""
         if self._checkpoints is not None:
             self._checkpoints.abandon()
+        self._publishing.close()
 
     def _use(self, batch: Batch) -> None:
         self._metrics.work_on(batch.lease)
@@ -248,14 +274,19 @@ class Trainer:
         self._batches = []
         if self._step_log is not None:
             self._step_log.append(self.step, stats)
-        if self.step % self._config.publish_every == 0 or self.complete:
-            self._publish()
-        self._metrics.stepped(stats, gathered, batch.for_version)
-        self._warn_if_zero(stats)
-        self._warn_if_idle(stats)
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
         is_due = bool(every) and self.step // every > self._tried_step // every
+        # A step counts once its version is published: a killed trainer's successor takes it again before.
+        counted = functools.partial(self._metrics.stepped, stats, gathered, batch.for_version)
+        if self.step % self._config.publish_every == 0 or self.complete:
+            self._publish(keeps_state=is_due or self.complete, then=counted)
+        else:
+            counted()
+        self._warn_if_zero(stats)
+        self._warn_if_idle(stats)
+        if self.complete:
+            self._publishing.finish()
         if self._all_ranks_save(is_due and self.step == self._published_step):
             self._checkpoint()
 
@@ -274,6 +305,10 @@ class Trainer:
         """
         if self.evaluations is None or self.step != self._published_step:
             return
+        if self._publishing.is_pending:
+            if not self.evaluations.is_due(self._publishing.next_number):
+                return
+            self._publishing.finish()
         evaluation = self.evaluations.take(self._version)
         if evaluation is None:
             return
@@ -311,55 +346,32 @@ class Trainer:
         if self._idle_steps == _IDLE_STEPS:
             log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", _IDLE_STEPS)
 
-    def _publish(self, version: int | None = None, *, rollback: bool = False, position: int = -1) -> None:
+    def _publish(self, *, then: Callable[[], None] = lambda: None, **options: Any) -> None:
         """Publish the weights, which acknowledges the batches in hand.
 
         If a trainer dies before the publish, every batch since the last version is delivered again.
+
+        Args:
+            then: Called once the version is published.
+            options: See `Publishing.publish`.
         """
         self._published_step = self.step
         if self._connection.rank != 0 and self._sharding is None:
             self._connection.settle()
+            then()
             return
         if self._checkpoints is not None and (held := self._checkpoints.held) is not None and held.is_next:
             self._wait_for_checkpoint(is_slow=True)
-        started_s = time.monotonic()
-        in_memory = self._config.keep_state == "memory"
-        with self._metrics.publishing():
-            probe = self._probe_answer(first=version is not None)
-            training = tensors_of(self._learner, self.progress, self._device) if in_memory else None
-            if self._sharding is not None:
-                self._version = self._sharding.publish(
-                    training, version=version, rollback=rollback, position=position, probe=probe
-                )
-            else:
-                critic = self._models.get("critic")
-                self._version = self._connection.publish(
-                    actor=published(self._models["actor"]),
-                    critic=None if critic is None else critic.state_dict(),
-                    probe=probe,
-                    training=training,
-                    version=version,
-                    rollback=rollback,
-                    position=position,
-                )
-        self._record_published()
-        if self._connection.rank == 0:
-            nbytes = self._connection.weights_bytes if self._sharding is None else self._sharding.nbytes
-            self._metrics.published(self._version.version, nbytes, time.monotonic() - started_s)
+
+        def ended() -> None:
+            self._record_published()
+            then()
+
+        self._publishing.publish(self.progress, then=ended, **options)
 
     def _record_published(self) -> None:
         if self._recorder is not None:
             self._recorder.published(self.step, self._version)
-
-    def _probe_answer(self, *, first: bool) -> Probe | None:
-        """Return the probe answer of the next version; None if that version carries no probe."""
-        every = self._config.probe_every
-        if self._probe is None or not every or not (first or (self._version.version + 1) % every == 0):
-            return None
-        if self._sharding is not None:
-            # The first rank may wait for its checkpoint. Inside the model's own collectives the others would seem hung.
-            self._sharding.meet()
-        return self._probe()
 
     def _all_ranks_save(self, is_due: bool) -> bool:
         """Return whether a checkpoint is due; with shards rank 0 says so for all, which write it together."""
@@ -375,6 +387,7 @@ class Trainer:
         if self._checkpoints is None:
             self._saved_step = self.step
             return
+        self._publishing.finish()
         self._wait_for_checkpoint(is_slow=True)
         for lines in (self._step_log, self._recorder):
             if lines is not None:

@@ -264,6 +264,7 @@ MISTAKES = [
     ),
     ("[rollout]\nshared_prefix = 1", "2:17: rollout.shared_prefix: must be true or false, got 1, did you mean true?"),
     ("[trainer]\nmicro_batch_tokens = 0", "2:22: trainer.micro_batch_tokens: must be at least 1, got 0"),
+    ("[trainer]\nkeep_state_every = 0", "2:20: trainer.keep_state_every: must be at least 1, got 0"),
     ("[trainer]\nwidth_multiple = 0", "2:18: trainer.width_multiple: must be at least 1, got 0"),
     (
         '[model]\ndtype = "float16"',

@@ -352,3 +352,18 @@ def test_what_a_run_does_not_have_needs_nothing(folder: Path) -> None:
     assert found.publish == {"weights": 4 * adapters, "training state": 0}
     assert found.rank["moments"] == 8 * adapters
     assert found.rank["weights"] == 4 * (adapters + models.actor.parameters)
+
+
+def test_a_publish_writes_the_training_state_of_every_nth_version(folder: Path) -> None:
+    trainer = {"keep_state_every": 4, "world_size": 2}
+    every = needs(configured(folder), models_of(configured(folder)), on_cards=False)
+    config = configured(folder, trainer=trainer)
+    sharded = configured(folder, trainer={**trainer, "sharding": "full"})
+
+    fourth = needs(config, models_of(config), on_cards=False)
+
+    assert fourth.publish["training state"] == every.publish["training state"] // 4 > 0
+    assert fourth.shared == every.shared, "two states are held as before"
+    # Sharded ranks keep each.
+    of_shards = needs(sharded, models_of(sharded), on_cards=False)
+    assert of_shards.publish == every.publish

@@ -193,6 +193,14 @@ class TestConflicts:
                 "trainer.record",
                 'must be "off" unless the built-in trainer has one rank, which takes a step alone',
             ),
+            *(
+                (
+                    {"trainer__keep_state_every": 2, **without},
+                    "trainer.keep_state_every",
+                    'must be 1 unless the built-in trainer keeps its state in memory (trainer.keep_state = "memory")',
+                )
+                for without in ({"trainer__keep_state": "disk"}, {"trainer__kind": "external"})
+            ),
             (
                 {"trainer__balance_ranks": True, "trainer__kind": "external"},
                 "trainer.balance_ranks",

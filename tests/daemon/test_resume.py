@@ -119,6 +119,29 @@ def test_a_trainer_killed_while_it_publishes_ends_with_the_weights_of_an_undistu
         assert len(re.findall(r"trainer-0 ended \(killed by signal 9\)", daemon.errors)) == 2
 
 
+def test_a_trainer_without_the_state_of_each_version_goes_back_and_ends_with_the_same_weights(
+    tmp_path,
+    task,  # noqa: F811
+    undisturbed,
+):
+    # One a publish, two with a training state (versions 0, 3 and that of a rollback), two a restart. Killed at the
+    # weights of version 2 and at those of version 5.
+    code = DIES_WHILE_PUBLISHING.format(ledger=str(tmp_path / "publishes"), deaths={4, 14})
+    settings = (*PPO, "trainer.keep_state_every=3")
+
+    with daemon_in(tmp_path, *settings, task=task, environment=sabotaged(tmp_path, code)) as daemon:
+        assert ended(daemon) == undisturbed
+        undone = (
+            r"^\S+ WARNING trainer-0 \S+ rolled back to the newest version with a training state: version=(\d -> \d)"
+        )
+        assert re.findall(undone, daemon.errors, re.MULTILINE) == ["1 -> 0", "4 -> 3"]
+        sealed, trained, dropped = map(
+            int, re.findall(r"experiences: sealed (\d+) = trained (\d+) \+ dropped (\d+)", daemon.errors)[-1]
+        )
+        assert sealed == trained + dropped
+        assert trained == 32 * (STEPS + 1 + 1), "the steps of the versions that were undone, again"
+
+
 def test_a_run_that_was_stopped_goes_on_where_it_was_and_says_so(tmp_path, task, undisturbed):  # noqa: F811
     with daemon_in(tmp_path, *PPO, task=task) as daemon:
         daemon.wait_step(2)

@@ -354,6 +354,21 @@ def test_a_step_with_nan_changes_nothing_but_the_count(algorithm: Algorithm) -> 
     assert all(torch.equal(a, b) for a, b in zip(weights(learner), weights(untouched), strict=True))
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_weights_and_state_change_only_once_they_may(algorithm: Algorithm) -> None:
+    """Another thread may copy them until then."""
+    learner = new_learner(algorithm, TRAINER.model_copy(update={"kl_coef_target": 1e-9}), kl_coef=0.1)
+    live = [*weights(learner), *learner.tensors().values()]
+    before, seen = [tensor.clone() for tensor in live], []
+    learner.before_change = lambda: seen.append([tensor.clone() for tensor in live])
+
+    learner.update([experience_for(learner, algorithm)])
+
+    assert all(torch.equal(then, now) for then, now in zip(before, seen[0], strict=True))
+    assert not all(torch.equal(then, now) for then, now in zip(before, live, strict=True))
+    assert "kl_coef" in learner.tensors()
+
+
 def test_a_learner_goes_on_bit_for_bit_where_another_left_off() -> None:
     first, second = new_learner("ppo"), new_learner("ppo", seed=5)
     batches = [experience_for(first, "ppo", seed) for seed in range(3)]

@@ -272,6 +272,74 @@ def test_a_training_state_whose_weights_never_came_is_not_used_however_often(sit
         assert trainer.holds(left)
 
 
+def left_without_a_state(site):
+    """A trainer that died at version 5, and kept the states of 0 and 3; return the tensors of version 3."""
+    dead = site.trainer()
+    for version in range(6):
+        left = dead.disturbed(version)
+        if version == 3:
+            kept = left
+        dead.publish(version, Progress(version, 11, 10 * version), training=version % 3 == 0)
+    return kept
+
+
+def test_a_version_without_a_state_goes_back_to_the_newest_that_has_one(site, caplog):
+    site.save(2)
+    kept = left_without_a_state(site)
+    successor = site.trainer(seed=1)
+
+    with caplog.at_level(logging.INFO, "pipeline"):
+        start = successor.resumption.find()
+    successor.resumption.settle(start)
+
+    assert start == Start(Progress(3, 11, 30), 3, True, saved_step=2, in_memory=True)
+    assert start.position == 30, "the first prompt that is asked again"
+    assert successor.holds(kept)
+    assert read_latest(site.root).step == 2, "the latest checkpoint stays"
+    assert "rolled back to the newest version with a training state: version=5 -> 3" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_after_the_newest_state_is_gone_back_to_if_it_can_be_used(site, damaged):
+    site.save(2)
+    saved = site.save(4)
+    if damaged:
+        (site.root / "step-000004" / "model.safetensors").unlink()
+    kept = left_without_a_state(site)
+    successor = site.trainer(seed=1)
+
+    start = successor.resumption.find()
+
+    assert (start.version, start.rollback, start.in_memory) == (3 if damaged else 4, True, damaged)
+    assert successor.holds(kept if damaged else saved)
+
+
+def test_a_rollback_that_dies_at_its_publish_leaves_the_state_to_its_successor(site, monkeypatch):
+    kept = left_without_a_state(site)
+    publish = WeightsPublisher.publish
+
+    def die_before_the_weights(publisher, *arguments, **options):
+        if publisher._mapping.path.name == "weights":
+            raise KeyboardInterrupt
+        return publish(publisher, *arguments, **options)
+
+    for _ in range(3):
+        with monkeypatch.context() as during:
+            during.setattr(WeightsPublisher, "publish", die_before_the_weights)
+            trainer = site.trainer(seed=1)
+            start = trainer.resumption.find()
+            assert (start.version, start.progress.step) == (3, 3)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.publish(3, start.progress, rollback=True)
+    trainer = site.trainer(seed=1)
+    start = trainer.resumption.find()
+    trainer.publish(3, start.progress, rollback=True)
+    successor = site.trainer(seed=2)
+
+    assert successor.resumption.find() == Start(Progress(3, 11, 30), None)
+    assert successor.holds(kept)
+
+
 def test_weights_without_their_state_go_back_to_the_checkpoint(site):
     saved = site.save(2)
     dead = site.trainer()

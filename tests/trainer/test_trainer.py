@@ -440,6 +440,7 @@ class NotedSharding:
     """A rank's sharding that notes its collectives."""
 
     nbytes = 0
+    state_s = 0.0
 
     def __init__(self, order):
         self.order = order

@@ -102,6 +102,11 @@ class ShardedVersions:
         """Bytes of one version and of this rank's training state; 0 before the first publish."""
         return (0 if self._mapping is None else int(self._mapping.slot_bytes)) + self._states.nbytes
 
+    @property
+    def state_s(self) -> float:
+        """Seconds that the write of this rank's last training state took."""
+        return self._states.state_s
+
     def publish(
         self,
         version: int,

@@ -4,9 +4,10 @@
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
     data        the slots, page-aligned
 
-A slot's sequence is odd during a write. The publisher writes the slot after the newest, in this order: sequence odd,
-tensors, fingerprint and version, sequence even, and `newest` last. A reader copies the newest slot and compares its
-sequence before and after; if it has changed, or the fingerprint is wrong, the copy is discarded. No process waits.
+A slot's sequence is odd during a write. The publisher writes the slot after the newest, or after the one that it spares
+(`WeightsPublisher.spare`), in this order: sequence odd, tensors, fingerprint and version, sequence even, and `newest`
+last. A reader copies the newest slot and compares its sequence before and after; if it has changed, or the fingerprint
+is wrong, the copy is discarded. No process waits.
 
 The newest slot does not always have the highest version: a trainer that resumes from a checkpoint publishes a lower
 version as a rollback. `history` counts the rollbacks, so that version 7 differs from version 7 before a rollback.
@@ -123,6 +124,15 @@ class WeightsMapping:
                 return slot
         return None
 
+    def whole(self) -> list[WeightsVersion]:
+        """Return the versions in the slots that are written and complete, whether their page was turned or not."""
+        return [self.version(slot) for slot in range(self.slots) if (n := self.marks[slot_mark(slot)]) and n % 2 == 0]
+
+    def discard(self, age: Age) -> None:
+        """Mark a version as one that is being written."""
+        if (slot := self.slot_of(age)) is not None:
+            self.marks[slot_mark(slot)] |= 1
+
     def release(self) -> None:
         """Take the slots out of the resident memory of this process until the next access; their bytes stay."""
         self._map.madvise(mmap.MADV_DONTNEED, self.data_offset, self.slots * self.slot_bytes)
@@ -159,6 +169,7 @@ class WeightsPublisher:
         self._mapping = WeightsMapping(path)
         self.release = self._mapping.release
         self._slots = self._mapping.all_slots()
+        self._spared: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -237,8 +248,13 @@ class WeightsPublisher:
     @property
     def next_slot(self) -> int:
         """The slot that the next publish writes."""
-        newest = self._mapping.newest()
-        return 0 if newest is None else (newest + 1) % self._mapping.slots
+        newest, slots = self._mapping.newest(), self._mapping.slots
+        following = 0 if newest is None else (newest + 1) % slots
+        return (following + 1) % slots if following == self._spared else following
+
+    def spare(self, age: Age) -> None:
+        """Write to no slot that holds this version, until another one is spared; of three slots one is free still."""
+        self._spared = self._mapping.slot_of(age)
 
     def newest_slot(self) -> int | None:
         """Return the slot of the newest version; None before the first publish."""

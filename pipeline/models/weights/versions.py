@@ -3,16 +3,21 @@
     weights     three slots, read by all (`pipeline.models.weights.store`)
     training    two slots of the same format: optimizer moments, float32 copies, step, digest, random state
 
-`publish` writes the training state of a version first, its weights last. So whenever a version of the weights is the
-newest, its training state is complete: a trainer killed at any store instruction is resumed exactly from there. A state
-whose weights were never published is discarded by the successor, which first makes the state of the newest weights the
-newest state again; the next write then uses the other slot. Two slots are enough for that.
+`publish` writes the training state of a version first, its weights last. So whenever a version of the weights that has
+a state is the newest, its state is complete: a trainer killed at any store instruction is resumed exactly from there. A
+state whose weights were never published is discarded by the successor before it publishes. It makes the state of the
+version that it resumes (`kept`) the newest state again, so that the next write uses the other slot: two are enough.
+
+Not every version needs a state (`trainer.keep_state_every`). The slot of the newest weights that have one is spared
+until the next weights that have one are the newest; the versions between use the other two slots in turns. So weights
+and state of one version are always whole, and a successor goes back to it if the newest version has no state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,8 +25,8 @@ import torch
 
 from pipeline.errors import ConfigError, UnreachableError
 from pipeline.models.weights.held import HeldSlot, HeldVersion, hold
-from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten, joined
-from pipeline.storage.weights_header import Probe, WeightsVersion, newest_version
+from pipeline.models.weights.store import WeightsMapping, WeightsPublisher, WeightsReader, flatten, joined
+from pipeline.storage.weights_header import Age, Probe, WeightsVersion, newest_version
 
 _TRAINING_SLOTS = 2
 _HEADER_ATTEMPTS = 1000
@@ -42,7 +47,11 @@ def publisher_of(weights_path: Path, tensors: Mapping[str, torch.Tensor]) -> Wei
 
 
 class PolicyVersions:
-    """Publishes and restores versions; among the ranks only the first one publishes."""
+    """Publishes and restores versions; among the ranks only the first one publishes.
+
+    Attributes:
+        state_s: Seconds that the write of the last training state took.
+    """
 
     def __init__(self, weights_path: Path, *, training_name: str = "training") -> None:
         """Store the paths; the first `publish` creates the files.
@@ -56,24 +65,45 @@ class PolicyVersions:
         self._weights: WeightsPublisher | None = None
         self._training: WeightsPublisher | None = None
         self._has_room = True
+        self._wrote_state = False
+        self.state_s = 0.0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one version, 0 before the first publish of this trainer."""
-        return sum(publisher.nbytes for publisher in (self._weights, self._training) if publisher is not None)
+        """Bytes that the last publish of this trainer wrote, 0 before the first."""
+        written = (self._weights, self._training if self._wrote_state else None)
+        return sum(publisher.nbytes for publisher in written if publisher is not None)
 
     def newest(self) -> WeightsVersion | None:
         """Return the version published last, by this trainer or its predecessor; None before the first."""
         return newest_version(self._weights_path, attempts=_HEADER_ATTEMPTS)
 
-    def restore(self, models: Mapping[str, Mapping[str, torch.Tensor]]) -> WeightsVersion:
-        """Copy the newest weights into state dicts.
+    def kept(self) -> WeightsVersion | None:
+        """Return the newest version whose weights and training state are both whole; None without one."""
+        newest = self.newest()
+        if newest is None or not self._training_path.exists():
+            return None
+        with (
+            contextlib.closing(WeightsMapping(self._weights_path)) as weights,
+            contextlib.closing(WeightsMapping(self._training_path)) as training,
+        ):
+            states = {state.age for state in training.whole()}
+            # Whole weights whose page was never turned come after the newest: they were not published.
+            pairs = [
+                found for found in weights.whole() if found.age in states and _order(found.age) <= _order(newest.age)
+            ]
+        return max(pairs, key=lambda found: _order(found.age), default=None)
+
+    def restore(
+        self, models: Mapping[str, Mapping[str, torch.Tensor]], *, version: WeightsVersion | None = None
+    ) -> WeightsVersion:
+        """Copy the weights of a version, the newest by default, into state dicts.
 
         Raises:
-            WeightsError: If there are no weights, or they are another model's.
+            WeightsError: If there are no such weights, or they are another model's.
         """
         with contextlib.closing(WeightsReader(self._weights_path)) as reader:
-            return reader.fetch(joined(models))
+            return reader.fetch(joined(models), age=None if version is None else version.age)
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
         """Copy the training state of a version into tensors; return False if it is not held or is another model's.
@@ -127,6 +157,10 @@ class PolicyVersions:
         if self._weights is None:
             # Allocated first: if there is room for only one of the two, the weights get it.
             self._weights = publisher_of(self._weights_path, tensors)
+            if (kept := self.kept()) is not None:
+                self._weights.spare(kept.age)
+            self._discard_unpublished()
+        self._wrote_state = False
         if training is not None:
             before = self.newest()
             # The weights' count, not one of its own: it distinguishes versions of the same number.
@@ -134,9 +168,12 @@ class PolicyVersions:
             self.publish_training(
                 version, training, trained_through=trained_through, rollback=rollback, history=history
             )
-        return self._weights.publish(
+        published = self._weights.publish(
             version, tensors, trained_through=trained_through, rollback=rollback, position=position, probe=probe
         )
+        if self._wrote_state:
+            self._weights.spare(published.age)
+        return published
 
     def publish_training(
         self,
@@ -159,9 +196,12 @@ class PolicyVersions:
         if self._training is None and self._has_room:
             self._training = self._keep(training)
         if self._training is not None:
+            started_s = time.monotonic()
             self._training.publish(
                 version, training, trained_through=trained_through, rollback=rollback, history=history
             )
+            self.state_s = time.monotonic() - started_s
+            self._wrote_state = True
 
     def held_training(self, version: WeightsVersion) -> HeldSlot | None:
         """Return the training state of this publisher's newest version in place; None if it is not held."""
@@ -185,6 +225,16 @@ class PolicyVersions:
             if publisher is not None:
                 publisher.close()
 
+    def _discard_unpublished(self) -> None:
+        """Discard states whose weights were never published: their number's next weights may come without a state."""
+        if not self._training_path.exists():
+            return
+        newest = self.newest()
+        with contextlib.closing(WeightsMapping(self._training_path)) as training:
+            for state in training.whole():
+                if newest is None or _order(state.age) > _order(newest.age):
+                    training.discard(state.age)
+
     def _keep(self, training: Mapping[str, torch.Tensor]) -> WeightsPublisher | None:
         try:
             publisher = WeightsPublisher(self._training_path, training, slots=_TRAINING_SLOTS)
@@ -192,7 +242,12 @@ class PolicyVersions:
             self._has_room = False
             log.warning("no training state in shared memory, a killed trainer resumes from a checkpoint: %s", error)
             return None
-        newest = self.newest()
-        if newest is not None:
-            publisher.rewind(newest.age)
+        if (kept := self.kept()) is not None:
+            publisher.rewind(kept.age)
         return publisher
+
+
+def _order(age: Age) -> Age:
+    """Return a key that rises with each publish: a rollback lowers the number, and raises the history."""
+    version, history = age
+    return history, version

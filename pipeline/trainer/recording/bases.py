@@ -19,8 +19,8 @@ from pipeline.runtime.run_folder import heads_in
 from pipeline.storage.recording import Recording, TrainerStart
 
 _WITHOUT_EFFECT = frozenset({
-    "max_steps", "save_every", "keep_checkpoints", "resume", "keep_state", "probe_every", "publish_every", "record",
-    "record_bytes", "devices", "sharding",
+    "max_steps", "save_every", "keep_checkpoints", "resume", "keep_state", "keep_state_every", "probe_every",
+    "publish_every", "record", "record_bytes", "devices", "sharding",
 })  # fmt: skip
 """Keys of ``[trainer]`` that change no step of one rank."""
 

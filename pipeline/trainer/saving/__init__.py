@@ -1,5 +1,6 @@
-"""Checkpoints written beside training, and the best one of them.
+"""Versions published and checkpoints written beside training, and the best one of them.
 
 background   one checkpoint in a thread, from the published weights in shared memory
 best         the evaluations of a run, and the checkpoint of the best one
+publishing   versions in a thread, from the live tensors
 """

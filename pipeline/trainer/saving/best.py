@@ -48,16 +48,20 @@ class EvaluationFollower:
         self._agree = agree
         self._taken = -1
 
+    def is_due(self, version: int) -> bool:
+        """Return whether the version of a number is evaluated."""
+        return version % self._every == 0
+
     def awaits(self, version: WeightsVersion) -> bool:
         """Return whether a version is due and its evaluation is not complete."""
-        return version.version % self._every == 0 and self._find(version) is None
+        return self.is_due(version.version) and self._find(version) is None
 
     def take(self, version: WeightsVersion) -> Evaluation | None:
         """Return the evaluation of a version, once; None if it is not due, or has none.
 
         A collective of sharded ranks if it is due: the file may get its line between the reads of two of them.
         """
-        if version.version % self._every or version.version == self._taken:
+        if not self.is_due(version.version) or version.version == self._taken:
             return None
         found = self._find(version)
         if not self._agree(found is not None) or found is None:

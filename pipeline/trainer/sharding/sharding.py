@@ -99,6 +99,11 @@ class Sharding:
         """Bytes of one version and of this rank's training state."""
         return self._versions.nbytes
 
+    @property
+    def state_s(self) -> float:
+        """Seconds that the write of this rank's last training state took."""
+        return self._versions.state_s
+
     def publish(
         self,
         training: Mapping[str, Tensor] | None,

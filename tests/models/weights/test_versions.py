@@ -1,4 +1,7 @@
-"""Weights and training state: killed at any store, a trainer leaves both complete and of the same version."""
+"""Weights and training state: killed at any store, a trainer leaves both complete and of the same version.
+
+A version without a state leaves both of the newest version that has one.
+"""
 
 import logging
 import os
@@ -12,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline.models.weights import places, store
+from pipeline.models.weights import places, store, versions
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage import weights_header
 from tests.storage.test_ledger import DyingMemory, Killed
@@ -62,15 +65,21 @@ class DyingMapping(store.WeightsMapping):
 
 
 class VersionsMachine(RuleBasedStateMachine):
-    """Publishes and rollbacks by trainers that die at any store, compared with the newest version before and after."""
+    """Publishes and rollbacks by trainers that die at any store, compared with the newest version before and after.
+
+    Some versions have no training state. The weights and the state of the newest version that has one are then whole,
+    and a successor goes back to it (`pipeline.trainer.resume`), however often it dies of that.
+    """
 
     def __init__(self):
         super().__init__()
-        self.original, store.WeightsMapping = store.WeightsMapping, DyingMapping
+        self.original = store.WeightsMapping
+        store.WeightsMapping = versions.WeightsMapping = DyingMapping
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "weights"
         self.values = 0
         self.version, self.value, self.history = 0, 0, 0
+        self.kept = (0, 0, 0)
         self.deaths = 0
 
     @initialize()
@@ -79,30 +88,44 @@ class VersionsMachine(RuleBasedStateMachine):
         self.publish(0, 0, rollback=False)
         self.reader = store.WeightsReader(self.path)
 
-    def publish(self, version, value, *, rollback):
-        return self.trainer.publish(
-            version, model(float(value)), training(value), trained_through=value, rollback=rollback
-        )
+    def publish(self, version, value, *, rollback, keeps_state=True):
+        state = training(value) if keeps_state else None
+        return self.trainer.publish(version, model(float(value)), state, trained_through=value, rollback=rollback)
 
-    @rule(back=st.none() | st.integers(0, 3), stores=st.none() | st.integers(0, 45))
-    def publish_or_die(self, back, stores):
+    @rule(
+        back=st.none() | st.integers(0, 3),
+        stores=st.none() | st.integers(0, 45),
+        keeps_state=st.integers(0, 2).map(bool),
+    )
+    def publish_or_die(self, back, stores, keeps_state):
         self.values = (self.values + 1) % 200
         rollback = back is not None
         version = max(0, self.version - back) if rollback else self.version + 1
-        after = (version, self.values, self.history + rollback)
+        self.attempt(version, self.values, stores, rollback=rollback, keeps_state=keeps_state or rollback)
+
+    @rule(stores=st.none() | st.integers(0, 45))
+    def go_back_to_the_state(self, stores):
+        """The start of a trainer whose predecessor left a version without a state."""
+        if self.kept != (self.version, self.value, self.history):
+            self.attempt(self.kept[0], self.kept[1], stores, rollback=True)
+
+    def attempt(self, version, value, stores, *, rollback, keeps_state=True):
+        before, after = (self.version, self.value, self.history), (version, value, self.history + rollback)
         DyingMapping.budget[0] = ENDLESS if stores is None else stores
         try:
-            self.publish(version, self.values, rollback=rollback)
+            self.publish(version, value, rollback=rollback, keeps_state=keeps_state)
         except Killed:
             self.deaths += 1
             self.trainer = PolicyVersions(self.path)
             found = self.newest()
-            assert found in (after, (self.version, self.value, self.history))
-            self.version, self.value, self.history = found
+            assert found in (after, before)
         else:
-            self.version, self.value, self.history = after
+            found = after
         finally:
             DyingMapping.budget[0] = ENDLESS
+        self.version, self.value, self.history = found
+        if found == after and keeps_state:
+            self.kept = after
 
     @rule()
     def restart(self):
@@ -123,15 +146,22 @@ class VersionsMachine(RuleBasedStateMachine):
         assert all(tensor.eq(self.value).all() for tensor in into.values())
 
     @invariant()
-    def its_training_state_is_there_and_belongs_to_it(self):
+    def the_newest_training_state_is_there_with_the_weights_that_it_belongs_to(self):
         if self.values == 0 and not self.path.exists():
             return
-        into = training(-1)
-        assert self.trainer.restore_training(self.trainer.newest(), into)
-        assert all(tensor.eq(self.value).all() for tensor in into.values())
+        version, value, history = self.kept
+        found = self.trainer.kept()
+        assert (found.age, found.trained_through) == ((version, history), value)
+        assert self.trainer.holds_training(self.trainer.newest(), training(-1)) == (
+            self.kept == (self.version, self.value, self.history)
+        )
+        state, weights = training(-1), model(-1.0)
+        assert self.trainer.restore_training(found, state)
+        assert self.trainer.restore(weights, version=found) == found
+        assert all(tensor.eq(value).all() for tensor in [*state.values(), *weights["actor"].values()])
 
     def teardown(self):
-        store.WeightsMapping = self.original
+        store.WeightsMapping = versions.WeightsMapping = self.original
         self.folder.cleanup()
 
 

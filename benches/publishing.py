@@ -1,0 +1,146 @@
+"""Seconds that a training step waits for a publish: in place, beside the next step, and with fewer training states."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benches.measure import Sample, interleaved
+from benches.report import Section, Table
+from benches.sharding import SMALL, Shape, rows_of, write_model
+from pipeline.config.schema import Config
+from pipeline.models.weights.versions import PolicyVersions
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.trainer.learner import Learner
+from pipeline.trainer.process import whole_models
+from pipeline.trainer.saving.publishing import Publishing
+from pipeline.trainer.state import Progress
+
+_SHAPE = Shape(hidden=512, inner=1408, layers=12, vocabulary=16_384, rows=8, tokens=32)
+_CPU = torch.device("cpu")
+_TURN = 4
+_TEXT = """A random Llama of {parameters:.0f} M parameters in float32 takes steps of GRPO on {tokens} made-up tokens,
+on a CPU with one thread, and publishes after each: {weights:.0f} MB of weights and {state:.0f} MB of training state.
+The next batch is there at once, as with `buffer.max_staleness` above 0. *Waits*: the share of its time in which the
+step's thread did nothing but the publish, or waited for its end. *Seen after*: from the begin of a publish to the turn
+of its page, from when on workers can load it. Ways take turns of {turn} steps, {rounds} each; the mean of a turn,
+median (range) of the turns."""
+
+
+class _Turn(NamedTuple):
+    step_s: float
+    waits: float
+    waited_s: float
+    seen_s: float
+
+
+class _Metrics:
+    """Takes the figures that a trainer exports."""
+
+    def __init__(self) -> None:
+        self.waited_s, self.written_s = 0.0, 0.0
+
+    def publishing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def published(
+        self, version: int, nbytes: int, duration_s: float, *, waited_s: float, state_s: float | None
+    ) -> None:
+        self.waited_s += waited_s
+        self.written_s += duration_s
+
+
+class _Connection:
+    """A connection to no buffer."""
+
+    rank = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.versions = PolicyVersions(folder / "weights")
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.versions.nbytes
+
+    def begin_version(self) -> int:
+        return 0
+
+    def end_version(self, published: WeightsVersion) -> None:
+        pass
+
+    def publish(
+        self, *, actor: Any, critic: Any, training: Any, version: int | None, probe: Any, **undo: Any
+    ) -> WeightsVersion:
+        newest = self.versions.newest()
+        number = 0 if newest is None else newest.version + 1
+        return self.versions.publish(number, {"actor": actor, "critic": critic}, training, trained_through=0, **undo)
+
+
+def run(*, quick: bool) -> Sequence[Section]:
+    """Measure the ways in turns."""
+    shape, rounds = (SMALL._replace(rows=8), 1) if quick else (_SHAPE, 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rlhfd-bench-") as folder:
+            return [_measured(Path(folder), shape, rounds)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
+    parameters = write_model(folder / "model", shape)
+    config = Config.model_validate(
+        {
+            "model": {"actor": str(folder / "model")},
+            "trainer": {"warmup_steps": 0, "decay_steps": 0, "probe_every": 0, "micro_batch_size": shape.rows // 2},
+            "rollout": {"max_length": shape.tokens},
+            "buffer": {"sample_batch_size": shape.rows},
+        }
+    )
+    models = whole_models(config, _CPU)
+    learner = Learner(config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef)
+    connection, metrics = _Connection(folder), _Metrics()
+    publishing: Any = Publishing(
+        config.trainer, learner, connection, models, metrics, device=_CPU, probe=None, sharding=None
+    )
+    publishing.publish(Progress(), version=0)
+    nbytes = connection.weights_bytes
+
+    def turn(beside: bool, keep_state_every: int) -> _Turn:
+        publishing.is_beside = beside
+        publishing._config = config.trainer.model_copy(update={"keep_state_every": keep_state_every})
+        metrics.waited_s = metrics.written_s = 0.0
+        began_s = time.perf_counter()
+        for step in range(_TURN):
+            publishing.publish(Progress(step))
+            learner.update([rows_of(shape, seed=step)])
+        took_s = time.perf_counter() - began_s
+        return _Turn(took_s / _TURN, metrics.waited_s / took_s, metrics.waited_s / _TURN, metrics.written_s / _TURN)
+
+    ways = {
+        "in place": functools.partial(turn, False, 1),
+        "beside the next step": functools.partial(turn, True, 1),
+        "the same, `trainer.keep_state_every = 4`": functools.partial(turn, True, 4),
+    }
+    for way in ways.values():
+        way()
+    rows = []
+    for name, turns in interleaved(ways, rounds).items():
+        step_s, waits, waited_s, seen_s = (Sample.of(values) for values in zip(*turns, strict=True))
+        rows.append((name, f"{step_s} s", f"{waits.scaled(100)}%", f"{waited_s} s", f"{seen_s} s"))
+    publishing.close()
+    weights = 4 * parameters
+    text = _TEXT.format(
+        parameters=parameters / 1e6, tokens=shape.rows * shape.tokens, weights=weights / 1e6,
+        state=(nbytes - weights) / 1e6, turn=_TURN, rounds=rounds,
+    )  # fmt: skip
+    header = ("way", "step", "waits", "waited a step", "seen after")
+    return Section("publishing", "A publish beside training", " ".join(text.split()), [Table(header, rows)], "")

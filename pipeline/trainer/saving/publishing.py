@@ -1,0 +1,257 @@
+"""Versions of a rank are published beside training: the step waits for them only before it changes what they read.
+
+    training's thread     begins the publish, gathers the next batch, runs it forward and backward      waits, steps
+    publishing thread     writes the training state, then the weights, turns the page ----------------/
+
+The order of stores is that of a publish in place (`pipeline.models.weights.versions`), so that a kill at any of them
+leaves the same. The tensors are read live, not copied before: `finish` is called before the optimizer changes them.
+Training's thread reports the version to the buffer and counts its step, at its first look after the page is turned.
+
+On a GPU the copies are on a stream of their own, after all that training had issued before the publish. They pass
+through the ring of page-locked buffers, and are complete when the thread ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeline.config.schema import TrainerConfig
+from pipeline.models.lora import published
+from pipeline.storage.weights_header import Probe, WeightsVersion
+from pipeline.trainer.connection import Connection
+from pipeline.trainer.metrics import TrainerMetrics
+from pipeline.trainer.sharding.sharding import Sharding
+from pipeline.trainer.state import LearnerProtocol, Progress, tensors_of
+
+BESIDE_FROM_BYTES = 1 << 22
+"""Bytes of a publish from which a thread is worth its start."""
+
+log = logging.getLogger(__name__)
+
+
+class _Pending(NamedTuple):
+    """A publish that has begun.
+
+    Attributes:
+        written: The version, once its page is turned, and the seconds of the writes.
+        is_reported: Whether the buffer has been told.
+        keeps_state: Whether the version has a training state.
+        then: Called after the end.
+    """
+
+    written: Future[tuple[WeightsVersion, float]]
+    is_reported: bool
+    keeps_state: bool
+    then: Callable[[], None]
+
+
+class Publishing:
+    """Publishes the versions of one rank; used by training's thread.
+
+    Attributes:
+        version: The newest version that is reported.
+        is_beside: Whether a thread may publish; else each call of `publish` returns at its end.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        learner: LearnerProtocol,
+        connection: Connection,
+        models: Mapping[str, torch.nn.Module],
+        metrics: TrainerMetrics,
+        *,
+        device: torch.device,
+        probe: Callable[[], Probe] | None,
+        sharding: Sharding | None,
+    ) -> None:
+        """Publish nothing yet; `Trainer` explains the arguments."""
+        self.version = WeightsVersion(0, 0)
+        self.is_beside = True
+        self._config = config
+        self._learner = learner
+        self._connection = connection
+        self._models = models
+        self._metrics = metrics
+        self._device = device
+        self._probe = probe
+        self._sharding = sharding
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._side_stream: torch.cuda.Stream | None = None
+        self._pending: _Pending | None = None
+        self._waited_s = 0.0
+        learner.before_change = self.finish
+        if sharding is not None and config.keep_state_every > 1 and connection.rank == 0:
+            log.warning("sharded ranks keep the training state of each version, "
+                        "trainer.keep_state_every has no effect")  # fmt: skip
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a publish has begun whose version is not reported yet."""
+        return self._pending is not None
+
+    @property
+    def next_number(self) -> int:
+        """Number of the version after `version`, which may be under way."""
+        return self.version.version + 1
+
+    def publish(
+        self,
+        progress: Progress,
+        *,
+        version: int | None = None,
+        rollback: bool = False,
+        position: int = -1,
+        keeps_state: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Publish the live weights, which acknowledges the batches in hand.
+
+        Args:
+            progress: The progress of training with these weights.
+            version: Version number of this trainer's first publish; None for the next version.
+            rollback: As in `Connection.publish`.
+            position: As in `Connection.publish`.
+            keeps_state: Whether the version has a training state though `trainer.keep_state_every` would not say so.
+            then: Called once the version is reported.
+
+        Raises:
+            ConfigError, UnreachableError, WeightsError: As `Connection.publish`; from `finish` if a thread publishes.
+        """
+        self.finish()
+        is_first, started_s = version is not None, time.monotonic()
+        number = self.next_number if version is None else version
+        with self._metrics.publishing():
+            probe = self._probe_answer(number, first=is_first)
+            training = None
+            every = 1 if self._sharding is not None else self._config.keep_state_every
+            if self._config.keep_state == "memory" and (is_first or keeps_state or number % every == 0):
+                training = tensors_of(self._learner, progress, self._device)
+            beside = self._is_worth_a_thread and not is_first
+            if beside:
+                written = self._thread.submit(self._writing(number, training, probe), self._stream())
+            else:
+                written = Future()
+                published_version = self._in_place(training, probe, version, rollback=rollback, position=position)
+                written.set_result((published_version, time.monotonic() - started_s))
+        self._waited_s = time.monotonic() - started_s
+        self._pending = _Pending(written, not beside, training is not None, then)
+        self.poll()
+
+    def poll(self) -> None:
+        """Report a version whose page is turned."""
+        if self._pending is not None and self._pending.written.done():
+            self.finish()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until a page that is due is turned, `timeout_s` at most."""
+        if self._pending is None or self._pending.written.done():
+            return
+        started_s = time.monotonic()
+        with self._metrics.publishing():
+            wait([self._pending.written], timeout_s)
+        self._waited_s += time.monotonic() - started_s
+
+    def finish(self) -> None:
+        """Wait until the version under way is the newest, and report it.
+
+        Raises:
+            Exception: The error of the thread; the version is not published then.
+        """
+        if self._pending is None:
+            return
+        self.wait()
+        pending, self._pending = self._pending, None
+        self.version, written_s = pending.written.result()
+        if not pending.is_reported:
+            self._connection.end_version(self.version)
+        if self._connection.rank == 0:
+            source = self._connection.versions if self._sharding is None else self._sharding
+            self._metrics.published(
+                self.version.version,
+                source.nbytes,
+                written_s,
+                waited_s=self._waited_s,
+                state_s=source.state_s if pending.keeps_state else None,
+            )
+        pending.then()
+
+    def close(self) -> None:
+        """End the thread; a version under way, as after an error of training, is published: its step was taken."""
+        self._thread.shutdown()
+        if self._pending is not None and (error := self._pending.written.exception()) is not None:
+            log.error("version %d is not published: %s", self.next_number, error)
+        self._pending = None
+
+    def _in_place(
+        self, training: Mapping[str, torch.Tensor] | None, probe: Probe | None, version: int | None, **undo: Any
+    ) -> WeightsVersion:
+        if self._sharding is not None:
+            return self._sharding.publish(training, version=version, probe=probe, **undo)
+        models = self._weights()
+        return self._connection.publish(
+            actor=models["actor"], critic=models.get("critic"), training=training, version=version, probe=probe, **undo
+        )
+
+    def _writing(
+        self, number: int, training: Mapping[str, torch.Tensor] | None, probe: Probe | None
+    ) -> Callable[[contextlib.AbstractContextManager[None]], tuple[WeightsVersion, float]]:
+        """Return the writes of a version, called by the thread with the stream of its copies."""
+        write = functools.partial(
+            self._connection.versions.publish,
+            number,
+            self._weights(),
+            training,
+            trained_through=self._connection.begin_version(),
+            probe=probe,
+        )
+
+        def timed(stream: contextlib.AbstractContextManager[None]) -> tuple[WeightsVersion, float]:
+            started_s = time.monotonic()
+            with stream:
+                found = write()
+            return found, time.monotonic() - started_s
+
+        return timed
+
+    def _weights(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        actor, critic = self._models["actor"], self._models.get("critic")
+        return {"actor": published(actor)} | ({} if critic is None else {"critic": critic.state_dict()})
+
+    @property
+    def _is_worth_a_thread(self) -> bool:
+        # The first publish of a trainer maps the files, and sets their size.
+        return self.is_beside and self._sharding is None and self._connection.weights_bytes >= BESIDE_FROM_BYTES
+
+    def _stream(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of copies that begin after all that training has issued so far, beside what it issues."""
+        if self._device.type != "cuda":
+            return contextlib.nullcontext()
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self._device)
+        return _after(torch.cuda.current_stream(self._device).record_event(), self._side_stream)
+
+    def _probe_answer(self, number: int, *, first: bool) -> Probe | None:
+        """Return the probe answer of a version; None if it carries no probe."""
+        every = self._config.probe_every
+        if self._probe is None or not every or not (first or number % every == 0):
+            return None
+        if self._sharding is not None:
+            # The first rank may wait for its checkpoint. Inside the model's own collectives the others would seem hung.
+            self._sharding.meet()
+        return self._probe()
+
+
+@contextlib.contextmanager
+def _after(event: torch.cuda.Event, stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
+        yield
