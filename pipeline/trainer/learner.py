@@ -110,8 +110,7 @@ class Learner:
                 its adapters; None for the log-probs of the rows.
             on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase, for each
                 micro-batch.
-            on_out_of_memory: Called when a micro-batch runs out of the device's memory; the update is then taken from
-                its start with micro-batches of half the tokens.
+            on_out_of_memory: Called when a micro-batch does not fit; the update begins anew with half the tokens.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -154,18 +153,17 @@ class Learner:
         )
         self._width_multiple = width_multiple(self._device, trainer.width_multiple)
         self._part_shape = torch.Size((0, 0))
+        rates = trainer.learning_rate, trainer.critic_learning_rate
         self._optimizers = [
             new_optimizer(
                 model,
-                learning_rate=learning_rate,
+                learning_rate=rate,
                 betas=trainer.betas,
                 weight_decay=trainer.weight_decay,
                 clip_norm=trainer.gradient_clip_norm,
                 process_group=process_group,
             )
-            for model, learning_rate in zip(
-                self._models, (trainer.learning_rate, trainer.critic_learning_rate), strict=False
-            )
+            for model, rate in zip(self._models, rates, strict=False)
         ]
 
     def update(self, experiences: Sequence[Experience]) -> StepStats:
@@ -431,9 +429,8 @@ class Learner:
         mask = part.action_mask
         with watch.during("forward"), torch.enable_grad():
             values = critic_values(self._critic, part, packing=self._trainer.packing)
-            loss = value_loss(
-                values, part.values, part.returns, mask, self._trainer.value_clip_range, denominator=actions
-            )
+            clip = self._trainer.value_clip_range
+            loss = value_loss(values, part.values, part.returns, mask, clip, denominator=actions)
         with watch.during("backward"):
             loss.backward()
             self._optimizers[1].collect()
