@@ -108,8 +108,7 @@ class Learner:
                 step, computed here; else those of the rows.
             reference: The reference, whose log-probs are computed here before each step: the actor for itself without
                 its adapters; None for the log-probs of the rows.
-            on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase, for each
-                micro-batch.
+            on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase.
             on_out_of_memory: Called when a micro-batch does not fit; the update begins anew with half the tokens.
 
         Raises:
