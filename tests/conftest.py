@@ -37,11 +37,11 @@ LONG = {
 """Kinds of test that are short in a usual run; the option of the same name runs them, and only them, in full."""
 
 LONGEST = (
-    "test_kills", "test_recipes", "test_resume", "test_ray", "test_hangs", "test_limits", "test_environment",
-    "test_reference_device", "test_bootstrap", "test_vision", "test_evaluation", "test_determinism", "test_footprint",
-    "test_recording", "test_metrics", "test_systemd", "test_examples", "test_operations", "test_models", "test_chaos",
-    "test_page_in_chromium", "test_bad_input", "test_stream", "test_replay", "test_runs", "test_forkserver",
-    "test_sharding", "test_rank_endings",
+    "test_kills", "test_hangs", "test_recipes", "test_ray", "test_resume", "test_limits", "test_environment",
+    "test_footprint", "test_replay", "test_bad_input", "test_examples", "test_stream", "test_bootstrap",
+    "test_operations", "test_recording", "test_metrics", "test_determinism", "test_systemd", "test_evaluation",
+    "test_vision", "test_models", "test_chaos", "test_sharding", "test_forkserver", "test_rank_endings",
+    "test_reference_device", "test_runs", "test_page_in_chromium",
 )  # fmt: skip
 """Files that take the most time. They come first: of files in parallel, none of them is left alone at the end."""
 

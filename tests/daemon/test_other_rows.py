@@ -11,6 +11,7 @@ import pytest
 from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
 
 
+@pytest.mark.variant
 @pytest.mark.timeout(600)
 def test_a_serial_run_goes_on_without_the_rows_that_lack_log_probs_it_needs(tmp_path: Path, task: Path) -> None:  # noqa: F811
     settings = (*SMALL, "buffer.max_staleness=2")

@@ -133,6 +133,7 @@ def test_a_stopped_and_started_run_continues_the_digest_of_its_checkpoint(tmp_pa
         assert finished(second) == undisturbed
 
 
+@pytest.mark.variant
 def test_both_ranks_log_one_digest(undisturbed):
     assert undisturbed.keys() == {"trainer-0", "trainer-1"}
     assert undisturbed["trainer-0"].experiences == undisturbed["trainer-1"].experiences

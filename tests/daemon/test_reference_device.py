@@ -81,6 +81,7 @@ def own_bytes(pid: int) -> int:
     return sum(int(kib) << 10 for kib in re.findall(r"Rss(?:Anon|File):\s+(\d+)", text))
 
 
+@pytest.mark.variant
 def test_the_reference_in_the_trainer_trains_alike_and_no_worker_holds_it(
     tmp_path: Path,
     task: Path,  # noqa: F811

@@ -167,7 +167,14 @@ def test_under_pdb_a_difference_before_the_step_is_told_and_the_step_is_reached(
     assert "(Pdb) 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("typed", ["q\n", "next\nq\n", ""], ids=["at once", "within", "end of input"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        pytest.param("q\n", id="at once", marks=pytest.mark.variant),
+        pytest.param("next\nq\n", id="within"),
+        pytest.param("", id="end of input", marks=pytest.mark.variant),
+    ],
+)
 def test_a_step_that_is_left_in_pdb_is_not_compared(run: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     lines: list[str] = []

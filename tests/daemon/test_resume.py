@@ -185,7 +185,8 @@ def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alo
         assert "rollout-0 failed (exit code 1): " in daemon.errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
+@pytest.mark.variant
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_without_a_state_in_memory_a_killed_trainer_does_again_what_its_checkpoint_lacks(tmp_path, task, ranks):  # noqa: F811
     settings = ("trainer.save_every=4", "trainer.max_steps=8", f"trainer.world_size={ranks}")
     with daemon_in(tmp_path / "undisturbed", *settings, task=task) as daemon:

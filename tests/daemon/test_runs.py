@@ -17,6 +17,7 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.parent != folder}
 
 
+@pytest.mark.variant
 @pytest.mark.timeout(600)
 def test_a_finished_run_stays_whatever_is_started_after_it(tmp_path, task):  # noqa: F811
     settings = (*SMALL, "trainer.save_every=1", "samples.per_minute=0", "metrics.page=false")

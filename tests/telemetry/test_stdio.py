@@ -175,7 +175,8 @@ def score(ids, mask, **_):
 """
 
 
-@pytest.mark.parametrize("place", [pytest.param("pipe", marks=pytest.mark.variant), "terminal"], indirect=True)
+@pytest.mark.parametrize("place", ["pipe", "terminal"], indirect=True)
+@pytest.mark.variant
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_a_daemon_whose_output_nobody_reads_trains_answers_and_ends_in_order(
