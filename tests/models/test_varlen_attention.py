@@ -46,6 +46,15 @@ def critic_of(actor: Any) -> Critic:
     return critic
 
 
+def assert_same_gradients(mine: nn.Module, its: nn.Module) -> None:
+    """Compare the gradients of two models, of which some are not zero."""
+    pairs = list(zip(mine.named_parameters(), its.parameters(), strict=True))
+    assert any(parameter.grad is not None and parameter.grad.any() for (_, parameter), _ in pairs)
+    for (name, parameter), other in pairs:
+        largest = 1 if other.grad is None else max(1.0, float(other.grad.abs().max()))
+        torch.testing.assert_close(parameter.grad, other.grad, atol=1e-5 * largest, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_values_and_gradients_are_those_of_the_padded_batch(build: Any, temperature: float) -> None:
@@ -72,12 +81,8 @@ def test_log_probs_values_and_gradients_are_those_of_the_padded_batch(build: Any
     torch.testing.assert_close(entropies, expected_entropies.masked_fill(~actions, 0), atol=1e-5, rtol=0)
     for loss in (expected + expected_entropies, expected_values, log_probs + entropies, values):
         (loss * weights).masked_fill(~actions, 0).sum().backward()
-    for mine, its in ((packing, plain), (critic, plain_critic)):
-        pairs = list(zip(mine.named_parameters(), its.parameters(), strict=True))
-        assert any(parameter.grad is not None and parameter.grad.any() for (_, parameter), _ in pairs)
-        for (name, parameter), other in pairs:
-            largest = 1 if other.grad is None else max(1.0, float(other.grad.abs().max()))
-            torch.testing.assert_close(parameter.grad, other.grad, atol=1e-5 * largest, rtol=0, msg=name)
+    assert_same_gradients(packing, plain)
+    assert_same_gradients(critic, plain_critic)
 
 
 @pytest.mark.parametrize("build", BUILDS)

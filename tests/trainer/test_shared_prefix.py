@@ -29,7 +29,7 @@ from tests.trainer.test_learner import (
     disturbed,
 )
 from tests.trainer.test_learner import rows_of as rows_at
-from tests.trainer.test_out_of_memory import Device
+from tests.trainer.test_packing import assert_cut
 
 GROUPS = [4, 3, 4, 1]
 TOKENS_ONCE, TOKENS = 52, 79
@@ -166,13 +166,7 @@ def test_a_pass_with_shared_prompts_that_runs_out_of_memory_is_cut(most_tokens: 
     padded = learner_of(tiny.llama, "grpo", shared_prefix=False)
     shared = learner_of(tiny.llama, "grpo", shared_prefix=True)
     experience = disturbed(grouped(padded, "grpo"))
-    passes = Device(shared._actor, most_tokens=most_tokens).passes
-
-    expected, stats = padded.update([experience]), shared.update([experience])
-
-    assert_same(applied_gradients(shared), applied_gradients(padded), 1e-5)
-    assert_same_stats(stats, expected)
-    assert passes[-1] <= most_tokens < max(passes)
+    assert_cut(shared, padded, experience, most_tokens)
 
 
 def test_with_a_critic_or_an_actor_that_cannot_none_shares() -> None:

@@ -20,6 +20,7 @@ from tests.trainer.test_learner import (
     ROWS,
     TRAINER,
     Algorithm,
+    applied_gradients,
     assert_same,
     assert_same_stats,
     experience_for,
@@ -140,7 +141,14 @@ def test_a_step_of_several_updates_does_not_depend_on_micro_batches_or_batches(
         learner = learner_of(algorithm, micro_batch_size=micro_batch_size, **settings)
         stats = learner.update([rows_of(experience, rows) for rows in cuts])
 
-        assert_same(weights(learner), weights(whole), tolerance=3e-5)
+        # Adam takes a step as large for a gradient that is rounding (5e-8 beside 4e-2) as for any other one.
+        is_rounding = [(each != 0) & (each.abs() < 1e-6) for each in applied_gradients(whole)]
+        assert sum(int(each.sum()) for each in is_rounding) < 0.01 * sum(each.numel() for each in is_rounding)
+        mine, its = (
+            [weight.masked_fill(left_out, 0.0) for weight, left_out in zip(weights(of), is_rounding, strict=True)]
+            for of in (learner, whole)
+        )
+        assert_same(mine, its, tolerance=1e-5)
         assert_same_stats(stats, expected)
 
 
