@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
-from pipeline.models.inputs import accepted_keywords
+from pipeline.models.inputs import accepted_keywords, action_columns
 from pipeline.models.shared_prefix import SharedRows
 from pipeline.models.varlen_attention import kernel_of, use_varlen_attention, uses_varlen_attention
 from pipeline.models.vision_inputs import vision_backbone
@@ -100,23 +100,10 @@ class PackedRows:
     def of_padded(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
         """Return the rows of a padded batch, concatenated, each without its last action: no action follows it.
 
-        Args:
-            sequences: ``(B, S)`` int64.
-            attention_mask: ``(B, S)``, nonzero where the token is real; the padding may be on either side.
-            action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
-
-        Raises:
-            ShapeError: If a row has no action, or no token before one.
+        Arguments and errors are those of `pipeline.models.inputs.action_columns`.
         """
-        prompt_columns = sequences.shape[1] - action_mask.shape[1]
-        is_action = functional.pad(action_mask, (prompt_columns, 0))
-        # The tokens that an action follows: those before the last action of the row.
-        later_actions = is_action.flip(1).cumsum(dim=1).flip(1) - is_action.long()
-        real = (attention_mask != 0) & (later_actions > 0)
+        _, real, predicts = action_columns(sequences, attention_mask, action_mask)
         lengths = real.sum(dim=1)
-        predicts = functional.pad(is_action[:, 1:], (0, 1))
-        if bool((predicts & ~real).any()) or not bool(is_action.any(dim=1).all()) or bool(is_action[:, 0].any()):
-            raise ShapeError("a row has no action, or no token before one of its actions")
         row_lengths: list[int] = lengths.tolist()
         starts = functional.pad(lengths.cumsum(dim=0), (1, 0))
         return cls(

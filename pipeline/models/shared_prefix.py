@@ -18,11 +18,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from pipeline.errors import ConfigError, FieldError, ShapeError
+from pipeline.errors import ConfigError, FieldError
 from pipeline.models.critic import Critic
-from pipeline.models.inputs import accepted_keywords
+from pipeline.models.inputs import accepted_keywords, action_columns
 from pipeline.models.prefix_attention import PrefixLayout
 from pipeline.models.varlen_attention import use_varlen_attention, uses_varlen_attention
 from pipeline.models.vision_inputs import vision_backbone
@@ -63,13 +62,7 @@ class PromptGroups:
     def of(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
         """Return the groups of a padded batch in the order of their prompts' lengths, then of their first rows.
 
-        Args:
-            sequences: ``(B, S)`` int64.
-            attention_mask: ``(B, S)``, nonzero where the token is real; the padding may be on either side.
-            action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
-
-        Raises:
-            ShapeError: If a row has no action, or no token before one.
+        Arguments and errors are those of `pipeline.models.inputs.action_columns`.
         """
         columns = _Columns.of(sequences, attention_mask, action_mask)
         order = columns.of_row.argsort(stable=True)
@@ -237,12 +230,7 @@ class _Columns:
 
     @classmethod
     def of(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
-        is_action = functional.pad(action_mask, (sequences.shape[1] - action_mask.shape[1], 0))
-        before_an_action = is_action.flip(1).cumsum(dim=1).flip(1) > is_action.long()
-        real = (attention_mask != 0) & before_an_action
-        predicts = functional.pad(is_action[:, 1:], (0, 1))
-        if bool((predicts & ~real).any()) or not bool(is_action.any(dim=1).all()) or bool(is_action[:, 0].any()):
-            raise ShapeError("a row has no action, or no token before one of its actions")
+        is_action, real, predicts = action_columns(sequences, attention_mask, action_mask)
         is_prompt = real & (is_action.cumsum(dim=1) == 0)
         # Prompts from column 0 on, their length first, so that shorter ones have the smaller numbers.
         lengths, columns = is_prompt.sum(dim=1, keepdim=True), torch.arange(sequences.shape[1], device=sequences.device)
