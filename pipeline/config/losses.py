@@ -130,7 +130,8 @@ class LogProbsSection(Section):
     log_probs: LogProbsBy | None = Field(
         default=None,
         description="Source of the sampling policy's log-probs: the engine, a pass of the worker, or a pass of the "
-        "trainer before its step on the batch; left out: the engine for transformers in float32, else the worker.",
+        "trainer before its step on the batch; left out: the engine for transformers in float32, else the worker; with "
+        "policy_loss = reinforce and stale rows the trainer.",
     )
     engine_gap_nats: float | None = Field(
         default=None,
@@ -175,7 +176,17 @@ class AdvantageSection(LogProbsSection):
 def log_probs_by(config: Config) -> LogProbsBy:
     """Return the source of the sampling policy's log-probs.
 
-    In float32 the log-probs of the engine `transformers` equal the trainer's up to rounding.
+    In float32 the log-probs of the engine `transformers` equal the trainer's up to rounding. A policy loss without a
+    ratio corrects for no staleness: with the trainer's log-probs the off-policy correction covers it.
     """
+    if config.rollout.log_probs is not None:
+        return config.rollout.log_probs
+    if lacks_ratio_for_staleness(config) and config.trainer.kind == "builtin" and not config.rollout_kl_coef:
+        return "trainer"
     is_own = config.rollout.engine == "transformers" and config.model.dtype == "float32"
-    return config.rollout.log_probs or ("engine" if is_own else "worker")
+    return "engine" if is_own else "worker"
+
+
+def lacks_ratio_for_staleness(config: Config) -> bool:
+    """Return whether rows may be stale and the policy loss has no ratio that corrects for it."""
+    return config.trainer.policy_loss == "reinforce" and config.buffer.max_staleness > 0

@@ -139,7 +139,7 @@ def shaping_of(config: Config) -> Shaping:
         # Behind "engine" they are the log-probs themselves. The trainer's are those of its present weights, and the
         # ratio to the engine's is that to the policy that sampled.
         keeps_engine_log_probs=by == "trainer" or (by == "worker" and rollout.engine != "transformers"),
-        log_probs_by=rollout.log_probs,
+        log_probs_by="trainer" if by == "trainer" else rollout.log_probs,
     )
 
 

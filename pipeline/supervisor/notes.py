@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pipeline.config.evaluation import EvaluationConfig, held_out
 from pipeline.config.load import LoadedConfig
-from pipeline.config.losses import LossSection
+from pipeline.config.losses import LossSection, lacks_ratio_for_staleness, log_probs_by
 from pipeline.config.rewards import OPTIONS
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
@@ -151,6 +151,12 @@ def _of_loss(config: Config) -> Iterator[tuple[str, str]]:
             "trainer.policy_loss",
             "reinforce has no ratio: every update of a step but the first is biased, with trainer.epochs = "
             f"{trainer.epochs} and trainer.mini_batches = {trainer.mini_batches}",
+        )
+    if lacks_ratio_for_staleness(config) and log_probs_by(config) != "trainer":
+        yield (
+            "trainer.policy_loss",
+            "reinforce corrects for no staleness, with buffer.max_staleness = "
+            f'{config.buffer.max_staleness}: set it to 0, or rollout.log_probs = "trainer" without a KL in the reward',
         )
     if trainer.kl_estimator == "k1" and config.trainer_kl_coef:
         yield (

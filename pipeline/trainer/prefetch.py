@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from pipeline.config.losses import log_probs_by
 from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
@@ -73,7 +74,7 @@ class Gathering(NamedTuple):
             config.buffer.checksum,
             # An external trainer may use all fields that the workers write.
             needs_reference=config.reference_on == "worker" and (config.trainer_kl_coef > 0 or is_external),
-            needs_log_probs=config.rollout.log_probs != "trainer",
+            needs_log_probs=log_probs_by(config) != "trainer",
             needs_cut=config.trainer.mask_cut_responses,
         )
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as distributed
 
 from pipeline.config.identity import identity_of, run_dir
+from pipeline.config.losses import log_probs_by
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
@@ -259,7 +260,7 @@ def new_learner(
         temperature=config.rollout.temperature,
         kl_coef=config.trainer_kl_coef,
         objective=objective_of(config),
-        computes_log_probs=config.rollout.log_probs == "trainer",
+        computes_log_probs=log_probs_by(config) == "trainer",
         reference=reference,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         on_phase=on_phase,

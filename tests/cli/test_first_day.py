@@ -280,6 +280,11 @@ def model(folder: Path, **config: int) -> Path:
             "c.toml:2:15: trainer.policy_loss: reinforce has no ratio: every update of a step but the first is biased, "
             "with trainer.epochs = 2 and trainer.mini_batches = 1",
         ),
+        (
+            '[rollout]\nlog_probs = "worker"\n[trainer]\npolicy_loss = "reinforce"\n',
+            "c.toml:4:15: trainer.policy_loss: reinforce corrects for no staleness, with buffer.max_staleness = 1: set "
+            'it to 0, or rollout.log_probs = "trainer" without a KL in the reward',
+        ),
         ('[rollout]\nlog_probs = "engine"\n[trainer]\nimportance_cap = 3.0\n',
          'c.toml:4:18: trainer.importance_cap: has no effect with rollout.log_probs = "engine"'),
         ('[rollout]\nlog_probs = "trainer"\n[trainer]\nclip_low = 0.1\n',

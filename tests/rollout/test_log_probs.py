@@ -11,6 +11,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.log_probs import action_log_probs
 from pipeline.rollout import loader
+from pipeline.rollout.shaping import shaping_of
+from pipeline.trainer.prefetch import Gathering
 from tests.rollout.test_loader import rollers, stages  # noqa: F401 - a fixture
 from tests.support import row_stream, whole_rows
 from tests.support.daemon import task  # noqa: F401 - a fixture
@@ -78,6 +80,29 @@ def test_left_out_it_is_the_engine_where_its_numbers_are_the_trainers(engine, dt
     rollout = {"engine": engine, **({} if given is None else {"log_probs": given})}
 
     assert loader.log_probs_by(Config.model_validate({"model": {"dtype": dtype}, "rollout": rollout})) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "trainer"),
+        ({"rollout": {"engine": "my:engine"}}, "trainer"),
+        ({"buffer": {"max_staleness": 0}}, "engine"),
+        ({"trainer": {"policy_loss": "ppo"}}, "engine"),
+        ({"trainer": {"policy_loss": "reinforce", "kind": "external"}}, "engine"),
+        ({"rollout": {"algorithm": "ppo", "kl_coef": 0.1}}, "engine"),
+        ({"rollout": {"log_probs": "worker"}}, "worker"),
+    ],
+)
+def test_a_loss_without_a_ratio_has_stale_rows_corrected_by_default(changes, expected) -> None:
+    given = {"model": {"dtype": "float32"}, "trainer": {"policy_loss": "reinforce"}, "buffer": {"max_staleness": 1}}
+    config = Config.model_validate({**given, **changes})
+
+    assert loader.log_probs_by(config) == expected
+    assert Gathering.of(config).needs_log_probs == (expected != "trainer")
+    shaping = shaping_of(config)
+    assert (shaping.log_probs_by == "trainer") == (expected == "trainer")
+    assert shaping.keeps_engine_log_probs or expected != "trainer"
 
 
 def test_the_default_falls_back_to_a_pass_of_the_worker(rollers, tmp_path, monkeypatch) -> None:  # noqa: F811

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pydantic
 
+from pipeline.config.losses import log_probs_by
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_folder import heads_in
@@ -127,6 +128,6 @@ def effective(config: Config) -> dict[str, Any]:
         "model": config.model.model_dump(),
         "trainer": config.trainer.model_dump(exclude=set(_WITHOUT_EFFECT)),
         "kl_coef": config.trainer_kl_coef,
-        "rollout": (rollout.algorithm, rollout.temperature, rollout.log_probs, config.advantages, config.lengths),
+        "rollout": (rollout.algorithm, rollout.temperature, log_probs_by(config), config.advantages, config.lengths),
         "cudnn_attention": config.daemon.cudnn_attention,
     }
