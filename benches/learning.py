@@ -36,7 +36,7 @@ ENDS = 10
 
 _SEEDS, _STEPS, _STALE_STEPS = 3, 150, 120
 _QUICK_SEEDS, _QUICK_STEPS = 1, 12
-_QUICK_WAYS = ("GRPO, staleness 1", "the same, with three kills")
+_QUICK_WAYS = ("GRPO, staleness 1", "four ranks, sharded, packed, checkpointed, with three kills")
 _ANSWER_TIMEOUT_S = 5.0
 _LORA = {
     "model.lora_rank": 16,
@@ -52,7 +52,7 @@ shows it; with the bound 4 the trainer has the reference and small micro-batches
 so that rows get as old as they may. The ways of different staleness have a lower learning rate and fewer steps, because
 they differ at 4e-4 (docs/measured.md). The ratio of the policy loss, clipped at .2, corrects for stale rows; with
 `rollout.log_probs=trainer` the weights of `trainer.importance_correction`, truncated at 2, do. Kills are `kill -9` of a
-rank, of the worker and of the other rank, after a quarter, a half and three quarters of the steps. PPO trains its
+rank, of the worker and of rank 0, after a quarter, a half and three quarters of the steps. PPO trains its
 critic alone in its first 10 steps."""
 
 
@@ -74,7 +74,7 @@ class Way:
 # A trainer that is slower than the worker, with the same gradients: else rows get hardly older than one version.
 _STALE = {"buffer.max_staleness": 4, "trainer.micro_batch_size": 4, "model.reference_device": "trainer"}
 _SLOW = {"trainer.learning_rate": 1e-4}
-_PACKED = ranks(2, sharding="full", packing=True, activation_checkpointing=True)
+_PACKED = {"sharding": "full", "packing": True, "activation_checkpointing": True}
 WAYS = {
     "GRPO, staleness 0": Way({"buffer.max_staleness": 0, **_SLOW}, steps=_STALE_STEPS),
     "GRPO, staleness 1": Way({"buffer.max_staleness": 1, **_SLOW}, steps=_STALE_STEPS),
@@ -84,12 +84,13 @@ WAYS = {
     ),
     "one rank": Way({}),
     "two ranks": Way(ranks(2, sharding="none")),
-    "four ranks": Way(ranks(4, sharding="none")),
-    "two ranks, sharded": Way(ranks(2, sharding="full")),
-    "two ranks, sharded, packed, checkpointed": Way(_PACKED),
-    "the same, with three kills": Way(_PACKED, {0.25: "trainer-1", 0.5: "rollout-0", 0.75: "trainer-0"}),
+    "two ranks, sharded, packed, checkpointed": Way(ranks(2, **_PACKED)),
+    "four ranks, sharded, packed, checkpointed, with three kills": Way(
+        ranks(4, **_PACKED), {0.25: "trainer-1", 0.5: "rollout-0", 0.75: "trainer-0"}
+    ),
     "LoRA": Way(_LORA),
-    "LoRA, two ranks, sharded, packed": Way({**_LORA, **ranks(2, sharding="full", packing=True)}),
+    "LoRA, two ranks, sharded, packed, checkpointed": Way({**_LORA, **ranks(2, **_PACKED)}),
+    "LoRA, four ranks, sharded, packed, checkpointed": Way({**_LORA, **ranks(4, **_PACKED)}),
     "PPO": Way({"rollout.algorithm": "ppo"}),
 }
 
