@@ -144,13 +144,16 @@ def test_of_many_only_the_newest_are_read_at_first_and_all_that_come_after(tmp_p
 
 def test_a_writer_killed_at_any_moment_leaves_whole_records_only(tmp_path: Path) -> None:
     program = (
-        "import itertools, pathlib; from pipeline.telemetry.samples import Sample, SampleWriter\n"
+        "import itertools, pathlib, sys; from pipeline.telemetry.samples import Sample, SampleWriter\n"
         f"writer = SampleWriter(pathlib.Path({str(tmp_path)!r}), 0, {MOST_BYTES})\n"
-        "for number in itertools.count(): writer.write(\n"
+        "for number in itertools.count(int(sys.argv[1])): writer.write(\n"
         "    Sample(float(number), 0, number, 0, 0, 'x' * (number % 3000), 0, '', 1, []))\n"
     )
+    found = [-1]
     for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2]) as process:
+        # The second one goes on behind what the first has left, which may still be there at its end.
+        command = [sys.executable, "-c", program, str(found[-1] + 1)]
+        with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as process:
             wait_until(lambda: (tmp_path / "rollout-0.samples.1").exists(), 60.0, "a file was turned")
             process.send_signal(signal.SIGKILL)
 
