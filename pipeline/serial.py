@@ -33,7 +33,7 @@ from pipeline.rollout.process import new_worker
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.child_process import attention_variables
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
-from pipeline.runtime.lock import InstanceLock, StateLock, shm_directory
+from pipeline.runtime.lock import InstanceLock, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import RoleContext, monotonic_s, reward_source
 from pipeline.runtime.run_start import begin_run, open_run
@@ -120,11 +120,12 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     hold_signals()
     runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
     state_lock = StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config))
-    with InstanceLock(runtime_dir), state_lock, RunLog(config, "serial"):
+    with InstanceLock(runtime_dir), state_lock, RunLog(config, "serial"), SharedMemoryLock(shm_dir) as shm_lock:
         if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
             sys.stdout.write(f"{completed}\n")
             return ExitCode.OK
         workspace = begin_run(config, shm_dir, checked_layout(config))
+        shm_lock.hold()
         has_begun = False
         try:
             unwind_on_signals()

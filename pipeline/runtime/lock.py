@@ -3,6 +3,7 @@
     runtime_dir/lock            flock of the live supervisor, contains its pid; one left by a kill is taken over
     state_dir/lock              the same for a state directory; contains runtime directory and run, too
     runtime_dir/instance.json   the record: pid, start time, folder in shared memory
+    shm_dir/                    flock of the live supervisor on the folder itself, where containers share /dev/shm
     shm_dir/control.sock        a JSON line out for each JSON line in (`pipeline.runtime.control`)
 
 Sockets lie in shared memory rather than in the runtime directory: the path of a unix socket has at most 107 bytes.
@@ -140,6 +141,57 @@ class StateLock(FolderLock):
         return (
             _named(holder(self._folder)) if user is None else f"pid {user.pid}, daemon.runtime_dir {user.runtime_dir}"
         )
+
+
+class SharedMemoryLock:
+    """The lock of an instance's folder in shared memory, a flock of the folder itself; a context manager.
+
+    Containers may share /dev/shm, as with ``--ipc=host``, and have the same paths in it: the lock of the runtime
+    directory, which lies in the container, does not keep them apart.
+
+    Args:
+        folder: The folder; it may not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        """Take the lock if there is a folder; errors: those of `hold`."""
+        self.hold()
+        return self
+
+    def hold(self) -> None:
+        """Take the lock of the folder that is there now, which may be another one than before.
+
+        Raises:
+            ConfigError: If another process holds it.
+        """
+        try:
+            descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            # None yet, or not this user's, which `Workspace.prepare` refuses.
+            return
+        if self._descriptor is not None and os.path.sameopenfile(descriptor, self._descriptor):
+            os.close(descriptor)
+            return
+        if not _try_lock(descriptor, fcntl.LOCK_EX):
+            os.close(descriptor)
+            raise ConfigError(
+                f"daemon.runtime_dir: {self._folder} is in use by an instance of another container, which has the same "
+                "path: give this one another daemon.runtime_dir"
+            )
+        self.__exit__(None, None, None)
+        self._descriptor = descriptor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class StateUser(NamedTuple):

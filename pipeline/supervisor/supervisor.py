@@ -25,7 +25,7 @@ from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.child_process import allow_descriptors
 from pipeline.runtime.control import serve_control
 from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
-from pipeline.runtime.lock import InstanceLock, InstanceRecord, StateLock, shm_directory
+from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
 from pipeline.runtime.run_start import begin_run, open_run
@@ -86,11 +86,10 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     for note in notes.notes(loaded):
         log.warning("%s", note)
     if config.trainer.world_size > 1:
-        log.info("trainer ranks: count=%d sharding=%s reason=%s", config.trainer.world_size,
-                 config.trainer.sharding, reason)  # fmt: skip
+        ranks = config.trainer
+        log.info("trainer ranks: count=%d sharding=%s reason=%s", ranks.world_size, ranks.sharding, reason)
     children = 1 + config.rollout.workers + config.trainer.world_size
-    clients = MOST_CONNECTIONS if config.metrics.enabled else 0
-    allow_descriptors(children, config.rollout.reward_processes, clients)
+    allow_descriptors(children, config.rollout.reward_processes, MOST_CONNECTIONS if config.metrics.enabled else 0)
     hold_signals()
     # First of all: a reader that does not read the output must not stop the loop.
     runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
@@ -99,6 +98,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         InstanceLock(runtime_dir),
         StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config)),
         RunLog(config, "supervisor") as run_log,
+        SharedMemoryLock(shm_dir) as shm_lock,
     ):
         if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
             # For systemd, a service that ends before it was ready has failed.
@@ -110,6 +110,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         http = HttpServer.bind(web.host, web.port, Access.of(web)) if web.enabled else None
         try:
             workspace = begin_run(config, shm_dir, checked_layout(config))
+            shm_lock.hold()
         except BaseException:
             if http is not None:
                 http.close()

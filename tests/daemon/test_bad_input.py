@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ExitCode
+from pipeline.runtime.lock import shm_directory
 from tests.support.daemon import SMALL, Daemon, rlhfd, task, total
 
 pytestmark = pytest.mark.integration
@@ -137,6 +139,31 @@ def test_port_in_use_is_refused_by_its_number(tmp_path: Path, task: Path) -> Non
     assert len(shown) == 1
     assert shown[0].startswith(f"--set metrics.port {port} on 127.0.0.1 is in use by pid {os.getpid()} (")
     assert shown[0].endswith("; metrics.port = 0 takes any free port")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--serial",)])
+def test_shared_memory_of_another_containers_instance_is_refused_and_left_alone(
+    tmp_path: Path, task: Path, arguments: tuple[str, ...]
+) -> None:
+    daemon = Daemon(tmp_path, task=task, arguments=arguments)
+    folder = shm_directory(daemon.runtime_dir)
+    folder.mkdir()
+    (folder / "arena").write_bytes(b"its rows")
+    holder = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+
+        with daemon:
+            assert daemon.wait(90.0) == BAD_CONFIG, daemon.errors
+            assert (folder / "arena").read_bytes() == b"its rows"
+
+        assert daemon.errors.splitlines() == [
+            f"--set daemon.runtime_dir: {folder} is in use by an instance of another container, which has the same path: "
+            "give this one another daemon.runtime_dir"
+        ]
+    finally:
+        os.close(holder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_serial_with_two_ranks_is_refused(tmp_path: Path, task: Path) -> None:

@@ -21,8 +21,28 @@ import pytest
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
 from pipeline.runtime import control
 from pipeline.runtime import lock as instance_lock
-from pipeline.runtime.lock import InstanceLock, InstanceRecord
+from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock
 from tests.support.instances import process, record, serving
+
+
+class TestSharedMemoryLock:
+    def test_the_folder_that_is_there_now_is_held_against_every_other_process(self, tmp_path: Path) -> None:
+        folder = tmp_path / "shared"
+        with SharedMemoryLock(folder) as first:
+            assert not folder.exists()
+            folder.mkdir()
+            first.hold()
+            first.hold()
+            with pytest.raises(ConfigError, match="in use by an instance of another container"):
+                SharedMemoryLock(folder).hold()
+            folder.rmdir()
+            folder.mkdir()
+            first.hold()
+            with pytest.raises(ConfigError, match="in use by an instance of another container"):
+                SharedMemoryLock(folder).hold()
+
+        with SharedMemoryLock(folder):
+            pass
 
 
 class TestLock:
