@@ -109,6 +109,15 @@ class Shutdown:
         elif slot in self._unsaved_ranks and self._must_restart(slot, code):
             self._rank_ended(slot, code)
 
+    def note_unwritten(self, slot: Slot, code: int) -> None:
+        """Fail the run if a rank that has taken all of its steps ended without the last checkpoint.
+
+        The error of a rank that another one's death interrupted in a collective is none: both are restarted.
+        """
+        ends = self.under_way or slot.finished
+        if slot.role == "trainer" and code == ExitCode.FAILED and slot.ended_by != "group" and ends:
+            self.fail(ExitCode.FAILED, f"{slot.name} has not written the last checkpoint, its error is above")
+
     def _buffer_ended(self, slot: Slot, code: int) -> None:
         """Restart the buffer: no other process can write the undelivered rows to disk."""
         may_restart = code not in _ENDED_IN_ORDER and not self._hung_twice(slot)

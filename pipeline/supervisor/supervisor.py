@@ -363,9 +363,7 @@ class Supervisor:
 
     def _child_ended(self, slot: Slot, code: int) -> None:
         self._child_changed(slot)
-        if slot.role == "trainer" and code == ExitCode.FAILED and (self._shutdown.under_way or slot.finished):
-            # It has taken all of its steps, but the last checkpoint could not be written.
-            self._shutdown.fail(ExitCode.FAILED, f"{slot.name} has not written the last checkpoint, its error is above")
+        self._shutdown.note_unwritten(slot, code)
         if self._shutdown.under_way:
             self._shutdown.child_ended(slot, code)
         else:

@@ -194,6 +194,20 @@ def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_w
     asyncio.run(stop())
 
 
+@pytest.mark.parametrize(("ended_by", "code"), [("", ExitCode.FAILED), ("group", ExitCode.OK)])
+def test_a_rank_whose_collective_was_broken_by_another_ones_death_has_not_failed_a_stop(
+    tmp_path: Path, ended_by: str, code: ExitCode
+) -> None:
+    async def stop() -> None:
+        async with stopping(tmp_path) as (fleet, shutdown):
+            fleet.ranks[0].ended_by = ended_by
+            shutdown.note_unwritten(fleet.ranks[0], ExitCode.FAILED)
+
+            assert shutdown.exit_code == code
+
+    asyncio.run(stop())
+
+
 def test_once_the_first_rank_has_ended_in_order_a_stop_waits_for_no_other(tmp_path: Path) -> None:
     async def stop() -> None:
         async with stopping(tmp_path, brief={0}) as (fleet, shutdown):
