@@ -76,8 +76,11 @@ class Spans(NamedTuple):
                 raise FieldError(f"action_mask: row {row} masks in an action behind its last token")
             first = np.maximum(start, start_of + shift)
         actions = np.maximum(end - first, 0)
-        if action_mask is not None and (taken == actions).all() and _is_plain(action_mask):
-            full_masks += ("action_mask",)
+        if action_mask is not None:
+            # The numbers may agree though an action is before the first token: then another one is missing.
+            is_within = bool((start_of + shift >= start).all())
+            if is_within and (taken == actions).all() and _is_plain(action_mask):
+                full_masks += ("action_mask",)
         ends = end.tolist()
         together = ends.count(ends[0]) == rows
         return cls((end - start).tolist(), actions.tolist(), ends, width, columns, together, full_masks)

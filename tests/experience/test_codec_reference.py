@@ -35,9 +35,12 @@ def experiences(draw, most_rows=6, most_columns=12):
         mask = columns >= width - numbers(1, width)
         if layout == "holes":
             mask[:, :-1] &= torch.rand((rows, width - 1), generator=rng) < 0.7
-        action_mask = mask & (columns >= width - taken)
+        action_mask = columns >= width - taken
+        # With holes, actions may also be in padding: every row ends in the last column.
+        if layout != "holes" or draw(st.booleans()):
+            action_mask = action_mask & mask
         if layout == "holes":
-            action_mask &= torch.rand((rows, width), generator=rng) < 0.7
+            action_mask = action_mask & (torch.rand((rows, width), generator=rng) < 0.7)
     action_mask = action_mask[:, prompt:]
 
     def field(dtype=torch.float32):

@@ -61,3 +61,11 @@ def test_a_mask_with_anything_else_in_it_is_stored(mask):
 def test_a_row_without_a_token_is_refused_by_its_number():
     with pytest.raises(FieldError, match="row 1 has no token"):
         spans(np.array([[0, 1], [0, 0]]), columns=1)
+
+
+@pytest.mark.parametrize(("mask", "action_mask"), [([0, 1, 1], [1, 0, 1]), ([0, 0, 0, 1, 1], [0, 0, 1, 0, 1])])
+def test_an_action_in_padding_does_not_hide_a_hole_behind_it(mask, action_mask):
+    found = spans(np.array([mask]), np.array([action_mask]))
+
+    assert found.tokens == found.actions == [2]
+    assert found.full_masks == ("attention_mask",)
