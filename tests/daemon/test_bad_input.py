@@ -158,8 +158,8 @@ def test_shared_memory_of_another_containers_instance_is_refused_and_left_alone(
             assert (folder / "arena").read_bytes() == b"its rows"
 
         assert daemon.errors.splitlines() == [
-            f"--set daemon.runtime_dir: {folder} is in use by an instance of another container, which has the same path: "
-            "give this one another daemon.runtime_dir"
+            f"--set daemon.runtime_dir: {folder} is in use by an instance of another container, which has the same "
+            "path: give this one another daemon.runtime_dir"
         ]
     finally:
         os.close(holder)
