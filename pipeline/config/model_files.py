@@ -65,6 +65,12 @@ class ModelSizes(NamedTuple):
                 found[layer] = found.get(layer, 0) + math.prod(shape)
         return max(found.values(), default=0)
 
+    @property
+    def end_parameters(self) -> int:
+        """Parameters of the embedding, or of the head, which is as large; 0 if both are one tensor."""
+        ends = [math.prod(shape) for shape in self.tensors.values() if shape == (self.vocabulary, self.hidden)]
+        return ends[0] if len(ends) > 1 else 0
+
     def adapter_parameters(self, rank: int, targets: Sequence[str] | str) -> int:
         """Return the parameters of LoRA adapters of a rank on linear layers with these names, or "all-linear"."""
         adapted: list[tuple[int, ...]]

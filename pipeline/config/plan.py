@@ -175,8 +175,8 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
             "gradients": GRADIENT_BYTES[dtype] * trained,
             **passes,
         }
-    # Two layers at once, and the root throughout, with their gradients; the reference's are gathered before the step.
-    gathered = max(2 * _gathered(actor), 0 if reference is None else _gathered(reference))
+    # With their gradients; the reference's are gathered before the step.
+    gathered = max(2 * _at_once(actor), 0 if reference is None else _at_once(reference))
     return {
         "weights": math.ceil((_SHARD_BYTES * trained + width * frozen) / ranks),
         "moments": math.ceil(MOMENT_BYTES * trained / ranks),
@@ -185,6 +185,15 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
         "gathered layers and root": width * gathered,
         **passes,
     }
+
+
+def _at_once(sizes: ModelSizes) -> int:
+    """Return the parameters that shards are gathered to: two layers, or a layer beside embedding or head, and the root.
+
+    The root has embedding and head if they are one tensor.
+    """
+    root = sizes.parameters - _streamed(sizes) - 2 * sizes.end_parameters
+    return root + sizes.layer_parameters + max(sizes.layer_parameters, sizes.end_parameters)
 
 
 def _gathered(sizes: ModelSizes) -> int:

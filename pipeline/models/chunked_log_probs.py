@@ -9,6 +9,7 @@ rows in the caller's batch bounds them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -59,7 +60,8 @@ def head_log_probs(
     """Return log-probs of tokens from hidden states, log softmax(head(states) / temperature), a chunk at a time.
 
     Args:
-        head: Result of `plain_head`.
+        head: Result of `plain_head`. If it has a method ``computed``, this calls a function, with its arguments, while
+            the head's weight is whole (`pipeline.trainer.sharding`).
         states: ``(N, H)``, the last hidden states at the positions before the tokens.
         labels: ``(N,)`` int64, the tokens.
         temperature: The sampling temperature, above 0.
@@ -70,12 +72,25 @@ def head_log_probs(
         Log-probs and entropies, each ``(N,)`` float32; the entropies are ``(0,)`` if `with_entropy` is False.
     """
     most = chunk_tokens or max(1, CHUNK_ELEMENTS // head.out_features)
+    computed: Any = getattr(head, "computed", None)
+    # The call of a sharded head would gather its weight for each chunk.
+    apply = head if computed is None else head.forward
 
     def of_chunk(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return logits_log_probs(
-            head(states), labels, temperature=temperature, chunk_tokens=most, with_entropy=with_entropy
+            apply(states), labels, temperature=temperature, chunk_tokens=most, with_entropy=with_entropy
         )
 
+    def of_all(states: Tensor) -> tuple[Tensor, Tensor]:
+        return _in_chunks(of_chunk, states, labels, most)
+
+    result: tuple[Tensor, Tensor] = of_all(states) if computed is None else computed(of_all, states)
+    return result
+
+
+def _in_chunks(
+    of_chunk: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], states: Tensor, labels: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
     if len(states) <= most:
         return of_chunk(states, labels)
     # Without checkpointing, autograd keeps the logits of every chunk for the backward pass.

@@ -176,8 +176,10 @@ def test_shards_are_a_share_of_the_model_and_what_is_gathered(folder: Path) -> N
 
     parts = [found.rank[name] for name in ("weights", "moments", "gradients")]
     assert sum(parts) == pytest.approx(16 * parameters / 4, abs=3)
-    # The root is the rest of the model's two layers.
-    assert found.rank["gathered layers and root"] == 2 * 2 * (parameters - 2 * layer + 2 * layer)
+    # Beside its two layers: embedding and head, gathered apart, and the root, the norm at the end.
+    end = tiny.VOCABULARY_SIZE * 16
+    assert parameters == 2 * layer + 2 * end + 16
+    assert found.rank["gathered layers and root"] == 2 * 2 * (16 + layer + max(layer, end))
     assert found.shared == needs(whole, models, on_cards=True).shared
 
 
@@ -257,8 +259,18 @@ def test_the_reference_is_counted_where_it_is_held(folder: Path, tmp_path: Path,
         [actor, nbytes, actor] if ranks == 1 else [0, 0, 0]
     )
     if ranks > 1:
-        # Two of its two layers and the rest of it, without gradients, are more than the actor's with theirs.
-        assert on_trainer.rank["gathered layers and root"] == nbytes > on_worker.rank["gathered layers and root"]
+        # Its two layers and the norm at the end, without gradients, are more than the actor's with theirs.
+        gathered = nbytes - 2 * models_of(theirs).reference.end_parameters * 4
+        assert on_trainer.rank["gathered layers and root"] == gathered > on_worker.rank["gathered layers and root"]
+
+
+def test_ends_that_are_one_tensor_are_gathered_with_the_root(tmp_path: Path) -> None:
+    tiny.llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    config = configured(tmp_path, trainer={"world_size": 2, "sharding": "full"})
+    models = models_of(config)
+
+    # Both layers and the rest, with their gradients.
+    assert needs(config, models, on_cards=True).rank["gathered layers and root"] == 2 * 4 * models.actor.parameters
 
 
 @pytest.mark.parametrize("on_cards", [True, False])

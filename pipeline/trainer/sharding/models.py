@@ -1,4 +1,7 @@
-"""Models whose parameters are sharded over the ranks: loaded slice by slice, a decoder layer at a time, then the root.
+"""Models whose parameters are sharded over the ranks: loaded slice by slice, gathered a part at a time.
+
+A part is a decoder layer; the embedding and the head, each large where the vocabulary is, unless they share their
+weight; and the root, which has all else and is whole throughout a pass.
 
 A model is made on the meta device, sharded there with torch's `fully_shard`, and each rank then reads its own rows from
 the safetensors files: no process holds a whole model. Shards of trained parameters are float32; a model of bfloat16 is
@@ -66,8 +69,7 @@ def inside(model: nn.Module, call: Callable[[], _Result]) -> _Result:
     sharded: Any = model
     result: _Result = sharded.computed(call)
     if not torch.is_grad_enabled():
-        # Without a backward pass the root would stay whole, with values from before the next step.
-        sharded.reshard()
+        _reshard(sharded)
     return result
 
 
@@ -82,12 +84,18 @@ def call_inside(model: nn.Module, call: Callable[[], None]) -> None:
         inside(model, called)
 
 
+def _reshard(model: Any) -> None:
+    """Free what a pass without a backward pass leaves whole: it would have the values of before the next step."""
+    for part in model.modules():
+        if hasattr(part, "computed"):
+            part.reshard()
+
+
 def whole_answer(model: nn.Module, tokens: Sequence[int], device: torch.device) -> Probe:
     """Return a model's answer to the probe (`pipeline.models.weights.probe`); of a sharded model, a collective."""
     found = answer(model, tokens, device)
     if model in _sharded:
-        sharded: Any = model
-        sharded.reshard()
+        _reshard(model)
     return found
 
 
@@ -163,7 +171,7 @@ def load_actor_shards(
     # The first pass: FSDP lays the shards out for good. Its answer is kept.
     with torch.no_grad():
         plain_head(model, device)
-    model.reshard()
+    _reshard(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -189,7 +197,7 @@ def load_critic_shards(
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
     with torch.no_grad():
         critic(tokens, torch.ones_like(tokens))
-    critic.reshard()
+    _reshard(critic)
     return critic.eval()  # type: ignore[no-any-return]
 
 
@@ -246,8 +254,15 @@ def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, 
     compute = getattr(torch, dtype)
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (world_size,))
-    for layer in layers:
+    embedding, head = _ends(pretrained)
+    for layer in (*layers, *embedding):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for layer in embedding:
+        # Its gradient is made of tokens and of the gradients of its results.
+        layer.set_unshard_in_backward(False)
+    for layer in head:
+        # Its backward pass is the next thing after its forward pass.
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if isinstance(model, Critic):
         # float32 as in `Critic`, whatever the backbone's.
         fully_shard(model.value_head, mesh=mesh)
@@ -257,17 +272,19 @@ def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, 
             # Losses are divided by the actions of all ranks already: gradients are summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    root.computed = types.MethodType(_computed, root)
-    register_fsdp_forward_method(root, "computed")
+    for module in (root, *head):
+        module.computed = types.MethodType(_computed, module)
+        register_fsdp_forward_method(module, "computed")
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     # Each name has got memory of its own.
     pretrained.tie_weights()
     _sharded[root] = _Sharded(dtypes, class_name, world_size)
 
 
-def _computed(_: nn.Module, call: Callable[[], _Result]) -> _Result:
-    # Copies: FSDP hooks the results, and a view would lose its hook if it were changed in place.
-    result: Any = call()
+def _computed(_: nn.Module, call: Callable[..., _Result], *inputs: Tensor) -> _Result:
+    # Copies: FSDP hooks the results, and a view would lose its hook if it were changed in place. It hooks the inputs
+    # too: once their gradients are known, those of the module are reduced.
+    result: Any = call(*inputs)
     whole = isinstance(result, Tensor)
     copies: Any = result.clone() if whole else tuple(None if each is None else each.clone() for each in result)
     return copies  # type: ignore[no-any-return]
@@ -289,6 +306,14 @@ def _layers(pretrained: Any, field: str) -> Sequence[nn.Module]:
             f"{', '.join(sorted(kinds)) or 'none'}), so it cannot be sharded; {_OFF}"
         )
     return found
+
+
+def _ends(pretrained: Any) -> tuple[list[Any], list[Any]]:
+    """Return a model's embedding and its head, each in a list, which is empty if it has none or both share a weight."""
+    embedding, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or (head is not None and head.weight is embedding.weight):
+        return [], []
+    return [embedding], [head] if isinstance(head, nn.Linear) else []
 
 
 def _fill_buffers(model: nn.Module, pretrained: Any, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import Config, TrainerConfig
 from pipeline.config.sections import ModelConfig
 from pipeline.errors import CheckpointError
+from pipeline.models import chunked_log_probs
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import Saved, adapt, adapter_of
@@ -227,6 +228,8 @@ def rank_main(rank: int, world_size: int, directory: str) -> None:
 
 
 def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:
+    # Several chunks of a few positions, of which each would gather the head and reduce its gradient.
+    chunked_log_probs.CHUNK_ELEMENTS = 3 * tiny.VOCABULARY_SIZE if name.endswith("tokens") else 2**26
     models = sharded_models(folder / name, name, group.world_size)
     reference = reference_of(folder / name, name, models["actor"], group.world_size)
     learner = new_learner(models, name, dist.group.WORLD, reference)

@@ -1,4 +1,4 @@
-"""The memory of trainer ranks, whole and sharded, is that of `rlhfd plan`: two ranks of a model of 310 M parameters."""
+"""The memory of trainer ranks, whole and sharded, is that of `rlhfd plan`: two ranks of a model of 374 M parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from benches.sharding import LARGE, Compared, compared, write_model
 
-NEEDED_BYTES = 20 * 10**9
+NEEDED_BYTES = 22 * 10**9
 
 
 @pytest.fixture(scope="module")
@@ -36,5 +36,5 @@ def test_a_rank_and_shared_memory_take_what_the_plan_says(found: dict[str, Compa
 
 @pytest.mark.variant
 @pytest.mark.timeout(3600)
-def test_a_rank_with_shards_takes_less_than_70_percent_of_a_whole_one(found: dict[str, Compared]) -> None:
-    assert found["full"].rank_bytes < 0.7 * found["none"].rank_bytes
+def test_a_rank_with_shards_takes_less_than_65_percent_of_a_whole_one(found: dict[str, Compared]) -> None:
+    assert found["full"].rank_bytes < 0.65 * found["none"].rank_bytes
