@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.errors import ExitCode
 from pipeline.runtime.lock import shm_directory
-from tests.support.daemon import SMALL, Daemon, rlhfd, task, total
+from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, rlhfd, task, total
 
 pytestmark = pytest.mark.integration
 __all__ = ["task"]
@@ -32,7 +32,7 @@ def nan(ids, mask, **_): return float("nan")
 """
 
 
-def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = 90.0) -> list[str]:
+def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = START_TIMEOUT_S) -> list[str]:
     """Run a start that must fail; return the lines of standard error, after a check that nothing is left behind."""
     with daemon:
         assert daemon.wait(timeout_s) == code, daemon.errors
@@ -154,7 +154,7 @@ def test_shared_memory_of_another_containers_instance_is_refused_and_left_alone(
         fcntl.flock(holder, fcntl.LOCK_EX)
 
         with daemon:
-            assert daemon.wait(90.0) == BAD_CONFIG, daemon.errors
+            assert daemon.wait(START_TIMEOUT_S) == BAD_CONFIG, daemon.errors
             assert (folder / "arena").read_bytes() == b"its rows"
 
         assert daemon.errors.splitlines() == [

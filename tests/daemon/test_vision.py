@@ -78,7 +78,7 @@ def settings(folder: Path, task: Path, *more: str) -> tuple[str, ...]:
 
 def ended(daemon: Daemon) -> tuple[str, str, str]:
     """Wait for the end; steps, fingerprint of the weights and digest of the trained rows, pixels included."""
-    assert daemon.wait(150.0) == 0, daemon.errors
+    assert daemon.wait() == 0, daemon.errors
     found = ENDED.search(daemon.errors)
     assert found is not None, daemon.errors
     steps, weights, experiences = found.groups()

@@ -115,7 +115,7 @@ class Project:
     def run(self, *arguments: str, **options: object) -> tuple[Mapping[str, object], str]:
         """Return the started program's report, and the output of the set-up."""
         with self.start(*arguments, **options) as process:  # type: ignore[arg-type]
-            output, said = process.communicate(timeout=60)
+            output, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
         told = json.loads(output)
         assert told["pid"] == process.pid
@@ -152,7 +152,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 def refusal(project: Project, **environment: str | None) -> str:
     with project.start(**environment) as process:
-        output, said = process.communicate(timeout=60)
+        output, said = process.communicate(timeout=300)
     assert (process.returncode, output) == (1, "")
     return said
 
@@ -215,7 +215,7 @@ def test_two_first_uses_at_once_make_one_environment(project: Project) -> None:
     waiting = second.stderr.readline()
     project.release()
     with first, second:
-        said = [json.loads(process.communicate(timeout=60)[0])["pid"] for process in (first, second)]
+        said = [json.loads(process.communicate(timeout=300)[0])["pid"] for process in (first, second)]
 
     assert "waiting for another set-up" in waiting
     assert said == [first.pid, second.pid]
@@ -405,7 +405,7 @@ def test_tests_run_in_a_ready_environment(project: Project, prepared: Path) -> N
     with project.start(
         "-k", "a", program=project.root / "bin" / "test", RLHFD_VENV=str(prepared), PYTHONDONTWRITEBYTECODE="1"
     ) as process:
-        output, said = process.communicate(timeout=60)
+        output, said = process.communicate(timeout=300)
 
     assert (output, said) == (f"pytest of {prepared} ['-k', 'a']\n", "")
     assert state_of(prepared) == before
@@ -425,7 +425,7 @@ def test_a_ready_environment_that_lacks_packages_is_refused_with_their_names(
     )
 
     with project.start(program=project.root / "bin" / program, RLHFD_VENV=str(prepared)) as process:
-        output, said = process.communicate(timeout=60)
+        output, said = process.communicate(timeout=300)
 
     assert (process.returncode, output) == (1, "")
     assert said == f"rlhfd: RLHFD_VENV: {prepared} lacks {lacking}; nothing is installed into it\n"

@@ -36,7 +36,7 @@ def train(daemon: Daemon, model: Path, steps: int) -> list[int]:
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=START_TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -51,7 +51,6 @@ def readme_trainer() -> str:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(300)
 def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, task: Path) -> None:  # noqa: F811
     # The README connects to run/rlhfd.
     with Daemon(tmp_path, *SMALL, "trainer.kind=external", task=task, runtime_dir=tmp_path / "run" / "rlhfd") as daemon:
@@ -88,7 +87,6 @@ def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, tas
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(240)
 def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> None:  # noqa: F811
     shutil.copytree(EXAMPLES / "own_reward", tmp_path, dirs_exist_ok=True)
     settings = ("buffer.sample_batch_size=32", "trainer.max_steps=2", f"model.actor={task / 'model'}")
@@ -102,7 +100,6 @@ def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> N
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(240)
 def test_a_model_calls_the_calculator_and_sees_its_answer(tmp_path: Path, task: Path) -> None:  # noqa: F811
     shutil.copytree(EXAMPLES / "calculator", tmp_path, dirs_exist_ok=True)
     settings = ("buffer.sample_batch_size=32", "trainer.max_steps=2", f"model.actor={task / 'model'}")
@@ -133,7 +130,7 @@ def test_the_replay_buffer_gives_each_row_once_and_ends() -> None:
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=START_TIMEOUT_S,
         check=False,
     )
 

@@ -73,7 +73,7 @@ class Crew:
         """End the crew; members that the test left alive are a leak of the test."""
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def say(event, value=None):
