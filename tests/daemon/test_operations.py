@@ -157,14 +157,13 @@ def test_sighup_does_the_same(daemon: Daemon) -> None:
 
 def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon: Daemon) -> None:
     write(daemon.folder, temperature=1.0)
-    # A run that stands still for so long would be judged, were it not paused.
-    text = FILE.replace("[rollout]", "progress_timeout_s = 1.0\n[rollout]")
-    write(daemon.folder, text)
-    assert daemon.ask("reload").returncode == 0
 
     answer = daemon.ask("pause")
 
     assert (answer.returncode, answer.stdout) == (0, "paused\n")
+    # A run that stands still for so long would be judged, were it not paused. On a slow machine a step takes longer.
+    write(daemon.folder, FILE.replace("[rollout]", "progress_timeout_s = 1.0\n[rollout]"))
+    assert daemon.ask("reload").returncode == 0
     assert status_of(daemon.ask("status", "--json"))["state"] == "paused"
     assert scraped(daemon, "rlhfd_paused") == 1
     assert daemon.get("/readyz")[0] == 200
