@@ -175,7 +175,7 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
             "gradients": GRADIENT_BYTES[dtype] * trained,
             **passes,
         }
-    # With their gradients; the reference's are gathered before the step.
+    # The actor's parts have gradients as large. The reference's, which have none, are gathered before the step.
     gathered = max(2 * _at_once(actor), 0 if reference is None else _at_once(reference))
     return {
         "weights": math.ceil((_SHARD_BYTES * trained + width * frozen) / ranks),

@@ -182,13 +182,16 @@ class SharedMemoryLock:
                 f"daemon.runtime_dir: {self._folder} is in use by an instance of another container, which has the same "
                 "path: give this one another daemon.runtime_dir"
             )
-        self.__exit__(None, None, None)
+        self._release()
         self._descriptor = descriptor
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Release the lock."""
+        self._release()
+
+    def _release(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
