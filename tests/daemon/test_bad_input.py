@@ -294,6 +294,7 @@ def chat_settings(folder: Path, task: Path, *conversations: list[dict[str, str]]
     return (*SMALL, f"model.actor={model}", f"prompts.path={path}")
 
 
+@pytest.mark.variant
 def test_a_prompt_that_the_chat_template_refuses_is_set_aside_and_the_run_goes_on(tmp_path: Path, task: Path) -> None:
     settings = chat_settings(tmp_path, task, [USER], [USER], [SYSTEM, USER], [USER])
 

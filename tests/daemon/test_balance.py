@@ -39,7 +39,8 @@ def ended(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], 
         return finished(daemon), lines(daemon)
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.variant)])
+@pytest.mark.variant
+@pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task, sharding):  # noqa: F811
     small = (*SMALL, "buffer.max_staleness=0", "trainer.max_steps=2")
     _, of_one = ended(tmp_path / "one", task, *small, "trainer.gradient_accumulation_steps=2")

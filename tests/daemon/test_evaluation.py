@@ -104,6 +104,7 @@ os.fsync = failing
 """
 
 
+@pytest.mark.variant
 def test_a_serial_run_ends_though_its_last_evaluation_was_not_written_at_once(tmp_path: Path, task: Path) -> None:  # noqa: F811
     sets = settings(tmp_path, task)
     code = tmp_path / "failing"

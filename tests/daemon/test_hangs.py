@@ -360,6 +360,7 @@ def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task): 
         assert list(daemon.runtime_dir.iterdir()) == []
 
 
+@pytest.mark.variant
 def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_rows(folder, task):  # noqa: F811
     settings = ("buffer.max_staleness=2",)
     # Before it is killed a stopped process is continued for its stacks: it must not use that time to end in order.
@@ -403,6 +404,7 @@ def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_
     assert latest is not None and latest.step >= step
 
 
+@pytest.mark.variant
 def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(folder, task):  # noqa: F811
     limits = ("daemon.drain_timeout_s=1", "trainer.save_every=0")
     with Daemon(folder, *SETTINGS, *limits, task=task, environment=stopping_at_a_checkpoint(folder)) as daemon:

@@ -107,6 +107,7 @@ def test_a_killed_worker_buffer_or_trainer_is_replaced_and_nothing_is_lost(tmp_p
         assert one_line_a_step(daemon)
 
 
+@pytest.mark.variant
 def test_word_of_a_death_that_a_killed_buffer_had_not_read_is_said_again(tmp_path, task):  # noqa: F811
     """A worker that is not started again leaves tickets, which no other worker may roll out until the buffer knows."""
     limits = ("rollout.workers=2", "buffer.max_staleness=0", "daemon.restart_limit=2", "daemon.restart_delay_s=0.05")

@@ -121,6 +121,7 @@ def test_a_run_goes_on_when_others_fill_shared_memory_even_with_new_processes(tm
     assert "resumed from shared memory" in daemon.errors
 
 
+@pytest.mark.variant
 @pytest.mark.needs("unshare", "nsenter", "mount")
 def test_a_killed_run_is_taken_over_where_others_have_filled_shared_memory(tmp_path: Path, task: Path) -> None:
     settings = (*SMALL_ARENA, "trainer.max_steps=0", "trainer.save_every=0")
@@ -192,6 +193,7 @@ def test_a_full_disk_costs_the_checkpoints_and_the_last_of_them_the_exit_code(tm
     assert "training ended: steps=7" in daemon.errors
 
 
+@pytest.mark.variant
 @pytest.mark.needs("unshare", "mount")
 def test_a_stop_on_a_full_disk_ends_in_order_and_says_what_it_cost(tmp_path: Path, task: Path) -> None:
     program = machine(tmp_path, state=64 << 20)

@@ -372,7 +372,7 @@ def age_s(pid: int) -> float:
 def watched(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Watched:
     folder = tmp_path_factory.mktemp("watched")
     # Rewards that differ, so that there is something to learn, and take their time without a core; and checkpoints.
-    with Daemon(folder, *SMALL, *telling_reward(folder, pause_s=0.01), "trainer.save_every=5", task=task) as daemon:
+    with Daemon(folder, *SMALL, *telling_reward(folder, pause_s=0.03), "trainer.save_every=5", task=task) as daemon:
         daemon.wait_answering()
         # At once: the daemon may be ready before Prometheus is.
         starting = daemon.get("/healthz")[0], daemon.get("/readyz")[0]

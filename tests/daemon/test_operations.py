@@ -57,7 +57,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Dae
     folder = tmp_path_factory.mktemp("operations")
     write(folder)
     # A row takes its time, without a core: the daemon is only asked, for a minute or two.
-    telling_reward(folder, pause_s=0.01)
+    telling_reward(folder, pause_s=0.03)
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text("first")
     with Daemon(folder, task=task, arguments=("--config", "run.toml")) as daemon:

@@ -117,6 +117,7 @@ def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_pat
         finish(daemon)
 
 
+@pytest.mark.variant
 def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daemon(tmp_path, task, cluster):  # noqa: F811
     with Daemon(tmp_path, *SETTINGS, *cluster.settings, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()

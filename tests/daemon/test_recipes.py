@@ -135,6 +135,7 @@ def ended(checkout: Path, recipe: Recipe, record_property: Callable[[str, object
     return Ended(steps, samples)
 
 
+@pytest.mark.variant
 @pytest.mark.integration
 @pytest.mark.timeout(1800)
 def test_math_is_learned_with_math_verify_and_truncated_importance_sampling(

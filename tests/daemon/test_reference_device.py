@@ -152,6 +152,7 @@ def test_two_sharded_ranks_of_which_one_is_killed_train_as_on_the_workers_refere
     assert gap < 1e-5 < 1e-3 < learned, (gap, learned)
 
 
+@pytest.mark.variant
 def test_a_run_goes_on_with_the_reference_in_the_other_role(tmp_path: Path, task: Path) -> None:  # noqa: F811
     settings = (*SMALL, "buffer.max_staleness=2", "trainer.warmup_steps=0")
     errors = []

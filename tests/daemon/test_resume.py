@@ -176,6 +176,7 @@ def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path
         assert "trainer-0 has not written the last checkpoint, its error is above" in daemon.errors.splitlines()[-1]
 
 
+@pytest.mark.variant
 def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alone_in(tmp_path, task):  # noqa: F811
     settings = ("trainer.max_steps=0", "trainer.probe_every=1", "trainer.warmup_steps=0")
 

@@ -62,6 +62,7 @@ def configured(folder):
     return str(file)
 
 
+@pytest.mark.variant
 @pytest.mark.timeout(600)
 def test_the_state_of_an_earlier_release_is_continued_and_only_by_one_daemon(tmp_path, task):  # noqa: F811
     settings = (*SMALL, "trainer.save_every=1", "buffer.max_staleness=4")

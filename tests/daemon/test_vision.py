@@ -106,6 +106,7 @@ def test_steps_with_images_are_those_of_a_serial_run_bit_for_bit(tmp_path: Path,
     assert total(metrics, "rlhfd_items_unaccounted") == 0
 
 
+@pytest.mark.variant
 @pytest.mark.timeout(400)
 def test_an_own_trainer_gets_the_pixels_of_each_rows_files(tmp_path: Path, task: Path) -> None:
     model = load_actor(task / "model", dtype="float32", device="cpu")

@@ -190,6 +190,7 @@ def score(input_ids, attention_mask, *, gt_answer, response_start, response_end,
 """One prompt in eight has no reward, for different reasons."""
 
 
+@pytest.mark.variant
 @pytest.mark.integration
 @pytest.mark.timeout(240)
 def test_a_run_whose_reward_function_fails_now_and_then_goes_on_and_counts(tmp_path: Path, task: Path) -> None:  # noqa: F811
