@@ -400,7 +400,7 @@ class Connection:
 
     def end_version(self, published: WeightsVersion) -> None:
         """Report a version, see `begin_version`; its batches count as trained."""
-        self._session.end_version(published)
+        self._session.end_version(published, reports=self.rank == 0)
 
     def start_over(self, published: WeightsVersion) -> None:
         """Void every lease of this rank after a rollback; `publish` with `rollback` includes it on its own rank.

@@ -172,10 +172,11 @@ class BufferSession:
         self._in_version, self._in_hand = self._in_hand, []
         return through
 
-    def end_version(self, published: WeightsVersion) -> None:
-        """Report the version of `begin_version`, whose page is turned."""
+    def end_version(self, published: WeightsVersion, *, reports: bool = True) -> None:
+        """Report the version of `begin_version`, whose page is turned; of several ranks the first one reports it."""
         self._in_version.clear()
-        self.announce(published)
+        if reports:
+            self.announce(published)
 
     def hand_back(self, batches: int) -> None:
         """Hand back the last batches taken in hand; their rows are ready again."""

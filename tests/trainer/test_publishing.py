@@ -11,6 +11,7 @@ from pipeline.errors import WeightsError
 from pipeline.models.weights import slot_copy
 from pipeline.models.weights.pinned import PinnedRing
 from pipeline.runtime.messages import Welcome
+from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.saving import publishing
@@ -264,6 +265,54 @@ def test_a_small_version_and_those_of_one_process_are_published_in_place(bench, 
 
     assert gate.threads == [threading.main_thread()] * 2
     trainer.close()
+
+
+class Beside(NotedSharding):
+    """A rank's sharding whose versions a thread publishes."""
+
+    weights_bytes = 1
+
+    def __init__(self, order):
+        super().__init__(order)
+        self.open = threading.Event()
+
+    def due(self, is_due):
+        return is_due
+
+    def writing(self, number, training, *, trained_through, probe):
+        self.order.append(f"begin {number} through {trained_through}")
+
+        def write():
+            assert threading.current_thread() is not threading.main_thread()
+            assert self.open.wait(60.0)
+            self.order.append(f"turned {number}")
+            return WeightsVersion(number, 7, trained_through)
+
+        return write
+
+
+def test_sharded_ranks_compute_the_next_batch_while_their_threads_publish(bench):
+    sharding = Beside([])
+    trainer = bench.trainer(max_steps=0, sharding=sharding)
+    steps(bench, trainer, 1)
+    bench.learner.computed = lambda: (sharding.order.append("computed"), sharding.open.set())
+    bench.learner.may_change = lambda: sharding.order.append("may change")
+    steps(bench, trainer, 2)
+
+    assert sharding.order[:5] == ["publish", "begin 1 through 1", "computed", "turned 1", "may change"]
+    trainer._publishing.finish()
+    bench.house.turn(work=False)
+    assert bench.house.ledger.totals.trained == 16
+
+
+@pytest.mark.parametrize(("rank", "reported"), [(0, [3]), (1, [])])
+def test_of_the_ranks_that_publish_together_the_first_one_reports(bench, rank, reported):
+    session, sent = bench.trainer(max_steps=0)._connection._session, []
+    session._send = sent.append
+
+    session.end_version(WeightsVersion(3, 7), reports=rank == 0)
+
+    assert [message.version for message in sent] == reported
 
 
 def test_sharded_ranks_say_that_they_keep_the_state_of_each_version(bench, caplog):

@@ -439,7 +439,7 @@ def test_the_best_version_is_found_by_its_checkpoint_even_if_that_is_still_being
 class NotedSharding:
     """A rank's sharding that notes its collectives."""
 
-    nbytes = 0
+    nbytes = weights_bytes = 0
     state_s = 0.0
 
     def __init__(self, order):

@@ -100,7 +100,12 @@ class ShardedVersions:
     @property
     def nbytes(self) -> int:
         """Bytes of one version and of this rank's training state; 0 before the first publish."""
-        return (0 if self._mapping is None else int(self._mapping.slot_bytes)) + self._states.nbytes
+        return self.weights_bytes + self._states.nbytes
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of one version, the same on every rank; 0 before the first publish."""
+        return 0 if self._mapping is None else int(self._mapping.slot_bytes)
 
     @property
     def state_s(self) -> float:

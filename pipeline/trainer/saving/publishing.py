@@ -7,6 +7,8 @@ The order of stores is that of a publish in place (`pipeline.models.weights.vers
 leaves the same. The tensors are read live, not copied before: `finish` is called before the optimizer changes them.
 Training's thread reports the version to the buffer and counts its step, at its first look after the page is turned.
 
+Sharded ranks publish together, each in a thread: their collectives are on a process group of its own. They meet before.
+
 On a GPU the copies are on a stream of their own, after all that training had issued before the publish. They pass
 through the ring of page-locked buffers, and are complete when the thread ends.
 """
@@ -205,14 +207,14 @@ class Publishing:
         self, number: int, training: Mapping[str, torch.Tensor] | None, probe: Probe | None
     ) -> Callable[[contextlib.AbstractContextManager[None]], tuple[WeightsVersion, float]]:
         """Return the writes of a version, called by the thread with the stream of its copies."""
-        write = functools.partial(
-            self._connection.versions.publish,
-            number,
-            self._weights(),
-            training,
-            trained_through=self._connection.begin_version(),
-            probe=probe,
-        )
+        through = self._connection.begin_version()
+        if self._sharding is not None:
+            write = self._sharding.writing(number, training, trained_through=through, probe=probe)
+        else:
+            versions, weights = self._connection.versions, self._weights()
+            write = functools.partial(
+                versions.publish, number, weights, training, trained_through=through, probe=probe
+            )
 
         def timed(stream: contextlib.AbstractContextManager[None]) -> tuple[WeightsVersion, float]:
             started_s = time.monotonic()
@@ -229,7 +231,8 @@ class Publishing:
     @property
     def _is_worth_a_thread(self) -> bool:
         # The first publish of a trainer maps the files, and sets their size.
-        return self.is_beside and self._sharding is None and self._connection.weights_bytes >= BESIDE_FROM_BYTES
+        nbytes = self._connection.weights_bytes if self._sharding is None else self._sharding.weights_bytes
+        return self.is_beside and nbytes >= BESIDE_FROM_BYTES
 
     def _stream(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of copies that begin after all that training has issued so far, beside what it issues."""

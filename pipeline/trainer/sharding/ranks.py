@@ -23,6 +23,7 @@ class RankGroup:
     Args:
         device: Device of the tensors that travel: the GPU with NCCL, the CPU with gloo.
         waiting: Encloses each collective, in which a rank makes no progress of its own.
+        process_group: The ranks' group; the default one if it is left out.
 
     Attributes:
         rank: This rank.
@@ -33,17 +34,19 @@ class RankGroup:
         self,
         device: torch.device,
         waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._device = device
         self._waiting = waiting
+        self._process_group = process_group
 
     def broadcast(self, values: Sequence[int]) -> list[int]:
         """Return rank 0's values, each in 63 bits; every rank passes as many."""
         sent = torch.tensor(values, dtype=torch.int64, device=self._device)
         with self._waiting():
-            dist.broadcast(sent, 0)
+            dist.broadcast(sent, 0, group=self._process_group)
             return sent.tolist()
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
@@ -52,7 +55,7 @@ class RankGroup:
         sent = torch.tensor(signed, dtype=torch.int64, device=self._device)
         received = [torch.empty_like(sent) for _ in range(self.world_size)]
         with self._waiting():
-            dist.all_gather(received, sent)
+            dist.all_gather(received, sent, group=self._process_group)
             return [[value % (2 * _SIGN) for value in one.tolist()] for one in received]
 
     def barrier(self) -> None:
@@ -63,7 +66,7 @@ class RankGroup:
         """Return whether every rank passed True."""
         flag = torch.tensor(int(ready), device=self._device)
         with self._waiting():
-            dist.all_reduce(flag, dist.ReduceOp.MIN)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._process_group)
             return bool(flag)
 
     def whole(self, shard: Shard) -> Tensor | None:
@@ -77,7 +80,7 @@ class RankGroup:
         sent[: own.numel()] = own.reshape(-1)
         received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
         with self._waiting():
-            dist.gather(sent, received, dst=0)
+            dist.gather(sent, received, dst=0, group=self._process_group)
         return None if received is None else torch.cat(received)[: shape.numel()].view(shape)
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
+import functools
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Config
 from pipeline.models.lora import adapter_of
 from pipeline.models.weights.held import HeldVersion
-from pipeline.models.weights.shards import ShardedVersions
+from pipeline.models.weights.shards import Shard, ShardedVersions
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, Write, load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import load_actor_shards, load_critic_shards, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
 
+# A rank may wait without limit; hang detection is the supervisor's.
+_TIMEOUT = datetime.timedelta(days=7)
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 1 << 20
 
@@ -67,6 +73,14 @@ def _return_freed_memory() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
 
 
+def _in_training(
+    waiting: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return the context of a collective for training's thread; in another one the rank does not wait."""
+    training = threading.current_thread()
+    return lambda: waiting() if threading.current_thread() is training else contextlib.nullcontext()
+
+
 class Sharding:
     """The sharded models of one rank, their published versions and their checkpoints."""
 
@@ -92,12 +106,20 @@ class Sharding:
         self._held: HeldCheckpoint | None = None
         self._connection = connection
         self._group = RankGroup(device, waiting)
-        self._versions = ShardedVersions(connection.weights_path, self._group, holds_pages=device.type != "cpu")
+        # A group of its own, on the CPU: a thread publishes beside the collectives of training.
+        beside = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        publishing = RankGroup(torch.device("cpu"), _in_training(waiting), beside)
+        self._versions = ShardedVersions(connection.weights_path, publishing, holds_pages=device.type != "cpu")
 
     @property
     def nbytes(self) -> int:
         """Bytes of one version and of this rank's training state."""
         return self._versions.nbytes
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of one version, the same on every rank; 0 before the first publish."""
+        return self._versions.weights_bytes
 
     @property
     def state_s(self) -> float:
@@ -114,7 +136,7 @@ class Sharding:
         probe: Probe | None = None,
     ) -> WeightsVersion:
         """Publish this rank's shards; a collective. Arguments and errors: `Connection.publish`."""
-        shards = {model: shards_of(module, published=True) for model, module in self._models.items()}
+        shards = self._shards()
 
         def together(number: int, trained_through: int) -> WeightsVersion:
             return self._versions.publish(
@@ -129,6 +151,23 @@ class Sharding:
 
         return self._connection.publish_with(together, version=version, rollback=rollback)
 
+    def writing(
+        self, version: int, training: Mapping[str, Tensor] | None, *, trained_through: int, probe: Probe | None
+    ) -> Callable[[], WeightsVersion]:
+        """Return the publish of this rank's shards, called by a thread of every rank while training goes on.
+
+        The shards are read live: the caller waits for the end before they change. Training's thread meets the other
+        ranks here, so that none waits for a late one in a pass or in the publish.
+        """
+        shards = self._shards()
+        self.meet()
+        return functools.partial(
+            self._versions.publish, version, shards, training, trained_through=trained_through, probe=probe
+        )
+
+    def _shards(self) -> dict[str, dict[str, Shard]]:
+        return {model: shards_of(module, published=True) for model, module in self._models.items()}
+
     def restore(self, newest: WeightsVersion, state: Mapping[str, Tensor]) -> bool:
         """Set this rank's shards and training state to the newest version; a collective.
 
@@ -141,8 +180,7 @@ class Sharding:
         if not self._group.agree(self._versions.holds_training(newest, state)):
             return False
         self._versions.restore_training(newest, state)
-        shards = {model: shards_of(module, published=True) for model, module in self._models.items()}
-        self._versions.restore(newest, shards)
+        self._versions.restore(newest, self._shards())
         return True
 
     def load(self, folder: Path, state_file: str, state: Mapping[str, Tensor]) -> None:

@@ -28,12 +28,19 @@ def test_a_rank_that_meets_the_others_is_known_to_wait_for_them(
         yield
         is_waiting = False
 
-    def all_reduce(flag: torch.Tensor, operation: Any) -> None:
+    def all_reduce(flag: torch.Tensor, operation: Any, group: Any = None) -> None:
         seen.append(is_waiting)
 
     operations = SimpleNamespace(MIN="min")
-    group = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2, all_reduce=all_reduce, ReduceOp=operations)
+    group = SimpleNamespace(
+        get_rank=lambda: 1,
+        get_world_size=lambda: 2,
+        all_reduce=all_reduce,
+        ReduceOp=operations,
+        new_group=lambda **_: None,
+    )
     monkeypatch.setattr(ranks, "dist", group)
+    monkeypatch.setattr("pipeline.trainer.sharding.sharding.dist", group)
     connection = cast(Any, SimpleNamespace(weights_path=tmp_path / "weights"))
     sharding = Sharding(Config(), {}, connection, torch.device("cpu"), waiting)
 
