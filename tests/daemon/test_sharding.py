@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.trainer.saving.publishing import BESIDE_FROM_BYTES
 from tests.daemon.test_ranks import SETTINGS, STEPS, finished, slow_reward, strike
 from tests.support.daemon import Daemon, task  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-SHARDED = (*SETTINGS, 'trainer.sharding="full"', "trainer.save_every=4")
+# Actor and critic together are large enough for a thread that publishes.
+SHARDED = (*SETTINGS, 'trainer.sharding="full"', "trainer.save_every=4", "rollout.algorithm=ppo")
 
 
 def test_a_killed_rank_of_a_sharded_trainer_changes_neither_weights_nor_experience(
@@ -25,10 +27,13 @@ def test_a_killed_rank_of_a_sharded_trainer_changes_neither_weights_nor_experien
     with Daemon(tmp_path / "undisturbed", *settings, task=task) as daemon:
         expected = finished(daemon)
         latest = read_latest(daemon.run_dir / "checkpoints")
+        checkpoint = daemon.run_dir / "checkpoints" / f"step-{STEPS:06d}"
+        assert sum(file.stat().st_size for file in checkpoint.rglob("model.safetensors")) > BESIDE_FROM_BYTES
 
     with Daemon(tmp_path / "killed", *settings, task=task) as daemon:
         for step, name in ((1, "trainer-1"), (3, "trainer-0")):
             daemon.wait_step(step)
+            # The threads of both ranks publish the version before.
             killed = strike(daemon, name, "train")
             daemon.wait_replaced(name, killed)
         found = finished(daemon)
