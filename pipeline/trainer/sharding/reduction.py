@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 PIECE_BYTES = 1 << 23
-"""Bytes of a piece of one rank; a larger one is not faster."""
+"""Bytes of a piece of one rank."""
+
+# Its name since torch 2.13, where the former one warns.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class ReductionInPieces:
@@ -42,4 +45,4 @@ class ReductionInPieces:
         length = max(PIECE_BYTES // output_tensor.element_size(), 1)
         for start in range(0, output_tensor.numel(), length):
             piece = of_ranks[:, start : start + length].reshape(-1)
-            dist.reduce_scatter_tensor(output_tensor[start : start + length], piece, op=op, group=group)
+            _reduce_scatter(output_tensor[start : start + length], piece, op=op, group=group)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from pipeline.config.sections import ModelConfig
 from pipeline.models import chunked_log_probs
 from pipeline.models.log_probs import action_log_probs
+from pipeline.trainer.sharding import reduction
 from pipeline.trainer.sharding.models import inside, load_actor_shards
 from tests.support import tiny
 
@@ -81,3 +82,20 @@ def test_without_gradients_nothing_stays_gathered(tmp_path: Path, alone: None) -
     groups = [state._fsdp_param_group for state in states]
     assert len(groups) == 5
     assert [group.is_sharded for group in groups if group is not None] == [True] * 5
+
+
+def test_gradients_are_reduced_in_pieces_and_all_of_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction, "PIECE_BYTES", 4 * 4)
+    reduce, sizes = reduction._reduce_scatter, []
+
+    def noted(output: torch.Tensor, given: torch.Tensor, **options: object) -> None:
+        sizes.append((output.numel(), given.numel()))
+        reduce(output, given, **options)
+
+    monkeypatch.setattr(reduction, "_reduce_scatter", noted)
+    gradients, sums = torch.randn(10), torch.empty(10)
+
+    reduction.ReductionInPieces()(sums, gradients, dist.group.WORLD, dist.ReduceOp.SUM)
+
+    assert torch.equal(sums, gradients)
+    assert sizes == [(4, 4), (4, 4), (2, 2)]
