@@ -1,7 +1,9 @@
-"""Small models that vLLM takes, their directory, and what a model says of a response."""
+"""Small models that vLLM takes, and what a model says of a response."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from tests.support import tiny_vision
 
 VOCABULARY_SIZE, EOS = 48, 1
 
@@ -20,6 +22,18 @@ def small_llama(seed, **changes):
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.15)
     return model.eval()
+
+
+def small_qwen2_vl(seed, patch=tiny_vision.PATCH):
+    """`tests.support.tiny_vision.model` with heads of 32 in both parts."""
+    text = {
+        **tiny_vision.TEXT,
+        "hidden_size": 128,
+        "rope_parameters": {**tiny_vision.ROTATION, "mrope_section": [4, 6, 6]},
+    }
+    sight = {**tiny_vision.SIGHT, "depth": 1, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2, "patch_size": patch}
+    config = Qwen2VLConfig(text_config=text, vision_config=sight, **tiny_vision.TOKENS)
+    return tiny_vision.seeded(Qwen2VLForConditionalGeneration, config, seed)
 
 
 @torch.no_grad()
