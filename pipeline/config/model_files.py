@@ -26,7 +26,7 @@ _TOKENIZER_FILES = (
 _HEADS = ("lm_head.", "value_head.", "score.")
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
 
-VLLM_IMAGE_MODELS = ("qwen2_vl",)
+VLLM_IMAGE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Types of the models whose images the vLLM engine takes."""
 
 

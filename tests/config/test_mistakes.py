@@ -974,7 +974,8 @@ class TestFiles:
         problems = problems_of_files(config_load.load(folder / "c.toml", [], {}))
 
         refusal = (
-            f"{folder}/c.toml:2:10: rollout.engine: vllm takes images for models of the type qwen2_vl, "
+            f"{folder}/c.toml:2:10: rollout.engine: vllm takes images for models of the type "
+            "qwen2_vl, qwen2_5_vl, qwen3_vl, "
             f"model.actor is of the type gemma3, and {folder}/p.jsonl:2"
         )
         assert [problem.startswith(refusal) for problem in problems] == [True] * is_refused

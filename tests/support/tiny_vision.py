@@ -120,11 +120,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save(folder: Path, seed: int = 0, patch: int = PATCH) -> Path:
-    """Write model, tokenizer and image processor into a directory, as a checkpoint of the hub has them."""
+def save(folder: Path, seed: int = 0, patch: int = PATCH, *, made: PreTrainedModel | None = None) -> Path:
+    """Write model, tokenizer and image processor into a directory, as a checkpoint of the hub has them.
+
+    `made` is another model than `model` makes of seed and patch.
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    model(seed, patch).save_pretrained(folder)
+    (made or model(seed, patch)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     Qwen2VLImageProcessorPil(
         patch_size=patch,

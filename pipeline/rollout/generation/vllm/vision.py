@@ -30,7 +30,11 @@ from vllm.multimodal.inputs import (
 from pipeline.rollout.generation.vllm.images import pixels_of
 from pipeline.rollout.generation.vllm.wire import Images
 
-_CLASSES = {"qwen2_vl": "Qwen2VLForConditionalGeneration"}
+_CLASSES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
 _PLAIN_TOKEN = 0
 
 

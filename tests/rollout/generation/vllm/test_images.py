@@ -16,7 +16,7 @@ from pipeline.rollout.generation.vllm import engine as engines
 from pipeline.rollout.generation.vllm import images, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.vllm.images import sight_of
-from tests.rollout.generation.vllm.models import small_qwen2_vl
+from tests.rollout.generation.vllm.models import small_vl
 from tests.support import tiny, tiny_vision
 from tests.support.daemon import wait_until
 
@@ -163,21 +163,27 @@ def with_prompt(request, prompt):
 
 
 def test_the_sight_of_a_model_is_that_of_its_configuration():
-    assert sight_of(small_qwen2_vl(0)) == SIGHT
-    assert sight_of(tiny_vision.relative("qwen3_vl")) is None, "not tried"
+    assert sight_of(small_vl("qwen2_vl", 0)) == SIGHT
+    other = tiny_vision.relative("qwen3_vl")
+    assert sight_of(other) == wire.Sight("qwen3_vl", tiny_vision.IMAGE, tiny_vision.MERGE)
+    other.config.model_type = "glm4v"
+    assert sight_of(other) is None, "not tried"
     assert sight_of(tiny.llama(0)) is None
 
 
-# The real vLLM, in one process from start to end.
+# The real vLLM, in one process for each kind of model, from start to end.
+
+KINDS = ["qwen2_vl", *(pytest.param(kind, marks=pytest.mark.variant) for kind in ("qwen2_5_vl", "qwen3_vl"))]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+@pytest.fixture(scope="module", params=KINDS)
+def seeing(request, tmp_path_factory):
+    """The kind of a model, and its engine with the weights of seed 0."""
     folder = tmp_path_factory.mktemp("model")
-    model = small_qwen2_vl(0)
+    model = small_vl(request.param, 0)
     model.save_pretrained(folder)
     made = VllmEngine(settings(folder, sight_of(model)))
-    yield made
+    yield request.param, made
     made.close()
 
 
@@ -221,37 +227,48 @@ def with_another_encoder(model):
 
 @pytest.mark.vllm
 @pytest.mark.integration
-def test_log_probs_with_images_are_the_trainers_through_updates_of_the_encoder(engine, tmp_path):
-    first, second = small_qwen2_vl(0), small_qwen2_vl(1)
+def test_log_probs_with_images_are_the_trainers_through_updates_of_the_encoder(seeing, tmp_path):
+    kind, engine = seeing
+    first, second = small_vl(kind, 0), small_vl(kind, 1)
     third = with_another_encoder(second)
-    asked = requests(ONE, TWO, NONE)
+    asked, with_other_pixels = requests(ONE, TWO, NONE), requests(ONE, TWO, NONE, seed=1)
+    all_ended = []
 
-    before = run(engine, asked)
-    assert_of(first, asked, before, -1)
-    pixels = run(engine, requests(ONE, TWO, NONE, seed=1))
-    assert pixels[0][0].token_ids.tolist() != before[0][0].token_ids.tolist(), "a prompt's pixels are its own"
-    assert_of(first, requests(ONE, TWO, NONE, seed=1), pixels, -1)
-    sampled = torch.cat([response.token_ids for responses in before.values() for response in responses])
-    assert bool((sampled == tiny_vision.IMAGE).any()), "a sampled image token is of no image"
+    def check(model, requests, version):
+        all_ended.append(run(engine, requests))
+        assert_of(model, requests, all_ended[-1], version)
 
+    check(first, asked, -1)
+    check(first, with_other_pixels, -1)
     engine.update_weights(second.state_dict(), 1)
-    assert_of(second, asked, run(engine, asked), 1)
+    check(second, asked, 1)
     tensors = flatten(actor=third.state_dict())
     publisher = WeightsPublisher(tmp_path / "weights", tensors, slots=2)
     publisher.publish(2, tensors)
     engine.fetch_weights(tmp_path / "weights")
-    assert_of(third, asked, run(engine, asked), 2)
+    check(third, asked, 2)
     publisher.publish(3, flatten(actor=first.state_dict()))
     engine.fetch_weights(tmp_path / "weights")
-    assert_of(first, asked, run(engine, asked), 3)
+    check(first, asked, 3)
     publisher.close()
+
+    assert tokens(all_ended[0][0]) == tokens(all_ended[4][0]) != tokens(all_ended[1][0]), "pixels decide"
+    sampled = [
+        token for ended in all_ended for responses in ended.values() for row in tokens(responses) for token in row
+    ]
+    assert tiny_vision.IMAGE in sampled, "a sampled image token is of no image"
     assert engine.load.counts.prefix_hits >= 2 * 128, "the second and third of a group find the first one's block"
+
+
+def tokens(responses):
+    return [response.token_ids.tolist() for response in responses]
 
 
 @pytest.mark.vllm
 @pytest.mark.integration
-def test_an_update_in_flight_looks_at_the_images_again(engine):
-    first, second = small_qwen2_vl(0), with_another_encoder(small_qwen2_vl(0))
+def test_an_update_in_flight_looks_at_the_images_again(seeing):
+    kind, engine = seeing
+    first, second = small_vl(kind, 0), with_another_encoder(small_vl(kind, 0))
     engine.update_weights(first.state_dict(), 4)
     asked = requests(ONE, TWO, room=200)
     for one in asked:
