@@ -123,7 +123,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def save(folder: Path, seed: int = 0, patch: int = PATCH, *, made: PreTrainedModel | None = None) -> Path:
     """Write model, tokenizer and image processor into a directory, as a checkpoint of the hub has them.
 
-    `made` is another model than `model` makes of seed and patch.
+    Args:
+        folder: The directory.
+        seed: Of the model.
+        patch: Pixels along a side of a patch.
+        made: Another model in place of that of `model`, with these patches.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

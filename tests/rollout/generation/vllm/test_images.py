@@ -138,12 +138,14 @@ def test_equal_images_have_equal_hashes_and_others_have_not():
 def test_what_vllm_takes_no_images_of_is_refused_and_nothing_stays(apart):
     engine, child = apart(SIGHT)
     (video,) = requests([20, (2, 4, 4), 21])
+    (both,) = requests([20, (2, 4, 4), 21, (1, 4, 4)])
     (image,) = requests([20, (1, 4, 6), 21])
     joined = torch.tensor([20, *[tiny_vision.IMAGE] * 12])
     (two,) = requests([20, (1, 4, 6), (1, 4, 6)])
 
     for request, problem in (
         (video, 'rollout.engine "vllm" takes no videos; the prompt has one'),
+        (both, 'rollout.engine "vllm" takes no videos; the prompt has one'),
         (with_prompt(image, image.prompt_ids[:-3]), "has runs of .5. image tokens, its images ask for .6."),
         (with_prompt(two, joined), r"has runs of .12. image tokens, its images ask for .6, 6."),
     ):
