@@ -26,6 +26,9 @@ _TOKENIZER_FILES = (
 _HEADS = ("lm_head.", "value_head.", "score.")
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
 
+VLLM_IMAGE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Types of the models whose images the vLLM engine takes."""
+
 
 class ModelSizes(NamedTuple):
     """The sizes of one model.
@@ -181,10 +184,20 @@ def _problem_of_file(path: Path) -> str:
 
 def has_images(folder: Path) -> bool:
     """Return whether config.json describes a vision-language model; False if it cannot be read."""
+    return "vision_config" in _described(folder)
+
+
+def model_type(folder: Path) -> str:
+    """Return the type of model that config.json names; an empty text if it names none or cannot be read."""
+    return str(_described(folder).get("model_type", ""))
+
+
+def _described(folder: Path) -> dict[str, Any]:
     try:
-        return "vision_config" in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
+        described = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return described if isinstance(described, dict) else {}
 
 
 def _first(described: dict[str, Any], *names: str) -> int:

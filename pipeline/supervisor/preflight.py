@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.config import user_modules
 from pipeline.config.evaluation import held_out
 from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
-from pipeline.config.model_files import has_images, problem_of_model
+from pipeline.config.model_files import VLLM_IMAGE_MODELS, has_images, model_type, problem_of_model
 from pipeline.config.rewards import missing_package
 from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
@@ -93,9 +93,10 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
 
 
 def _problem_of_images(loaded: LoadedConfig) -> str:
-    """Return the problem of an engine that takes text alone, else an empty text; the first prompts are read."""
+    """Return the problem of an engine that takes no images of the model, else an empty text; it reads some prompts."""
     config = loaded.config
-    if config.rollout.engine != "vllm" or not has_images(Path(config.model.actor)):
+    folder = Path(config.model.actor)
+    if config.rollout.engine != "vllm" or not has_images(folder) or model_type(folder) in VLLM_IMAGE_MODELS:
         return ""
     sections = [config.prompts, *(held_out(config, file) for file in config.evaluation.files)]
     for section in sections:
@@ -106,7 +107,10 @@ def _problem_of_images(loaded: LoadedConfig) -> str:
             for position in range(min(len(source), _PROMPTS_SEEN)):
                 if (prompt := source.at(position)).images:
                     where = loaded.where("rollout.engine")
-                    return f"{where}: vllm takes text alone, and {prompt.named} has images"
+                    return (
+                        f"{where}: vllm takes images for models of the type {', '.join(VLLM_IMAGE_MODELS)}, "
+                        f"model.actor is of the type {model_type(folder)}, and {prompt.named} has images"
+                    )
     return ""
 
 

@@ -956,13 +956,14 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("described", "row", "is_refused"),
         [
-            ('{"vision_config": {}}', '{"prompt": "b", "images": ["b.png"]}', True),
-            ('{"vision_config": {}}', '{"prompt": "b"}', False),
+            ('{"vision_config": {}, "model_type": "gemma3"}', '{"prompt": "b", "images": ["b.png"]}', True),
+            ('{"vision_config": {}, "model_type": "gemma3"}', '{"prompt": "b"}', False),
+            ('{"vision_config": {}, "model_type": "qwen2_vl"}', '{"prompt": "b", "images": ["b.png"]}', False),
             # The model's own refusal names the prompt.
             ("{}", '{"prompt": "b", "images": ["b.png"]}', False),
         ],
     )
-    def test_images_are_refused_with_vllm_before_the_start(
+    def test_images_that_vllm_does_not_take_are_refused_before_the_start(
         self, folder: Path, described: str, row: str, *, is_refused: bool
     ) -> None:
         save_shell(folder / "m", **json.loads(described))
@@ -972,7 +973,11 @@ class TestFiles:
 
         problems = problems_of_files(config_load.load(folder / "c.toml", [], {}))
 
-        refusal = f"{folder}/c.toml:2:10: rollout.engine: vllm takes text alone, and {folder}/p.jsonl:2"
+        refusal = (
+            f"{folder}/c.toml:2:10: rollout.engine: vllm takes images for models of the type "
+            "qwen2_vl, qwen2_5_vl, qwen3_vl, "
+            f"model.actor is of the type gemma3, and {folder}/p.jsonl:2"
+        )
         assert [problem.startswith(refusal) for problem in problems] == [True] * is_refused
         transformers = config_load.load(folder / "c.toml", ["rollout.engine=transformers"], {})
         assert problems_of_files(transformers) == []

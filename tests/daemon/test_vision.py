@@ -63,11 +63,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with model, images and prompts."""
     folder = tmp_path_factory.mktemp("vision-task")
     tiny_vision.save(folder / "model", patch=PATCH)
+    write_prompts(folder)
+    return folder
+
+
+def write_prompts(folder: Path) -> None:
+    """Write images and prompts; one image is missing."""
     for seed, (name, (width, height)) in enumerate(IMAGES.items()):
         tiny_vision.picture(folder / name, width, height, seed)
     lines = [{"prompt": prompt, "images": images} for prompt, images in PROMPTS]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
 
 
 def settings(folder: Path, task: Path, *more: str) -> tuple[str, ...]:

@@ -8,8 +8,11 @@ import signal
 import pytest
 
 from pipeline.trainer import setup
+from tests.daemon import test_vision
 from tests.daemon.test_kills import SETTINGS as ENDLESS
 from tests.daemon.test_kills import balanced
+from tests.rollout.generation.vllm.models import small_vl
+from tests.support import tiny_vision
 from tests.support.daemon import (
     END_TIMEOUT_S,
     Daemon,
@@ -53,6 +56,33 @@ def test_the_embedded_task_is_learned_with_vllm(tmp_path, task, record_property)
     first, last = sum(rewards[:ENDS]) / ENDS, sum(rewards[-ENDS:]) / ENDS
     record_property("shown", f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
     assert last - first >= GAIN, rewards
+    assert "the engine" not in daemon.errors, "each version passes the probe"
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("lora", [(), LORA], ids=["whole", "adapters"])
+def test_prompts_with_images_are_trained_on_and_the_engine_says_of_them_as_the_trainer(tmp_path, lora):
+    task = tmp_path / "task"
+    tiny_vision.save(task / "model", made=small_vl("qwen2_vl", 0, test_vision.PATCH), patch=test_vision.PATCH)
+    test_vision.write_prompts(task)
+    more = (
+        "trainer.max_steps=4",
+        "trainer.learning_rate=1e-3",
+        "rollout.cache_bytes=64MiB",
+        "buffer.sample_batch_size=16",
+        *SETTINGS,
+        *lora,
+    )
+    with Daemon(tmp_path / "run", *test_vision.settings(tmp_path / "run", task, *more)) as daemon:
+        daemon.wait_step(3)
+        metrics = daemon.metrics()
+        assert daemon.wait() == 0, daemon.errors[-4000:]
+        steps = (only_run(daemon.state_dir) / "metrics.jsonl").read_text().splitlines()
+
+    gaps = [json.loads(step)["behaviour_gap_nats"] for step in steps]
+    assert len(gaps) == 4 and 0 < max(gaps) < 1e-4, gaps
+    assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") >= 2
+    assert total(metrics, "rlhfd_items_unaccounted") == 0
     assert "the engine" not in daemon.errors, "each version passes the probe"
 
 

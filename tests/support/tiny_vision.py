@@ -67,7 +67,7 @@ def model(seed: int = 0, patch: int = PATCH) -> Qwen2VLForConditionalGeneration:
         vision_config={**SIGHT, "depth": 1, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "patch_size": patch},
         **TOKENS,
     )
-    return _seeded(Qwen2VLForConditionalGeneration, config, seed)
+    return seeded(Qwen2VLForConditionalGeneration, config, seed)
 
 
 def relative(kind: str, seed: int = 0) -> PreTrainedModel:
@@ -84,14 +84,14 @@ def relative(kind: str, seed: int = 0) -> PreTrainedModel:
         windows = {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
         text = {**TEXT, "rope_parameters": ROTATION}
         config: Any = Qwen2_5_VLConfig(text_config=text, vision_config={**sight, **windows}, **TOKENS)
-        return _seeded(Qwen2_5_VLForConditionalGeneration, config, seed)
+        return seeded(Qwen2_5_VLForConditionalGeneration, config, seed)
     deep = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = {**TEXT, "head_dim": 16, "rope_parameters": {**ROTATION, "mrope_interleaved": True}}
     config = Qwen3VLConfig(text_config=text, vision_config={**sight, **deep}, **TOKENS)
-    return _seeded(Qwen3VLForConditionalGeneration, config, seed)
+    return seeded(Qwen3VLForConditionalGeneration, config, seed)
 
 
-def _seeded(model_class: Any, config: Any, seed: int) -> Any:
+def seeded(model_class: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = model_class(config)
@@ -120,11 +120,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save(folder: Path, seed: int = 0, patch: int = PATCH) -> Path:
-    """Write model, tokenizer and image processor into a directory, as a checkpoint of the hub has them."""
+def save(folder: Path, seed: int = 0, patch: int = PATCH, *, made: PreTrainedModel | None = None) -> Path:
+    """Write model, tokenizer and image processor into a directory, as a checkpoint of the hub has them.
+
+    Args:
+        folder: The directory.
+        seed: Of the model.
+        patch: Pixels along a side of a patch.
+        made: Another model in place of that of `model`, with these patches.
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    model(seed, patch).save_pretrained(folder)
+    (made or model(seed, patch)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     Qwen2VLImageProcessorPil(
         patch_size=patch,

@@ -26,6 +26,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from pipeline.models.weights.places import TensorPlace
 from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
 from pipeline.rollout.generation.vllm.step_progress import StepProgress
+from pipeline.rollout.generation.vllm.vision import arguments_of, prompt_of, register
 from pipeline.rollout.generation.vllm.wire import Ended, Row, Settings, Stepped, Submit, Updated
 
 _EXTENSION = "pipeline.rollout.generation.vllm.weights.FeedsWeights"
@@ -95,6 +96,10 @@ class Core:
                 "max_lora_rank": least_rank(settings.lora.rank),
                 "lora_target_modules": settings.lora.targets,
             }
+        self._has_encoder = settings.sight is not None
+        if settings.sight is not None:
+            register(settings.sight.kind)
+            arguments |= arguments_of(settings.max_length)
         if settings.cache_bytes:
             arguments["kv_cache_memory_bytes"] = settings.cache_bytes
         if not settings.on_cpu:
@@ -142,6 +147,9 @@ class Core:
         self._tokens_in += len(submit.prompt) * len(submit.seeds)
         single = [sequence[0] for sequence in submit.stop_sequences if len(sequence) == 1]
         watched = any(len(sequence) > 1 for sequence in submit.stop_sequences)
+        prompt: Any = TokensPrompt(prompt_token_ids=submit.prompt)
+        if submit.images is not None:
+            prompt = prompt_of(submit.prompt, submit.images)
         for row, seed in enumerate(submit.seeds):
             parameters = SamplingParams(
                 n=1,
@@ -158,7 +166,6 @@ class Core:
                 output_kind=RequestOutputKind.DELTA if watched else RequestOutputKind.FINAL_ONLY,
             )
             name = f"{submit.key}:{row}"
-            prompt = TokensPrompt(prompt_token_ids=submit.prompt)
             request.names.append(self._engine.add_request(name, prompt, parameters, lora_request=self._adapter))
             self._rows[name] = submit.key, row, _Growing() if watched else None
 
@@ -262,6 +269,10 @@ class Core:
         self.version, fingerprint, history = found
         # Keys and values of the former weights are of no use; a request that runs has its own computed again.
         self._engine.engine_core.reset_prefix_cache(reset_running_requests=True)
+        if self._has_encoder:
+            # As `reset_encoder_cache` does it, which warns of requests in hand: all of them wait now.
+            self._scheduler.reset_encoder_cache()
+            self._engine.engine_core.engine_core.model_executor.reset_encoder_cache()
         # They lost their place to the update, not to each other.
         self._newly_preempted()
         self._progress.look(self._live_tokens(), 0)

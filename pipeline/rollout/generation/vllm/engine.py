@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import importlib.util
-import mmap
 import os
 import signal
 import socket
@@ -39,7 +38,6 @@ from pipeline.errors import (
     WeightsMismatchError,
 )
 from pipeline.models.lora import adapted_layers
-from pipeline.models.weights.places import tensor_places, tensor_views
 from pipeline.rollout.generation.interface import (
     Completed,
     EngineCounts,
@@ -49,7 +47,9 @@ from pipeline.rollout.generation.interface import (
     Span,
     row_seed,
 )
-from pipeline.rollout.generation.vllm import wire
+from pipeline.rollout.generation.vllm import memory, wire
+from pipeline.rollout.generation.vllm.images import put as put_images
+from pipeline.rollout.generation.vllm.images import sight_of
 from pipeline.rollout.progress import with_numbers
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.storage.weights_header import Age
@@ -90,6 +90,7 @@ def new_engine(
             log_json=config.daemon.log_format == "json",
             title=f"{setproctitle.getproctitle()} vllm",
             lora=lora_of(actor, config.model.lora_rank),
+            sight=sight_of(actor),
         ),
         threads=config.rollout.threads,
         on_progress=on_progress,
@@ -135,7 +136,8 @@ class VllmEngine:
         self._keys: dict[int, int] = {}
         self._completed: list[Completed] = []
         self._submitted = 0
-        self._rows_not_taken: collections.deque[tuple[int, int]] = collections.deque()
+        # Number of the request, its rows, and the descriptor of its images.
+        self._rows_not_taken: collections.deque[tuple[int, int, int | None]] = collections.deque()
         self._report = wire.Stepped([], 0, 0, 0, 1.0)
         self._version = -1
         # Messages after one that raised an error wait here.
@@ -161,7 +163,7 @@ class VllmEngine:
     def load(self) -> EngineLoad:
         """The work in hand, as of the last report."""
         report = self._report
-        on_its_way = sum(rows for _, rows in self._rows_not_taken)
+        on_its_way = sum(rows for _, rows, _ in self._rows_not_taken)
         counts = EngineCounts(
             report.tokens_in, report.tokens_out, report.preemptions, report.prefix_tokens, report.prefix_hits
         )
@@ -174,8 +176,6 @@ class VllmEngine:
         sampling, tokens = request.sampling, len(request.prompt_ids)
         if request.key in self._keys.values():
             raise FieldError(f"request {request.key} is in hand already")
-        if request.vision is not None:
-            raise FieldError('rollout.engine "vllm" takes text alone; the prompt has images')
         if not tokens or request.max_new_tokens < 1 or tokens + request.max_new_tokens > self._settings.max_length:
             raise FieldError(
                 f"a prompt of {tokens} tokens and a response of {request.max_new_tokens} do not fit the engine's rows "
@@ -189,13 +189,16 @@ class VllmEngine:
             raise FieldError(f"temperature is {sampling.temperature}; vLLM samples from {_LEAST_TEMPERATURE} on")
         filtered = sampling.do_sample and (sampling.top_p < 1 or sampling.top_k > 0)
         rows = range(request.first_row, request.first_row + request.group_size)
+        prompt, images, descriptor = request.prompt_ids.tolist(), None, None
+        if request.vision is not None and request.vision.tensors_exist:
+            descriptor, images = put_images(prompt, request.vision, self._settings.sight)
         self._submitted += 1
         self._keys[self._submitted] = request.key
-        self._rows_not_taken.append((self._submitted, request.group_size))
+        self._rows_not_taken.append((self._submitted, request.group_size, descriptor))
         self._send(
             wire.Submit(
                 self._submitted,
-                request.prompt_ids.tolist(),
+                prompt,
                 [row_seed(sampling.seed, row) for row in rows],
                 request.max_new_tokens,
                 list(sampling.eos_token_ids),
@@ -205,6 +208,7 @@ class VllmEngine:
                 sampling.top_k,
                 not sampling.do_sample,
                 not filtered and (sampling.do_sample or sampling.temperature == 1),
+                images,
             )
         )
 
@@ -258,14 +262,9 @@ class VllmEngine:
         """
         version = self._version + 1 if version is None else version
         tensors = {name: tensor.detach() for name, tensor in actor.items()}
-        places = tensor_places(tensors)
-        descriptor = os.memfd_create("rlhfd-actor", os.MFD_CLOEXEC)
+        descriptor, places = memory.put("rlhfd-actor", tensors)
         try:
-            os.ftruncate(descriptor, places[-1].offset + max(places[-1].nbytes, 1))
-            memory = mmap.mmap(descriptor, 0)
-            for name, view in tensor_views(memoryview(memory), places).items():
-                view.copy_(tensors[name])
-            self._send(wire.Take(f"/proc/{os.getpid()}/fd/{descriptor}", places, version))
+            self._send(wire.Take(memory.path_of(descriptor), places, version))
             self._answer(wire.Updated)
         finally:
             os.close(descriptor)
@@ -287,7 +286,8 @@ class VllmEngine:
         self._process.wait()
         self._keys.clear()
         self._completed.clear()
-        self._rows_not_taken.clear()
+        while self._rows_not_taken:
+            self._let_go(*self._rows_not_taken.popleft())
         self._report = msgspec.structs.replace(self._report, ended=[], running=0, waiting=0, free_cache=1.0)
 
     def _send(self, message: wire.Order) -> None:
@@ -335,12 +335,17 @@ class VllmEngine:
     def _stepped(self, report: wire.Stepped) -> None:
         self._report = report
         while self._rows_not_taken and self._rows_not_taken[0][0] <= report.taken:
-            self._rows_not_taken.popleft()
+            self._let_go(*self._rows_not_taken.popleft())
         for ended in report.ended:
             # Cancelled ones are not in hand any more.
             if (key := self._keys.pop(ended.key, None)) is not None:
                 self._completed.append(Completed(key, tuple(_response(row) for row in ended.rows)))
         self._on_progress(rows_done=0, rows=0, tokens=report.tokens_out)
+
+    def _let_go(self, _number: int, _rows: int, descriptor: int | None) -> None:
+        """Close the images of a request that the process has taken over, or never will."""
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _death(self) -> RlhfdError:
         try:

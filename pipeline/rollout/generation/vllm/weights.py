@@ -12,7 +12,6 @@ replaced (`adapters`), so that a torn version never reaches the engine.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +21,9 @@ import msgspec
 import torch
 
 from pipeline.errors import WeightsError, WeightsMismatchError
-from pipeline.models.weights.places import TensorPlace, tensor_views
+from pipeline.models.weights.places import TensorPlace
 from pipeline.models.weights.store import WeightsReader
+from pipeline.rollout.generation.vllm.memory import mapped
 from pipeline.rollout.generation.vllm.places import watched
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
@@ -105,9 +105,7 @@ class FeedsWeights:
 
     def rlhfd_take(self, path: str, places: bytes) -> Outcome:
         """Load tensors that lie in a file."""
-        with open(path, "rb") as file:
-            memory = memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
-        tensors = tensor_views(memory, msgspec.msgpack.decode(places, type=list[TensorPlace]))
+        tensors = mapped(path, msgspec.msgpack.decode(places, type=list[TensorPlace]))
         try:
             if self._rlhfd_adapters is not None:
                 self._rlhfd_adapters.replace(_copies(tensors))

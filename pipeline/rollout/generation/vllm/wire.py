@@ -28,6 +28,14 @@ class Lora(msgspec.Struct, frozen=True):
     targets: list[str]
 
 
+class Sight(msgspec.Struct, frozen=True):
+    """A model that takes images: its type, the token of its images, and the patches along a side of one token."""
+
+    kind: str
+    image_token: int
+    merge: int
+
+
 class Settings(msgspec.Struct, frozen=True):
     """Settings of the engine's process; see `pipeline.rollout.generation.vllm.engine` for their meaning."""
 
@@ -41,6 +49,25 @@ class Settings(msgspec.Struct, frozen=True):
     log_json: bool
     title: str
     lora: Lora | None = None
+    sight: Sight | None = None
+
+
+class Images(msgspec.Struct, frozen=True, array_like=True):
+    """The images of a prompt, at least one.
+
+    Attributes:
+        path: A file with the pixels of all images, one after the other.
+        pixels: Their place in it.
+        grids: Time, height and width of each image, in patches.
+        spots: The first place in the prompt and the number of each image's tokens.
+        hashes: Of each image; equal images have equal ones.
+    """
+
+    path: str
+    pixels: list[TensorPlace]
+    grids: list[tuple[int, int, int]]
+    spots: list[tuple[int, int]]
+    hashes: list[str]
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -57,6 +84,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     top_k: int
     greedy: bool
     log_probs: bool
+    images: Images | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):

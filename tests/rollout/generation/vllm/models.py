@@ -1,7 +1,18 @@
-"""Small models that vLLM takes, their directory, and what a model says of a response."""
+"""Small models that vLLM takes, and what a model says of a response."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from tests.support import tiny_vision
 
 VOCABULARY_SIZE, EOS = 48, 1
 
@@ -20,6 +31,27 @@ def small_llama(seed, **changes):
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.15)
     return model.eval()
+
+
+def small_vl(kind, seed, patch=tiny_vision.PATCH):
+    """The models of `tests.support.tiny_vision` with heads of 32 in both parts."""
+    sections = {**tiny_vision.ROTATION, "mrope_section": [4, 6, 6]}
+    text = {**tiny_vision.TEXT, "hidden_size": 128, "head_dim": 32, "rope_parameters": sections}
+    sight = {**tiny_vision.SIGHT, "patch_size": patch, "depth": 2}
+    if kind == "qwen2_vl":
+        sight |= {"embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}
+        configuration, model_class = Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    else:
+        sight |= {"hidden_size": 64, "out_hidden_size": 128, "intermediate_size": 96}
+    if kind == "qwen2_5_vl":
+        sight |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
+        configuration, model_class = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    if kind == "qwen3_vl":
+        text["rope_parameters"] = {**sections, "mrope_interleaved": True}
+        sight |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        configuration, model_class = Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    config = configuration(text_config=text, vision_config=sight, **tiny_vision.TOKENS)
+    return tiny_vision.seeded(model_class, config, seed)
 
 
 @torch.no_grad()
