@@ -212,9 +212,7 @@ class Publishing:
             write = self._sharding.writing(number, training, trained_through=through, probe=probe)
         else:
             versions, weights = self._connection.versions, self._weights()
-            write = functools.partial(
-                versions.publish, number, weights, training, trained_through=through, probe=probe
-            )
+            write = functools.partial(versions.publish, number, weights, training, trained_through=through, probe=probe)
 
         def timed(stream: contextlib.AbstractContextManager[None]) -> tuple[WeightsVersion, float]:
             started_s = time.monotonic()
