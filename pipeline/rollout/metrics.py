@@ -22,7 +22,7 @@ from pipeline.telemetry.slab import SlotWriter
 
 ACTIVITIES = (
     "generate", "environment", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
-    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
+    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", "asleep",
 )  # fmt: skip
 _STAGES = {
     "generate": "generate",
@@ -49,6 +49,7 @@ class RolloutMetrics:
         }
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
+        self._is_asleep = False
         self._stages = {name: writer.histogram("rlhfd_stage_duration_seconds", stage=s) for name, s in _STAGES.items()}
         self._prompts = writer.counter("rlhfd_prompts_total")
         self._accepted = writer.counter("rlhfd_experiences_total", outcome="accepted")
@@ -116,9 +117,19 @@ class RolloutMetrics:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time of the block as a wait for a ticket, for the last reason from the buffer."""
-        with self.clock.during(self._waiting_for):
+        """Count the time of the block as a wait for a ticket, for the last reason from the buffer, or as sleep."""
+        with self.clock.during("asleep" if self._is_asleep else self._waiting_for):
             yield
+
+    @contextlib.contextmanager
+    def changing_sleep(self, phase: str) -> Iterator[None]:
+        """Observe the time in which the engine falls asleep ("sleep") or wakes ("wake"); both count as sleep."""
+        duration_s = self._writer.histogram("rlhfd_engine_sleep_duration_seconds", phase=phase)
+        started_s = time.monotonic()
+        with self.clock.during("asleep"):
+            yield
+        duration_s.observe(time.monotonic() - started_s)
+        self._is_asleep = phase == "sleep"
 
     def wait_for(self, reason: str) -> None:
         """Set the reason of the wait for a ticket; any reason other than a bound counts as a lack of data."""

@@ -23,6 +23,8 @@ _WAITS = {
     "wait_ticket_full": "waiting because the buffer is full",
     "wait_ticket_staleness": "waiting for the next version (buffer.max_staleness)",
     "wait_ticket_paused": "waiting for `rlhfd resume`",
+    "wait_card": "waiting until the engines on its card sleep (rollout.sleep)",
+    "asleep": "waiting for the step of the trainer, its engine asleep (rollout.sleep)",
 }
 
 Shares = Mapping[str, float]
@@ -51,7 +53,8 @@ class ProcessView:
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for another process."""
-        return self.observed.progress.activity.startswith("wait_") or self.observed.role == "buffer"
+        activity = self.observed.progress.activity
+        return activity.startswith("wait_") or activity == "asleep" or self.observed.role == "buffer"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,7 +100,20 @@ def _obey(core: Core, link: Link[Order], order: Order, *, paused: bool) -> bool:
         SystemExit: If the weights of the engine are of no version any more; the worker was told.
     """
     from pipeline.rollout.generation.vllm.core import UpdateError
-    from pipeline.rollout.generation.vllm.wire import Cancel, Failed, Fetch, Pause, Paused, Resume, Submit, Take
+    from pipeline.rollout.generation.vllm.wire import (
+        Cancel,
+        Failed,
+        Fetch,
+        Pause,
+        Paused,
+        Resume,
+        Sleep,
+        Slept,
+        Submit,
+        Take,
+        Wake,
+        Woken,
+    )
 
     match order:
         case Submit():
@@ -123,6 +136,12 @@ def _obey(core: Core, link: Link[Order], order: Order, *, paused: bool) -> bool:
             return True
         case Resume():
             return False
+        case Sleep():
+            core.sleep()
+            link.send(Slept())
+        case Wake():
+            core.wake()
+            link.send(Woken())
     return paused
 
 
