@@ -22,7 +22,8 @@ from pipeline.telemetry.slab import SlotWriter
 
 ACTIVITIES = (
     "generate", "environment", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
-    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", "asleep",
+    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
+    "wait_card", "asleep",
 )  # fmt: skip
 _STAGES = {
     "generate": "generate",
@@ -116,10 +117,21 @@ class RolloutMetrics:
             self._stages[name].observe(seconds)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of the block as a wait for a ticket, for the last reason from the buffer, or as sleep."""
-        with self.clock.during("asleep" if self._is_asleep else self._waiting_for):
+    def waiting(self, *, for_card: bool = False) -> Iterator[None]:
+        """Count the time of the block as a wait for a ticket, for the last reason from the buffer, or as sleep.
+
+        Args:
+            for_card: Whether there is a ticket, and the wait is for the turn on the card.
+        """
+        with self.clock.during("wait_card" if for_card else "asleep" if self._is_asleep else self._waiting_for):
             yield
+
+    @contextlib.contextmanager
+    def waiting_to_load(self) -> Iterator[None]:
+        """Count the time of the block, which is before the first ticket, as a wait for the turn on the card."""
+        interrupted = self.clock.enter("wait_card")
+        yield
+        self.clock.enter(interrupted)
 
     @contextlib.contextmanager
     def changing_sleep(self, phase: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.card_turns import TURN_S, EngineTurn
 
 _IDLE_S = 0.5
+_WAITS_S = 1.0
 
 Loader = Callable[[Config, RoleContext, RolloutMetrics], tuple[Roller, RolloutSamples | None]]
 
@@ -83,7 +85,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
             if worker.idle:
                 metrics.in_flight(0)
             wait_s = worker.rest(_IDLE_S)
-            with metrics.waiting():
+            with metrics.waiting(for_card=not worker.idle):
                 for message in mailbox.receive(wait_s):
                     worker.handle(message)
         return ExitCode.OK
@@ -122,12 +124,12 @@ def load_local(config: Config, context: RoleContext, metrics: RolloutMetrics) ->
         metrics,
         on_row,
         texts=may_quote_texts(config, context),
-        before_engine=functools.partial(take_turn, config, context),
+        before_engine=functools.partial(take_turn, config, context, metrics),
     )
     return roller, samples
 
 
-def take_turn(config: Config, context: RoleContext) -> None:
+def take_turn(config: Config, context: RoleContext, metrics: RolloutMetrics) -> None:
     """Take the turn on a card that a trainer shares: an engine is loaded awake. The wait is no part of the start.
 
     Raises:
@@ -137,15 +139,17 @@ def take_turn(config: Config, context: RoleContext) -> None:
         return
     # Not before: the processes of the reward functions, forks of this one, would hold it as well.
     turn = context.turn = EngineTurn(context.folder)
-    if turn.take():
-        return
-    context.report(Report(state="pending"))
+    said_s = -math.inf
     while not turn.take():
         if context.stopping:
             sys.exit(ExitCode.OK)
         context.metrics.beat()
-        time.sleep(TURN_S)
-    context.report(Report(state="placed"))
+        if monotonic_s() - said_s > _WAITS_S:
+            # The time limit of the start begins anew, and is that of a wait in which this process is stopped.
+            said_s = monotonic_s()
+            context.report(Report(state="placed"))
+        with metrics.waiting_to_load():
+            time.sleep(TURN_S)
 
 
 def may_quote_texts(config: Config, context: RoleContext) -> bool:

@@ -25,7 +25,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     It has a new `state`, or `progress` towards it, or the `error` with which the child exits. States: ``"ready"``, with
     the name of the `device` that computes, empty if that is not known;
     ``"finished"``; ``"unusable"``: it is never started again; ``"pending"``: a cluster has no place for it;
-    ``"placed"``: the cluster has a place for it. `killed`: SIGKILL has ended a process that it cannot go on without.
+    ``"placed"``: the cluster has a place for it, or it waits for its turn on a card: the time limit of its start begins
+    anew. `killed`: SIGKILL has ended a process that it cannot go on without.
     """
 
     state: str = ""

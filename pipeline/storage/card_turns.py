@@ -13,14 +13,18 @@ The turns are locks on bytes of one file, held by open file descriptions. The ke
 A rank asks once all ranks have their batches, so that it needs no engine any more before its step has ended. So an
 engine that is asleep yields to it, and one that is awake needs no rank to finish the tickets in hand: neither waits for
 the other one for ever. A process of an engine's own inherits the lock by the descriptor named in `CARD_VARIABLE`: a
-worker that is killed is asleep for the ranks once that process has ended, too.
+worker that is killed is asleep for the ranks once that process has ended, too. No other process may: one that outlives
+its parent would keep the turn. Programs do not inherit descriptors, and forks by Python close these.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import os
 import struct
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -31,6 +35,7 @@ TURN_S: Final = 0.02
 """Time between two looks at the lock by a process that waits for its turn."""
 
 _RANKS = 1 << 16
+_OWN: weakref.WeakSet[RankTurn | EngineTurn] = weakref.WeakSet()
 _FLOCK = struct.Struct("hhqqi4x")
 
 
@@ -38,6 +43,7 @@ class RankTurn:
     """The turn of a trainer rank.
 
     Attributes:
+        descriptor: The file's; -1 once it is closed.
         is_asking: Whether the rank has asked and does not step yet.
     """
 
@@ -49,15 +55,16 @@ class RankTurn:
             rank: The rank's number.
             free: Gives memory that is cached for the next step back to the card.
         """
-        self._file = _open(folder)
+        self.descriptor = _open(folder)
+        _OWN.add(self)
         self._rank = rank
         self._free = free
         self.is_asking = False
 
     def take(self) -> bool:
         """Ask for the turn, and take it if every engine sleeps; return whether the rank has it."""
-        _lock(self._file, fcntl.F_WRLCK, _RANKS + self._rank, 1)
-        self.is_asking = not _lock(self._file, fcntl.F_WRLCK, self._rank, 1)
+        _lock(self.descriptor, fcntl.F_WRLCK, _RANKS + self._rank, 1)
+        self.is_asking = not _lock(self.descriptor, fcntl.F_WRLCK, self._rank, 1)
         return not self.is_asking
 
     def give_back(self) -> None:
@@ -65,54 +72,84 @@ class RankTurn:
         self._free()
         self.is_asking = False
         for byte in (self._rank, _RANKS + self._rank):
-            _lock(self._file, fcntl.F_UNLCK, byte, 1)
+            _lock(self.descriptor, fcntl.F_UNLCK, byte, 1)
 
     def close(self) -> None:
         """Close the file, which gives the turn back."""
-        os.close(self._file)
+        self.is_asking = False
+        _OWN.discard(self)
+        os.close(self.descriptor)
+        self.descriptor = -1
 
 
 class EngineTurn:
     """The turn of a worker's engine.
 
     Attributes:
+        descriptor: The file's; -1 once it is closed.
         is_awake: Whether the engine has the turn.
     """
 
     def __init__(self, folder: Path) -> None:
         """Open the file, and name its descriptor to the processes of an engine."""
-        self._file = _open(folder)
+        self.descriptor = _open(folder)
+        _OWN.add(self)
         self.is_awake = False
-        os.environ[CARD_VARIABLE] = str(self._file)
+        os.environ[CARD_VARIABLE] = str(self.descriptor)
 
     def take(self) -> bool:
         """Take the turn unless a rank asks for it or steps; return whether the engine has it."""
         if not self.is_awake and not self.is_wanted():
-            self.is_awake = _lock(self._file, fcntl.F_RDLCK, 0, _RANKS)
+            self.is_awake = _lock(self.descriptor, fcntl.F_RDLCK, 0, _RANKS)
         return self.is_awake
 
     def is_wanted(self) -> bool:
         """Return whether a rank asks for the turn or steps."""
-        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _RANKS, _RANKS, 0))
+        found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _RANKS, _RANKS, 0))
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def give_back(self) -> None:
         """Let a rank step: the engine sleeps."""
         self.is_awake = False
-        _lock(self._file, fcntl.F_UNLCK, 0, _RANKS)
+        _lock(self.descriptor, fcntl.F_UNLCK, 0, _RANKS)
 
     def close(self) -> None:
         """Close the file. The turn stays with a process of the engine that is still alive."""
         self.is_awake = False
-        if os.environ.get(CARD_VARIABLE) == str(self._file):
+        _OWN.discard(self)
+        if os.environ.get(CARD_VARIABLE) == str(self.descriptor):
             del os.environ[CARD_VARIABLE]
-        os.close(self._file)
+        os.close(self.descriptor)
+        self.descriptor = -1
 
 
 def inherited() -> tuple[int, ...]:
     """Return the descriptor that a process of an engine inherits, to hold the turn until it has ended; none without."""
     named = os.environ.get(CARD_VARIABLE)
     return () if named is None else (int(named),)
+
+
+def keep_inherited() -> None:
+    """Let no process of this one, which is an engine's, inherit the turn."""
+    for descriptor in inherited():
+        os.set_inheritable(descriptor, False)
+        os.register_at_fork(after_in_child=functools.partial(_drop, descriptor))
+
+
+def _drop(descriptor: int) -> None:
+    """Close a descriptor of the parent's, in its fork."""
+    os.environ.pop(CARD_VARIABLE, None)
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+def _drop_own() -> None:
+    for turn in [*_OWN]:
+        _OWN.discard(turn)
+        _drop(turn.descriptor)
+
+
+os.register_at_fork(after_in_child=_drop_own)
 
 
 def _open(folder: Path) -> int:

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+from pipeline.storage.card_turns import keep_inherited
 
 if TYPE_CHECKING:
     from pipeline.rollout.generation.vllm.core import Core
@@ -33,6 +34,7 @@ def main(descriptor: int, settings_json: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Workers of vLLM that this process starts die with it (`pipeline.rollout.generation.vllm.weights`).
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    keep_inherited()
     import msgspec
     import setproctitle
 
