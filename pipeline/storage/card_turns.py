@@ -105,7 +105,8 @@ class EngineTurn:
 
     def is_wanted(self) -> bool:
         """Return whether a rank asks for the turn or steps."""
-        found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _RANKS, _RANKS, 0))
+        asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _RANKS, _RANKS, 0)
+        found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, asked)
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def give_back(self) -> None:
