@@ -262,7 +262,8 @@ class _Serial:
     def _worker_turn(self) -> None:
         for message in self._transport.take(worker_name(0)):
             self._worker.handle(message)
-        if not self._worker.idle:
+        self._worker.rest(0.0)
+        if not self._worker.idle and self._worker.wake():
             torch.set_num_threads(self._config.rollout.threads)
             self._worker.step()
 

@@ -81,6 +81,7 @@ def conflicts(config: Config) -> list[Conflict]:
     elif rollout.cache_bytes is not None:
         keys = ("rollout.cache_bytes", "rollout.engine")
         found.append(Conflict(keys, f'must be left out with rollout.engine = "{rollout.engine}": only vllm reads it'))
+    found += _sleep_conflicts(config)
     if config.cluster.engine == "ray" and rollout.devices != "auto":
         keys = ("rollout.devices", "cluster.engine")
         found.append(Conflict(keys, "must be auto where Ray gives each worker its GPUs (cluster.worker_gpus)"))
@@ -227,6 +228,31 @@ def _vllm_conflicts(config: Config) -> list[Conflict]:
     if config.cluster.engine == "ray":
         message = 'must be "transformers" or an engine of your own with cluster.engine = "ray", got "vllm"'
         found.append(Conflict(("rollout.engine", "cluster.engine"), message))
+    return found
+
+
+def _sleep_conflicts(config: Config) -> list[Conflict]:
+    """Return the settings with which trainer and engine take no turns on a card."""
+    rollout, found = config.rollout, []
+    if not rollout.sleep:
+        return []
+    if config.buffer.max_staleness:
+        message = "must be 0 with rollout.sleep: rollouts and training take turns only then"
+        found.append(
+            Conflict(("buffer.max_staleness", "rollout.sleep"), f"{message}, got {config.buffer.max_staleness}")
+        )
+    if rollout.engine == "transformers":
+        message = 'must be false with rollout.engine = "transformers", which computes with the worker\'s own actor'
+        found.append(Conflict(("rollout.sleep", "rollout.engine"), message))
+    if rollout.engine == "vllm" and rollout.cache_bytes is None:
+        message = "must be set with rollout.sleep: the memory that is free at the start may be the trainer's at a wake"
+        found.append(Conflict(("rollout.cache_bytes", "rollout.sleep", "rollout.engine"), message))
+    if config.cluster.engine == "ray":
+        message = 'must be false with cluster.engine = "ray": the trainer is on another machine'
+        found.append(Conflict(("rollout.sleep", "cluster.engine"), message))
+    if config.trainer.kind == "external":
+        message = 'must be false with trainer.kind = "external", which does not tell when it steps'
+        found.append(Conflict(("rollout.sleep", "trainer.kind"), message))
     return found
 
 

@@ -140,6 +140,11 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         gt=0,
         description='Key-value cache of vllm, in bytes or as "4GiB"; left out: what the GPU has free, on a CPU 1 GiB.',
     )
+    sleep: bool = Field(
+        default=False,
+        description="Whether the engine sleeps while the trainer steps, which gives its memory of a shared GPU to the "
+        "trainer; for vllm, and an engine of your own that can.",
+    )
     batch_size: int | None = Field(
         default=None, ge=1, description="Prompts per ticket; left out: half a batch of rows."
     )

@@ -39,6 +39,12 @@ def allocator_bytes() -> dict[str, int]:
     return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
 
 
+def free_cached() -> None:
+    """Give the memory that PyTorch's allocator has cached back to this GPU, if one is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _cuda_problem() -> str:
     """Return the reason why CUDA cannot be initialized in this process, on one line."""
     try:

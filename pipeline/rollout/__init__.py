@@ -15,6 +15,7 @@ prompt_batch     prompts with their sampling parameters, requests to an engine a
 ray              the gateway to Ray actors that hold the models; the only import of ray
 remote           a worker's models on another machine, without Ray's part
 reward           reward functions, in processes that can be killed
+roll_stream      tickets one at a time, for a roller whose calls block
 roller           the interface to the models; prompts rendered, padded, passed to the maker
 rows             prompts and responses as rows of a batch
 sample_recorder  sampled rollouts, recorded for people to read

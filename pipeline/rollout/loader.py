@@ -82,6 +82,7 @@ def load_roller(
     *,
     texts: bool,
     device: torch.device | None = None,
+    before_engine: Callable[[], None] = lambda: None,
 ) -> LocalRoller:
     """Load the models and the reward, and try both on one prompt.
 
@@ -92,6 +93,7 @@ def load_roller(
         on_row: Called with the parts of each reward.
         texts: Whether the error may quote the message of a reward function.
         device: The models'; None for this process's.
+        before_engine: Called before the engine takes memory of the card.
 
     Returns:
         The roller, ready for the first ticket.
@@ -129,6 +131,7 @@ def load_roller(
         targets |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
     rollout = config.rollout
     share_prompts(config, actor, reference, device)
+    before_engine()
     loaded = load_engine(
         rollout.engine,
         actor,

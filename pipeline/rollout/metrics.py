@@ -23,6 +23,7 @@ from pipeline.telemetry.slab import SlotWriter
 ACTIVITIES = (
     "generate", "environment", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
+    "wait_card", "asleep",
 )  # fmt: skip
 _STAGES = {
     "generate": "generate",
@@ -49,6 +50,7 @@ class RolloutMetrics:
         }
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
+        self._is_asleep = False
         self._stages = {name: writer.histogram("rlhfd_stage_duration_seconds", stage=s) for name, s in _STAGES.items()}
         self._prompts = writer.counter("rlhfd_prompts_total")
         self._accepted = writer.counter("rlhfd_experiences_total", outcome="accepted")
@@ -115,10 +117,31 @@ class RolloutMetrics:
             self._stages[name].observe(seconds)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of the block as a wait for a ticket, for the last reason from the buffer."""
-        with self.clock.during(self._waiting_for):
+    def waiting(self, *, for_card: bool = False) -> Iterator[None]:
+        """Count the time of the block as a wait for a ticket, for the last reason from the buffer, or as sleep.
+
+        Args:
+            for_card: Whether there is a ticket, and the wait is for the turn on the card.
+        """
+        with self.clock.during("wait_card" if for_card else "asleep" if self._is_asleep else self._waiting_for):
             yield
+
+    @contextlib.contextmanager
+    def waiting_to_load(self) -> Iterator[None]:
+        """Count the time of the block, which is before the first ticket, as a wait for the turn on the card."""
+        interrupted = self.clock.enter("wait_card")
+        yield
+        self.clock.enter(interrupted)
+
+    @contextlib.contextmanager
+    def changing_sleep(self, phase: str) -> Iterator[None]:
+        """Observe the time in which the engine falls asleep ("sleep") or wakes ("wake"); both count as sleep."""
+        duration_s = self._writer.histogram("rlhfd_engine_sleep_duration_seconds", phase=phase)
+        started_s = time.monotonic()
+        with self.clock.during("asleep"):
+            yield
+        duration_s.observe(time.monotonic() - started_s)
+        self._is_asleep = phase == "sleep"
 
     def wait_for(self, reason: str) -> None:
         """Set the reason of the wait for a ticket; any reason other than a bound counts as a lack of data."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
+import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -21,8 +25,10 @@ from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.storage.arena import Arena
+from pipeline.storage.card_turns import TURN_S, EngineTurn
 
 _IDLE_S = 0.5
+_WAITS_S = 1.0
 
 Loader = Callable[[Config, RoleContext, RolloutMetrics], tuple[Roller, RolloutSamples | None]]
 
@@ -67,7 +73,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
             worker.draining |= context.stopping
             for message in mailbox.receive(0.0):
                 worker.handle(message)
-            if not worker.idle:
+            if not worker.idle and worker.wake():
                 waited_s = monotonic_s() - waiting_since_s
                 for _ in range(worker.step()):
                     metrics.ticket_came(waited_s)
@@ -76,9 +82,11 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
                 continue
             # Not during the work: its progress beats.
             context.metrics.beat()
-            metrics.in_flight(0)
-            with metrics.waiting():
-                for message in mailbox.receive(_IDLE_S):
+            if worker.idle:
+                metrics.in_flight(0)
+            wait_s = worker.rest(_IDLE_S)
+            with metrics.waiting(for_card=not worker.idle):
+                for message in mailbox.receive(wait_s):
                     worker.handle(message)
         return ExitCode.OK
     except WeightsMismatchError:
@@ -110,8 +118,38 @@ def load_local(config: Config, context: RoleContext, metrics: RolloutMetrics) ->
     tokenizer = load_tokenizer(config.model.actor)
     samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
     on_row: RowCallback = (lambda parts: None) if samples is None else samples.scored
-    roller = load_roller(config, tokenizer, metrics, on_row, texts=may_quote_texts(config, context))
+    roller = load_roller(
+        config,
+        tokenizer,
+        metrics,
+        on_row,
+        texts=may_quote_texts(config, context),
+        before_engine=functools.partial(take_turn, config, context, metrics),
+    )
     return roller, samples
+
+
+def take_turn(config: Config, context: RoleContext, metrics: RolloutMetrics) -> None:
+    """Take the turn on a card that a trainer shares: an engine is loaded awake. The wait is no part of the start.
+
+    Raises:
+        SystemExit: At a shutdown.
+    """
+    if not config.rollout.sleep:
+        return
+    # Not before: the processes of the reward functions, forks of this one, would hold it as well.
+    turn = context.turn = EngineTurn(context.folder)
+    said_s = -math.inf
+    while not turn.take():
+        if context.stopping:
+            sys.exit(ExitCode.OK)
+        context.metrics.beat()
+        if monotonic_s() - said_s > _WAITS_S:
+            # The time limit of the start begins anew, and is that of a wait in which this process is stopped.
+            said_s = monotonic_s()
+            context.report(Report(state="placed"))
+        with metrics.waiting_to_load():
+            time.sleep(TURN_S)
 
 
 def may_quote_texts(config: Config, context: RoleContext) -> bool:
@@ -129,7 +167,7 @@ def worker_with(
     samples: RolloutSamples | None,
 ) -> RolloutWorker:
     """Return the worker of a configuration with this roller."""
-    return RolloutWorker(
+    worker = RolloutWorker(
         new_stream(roller, config, metrics),
         arena,
         context.folder / "weights",
@@ -143,3 +181,5 @@ def worker_with(
         samples=samples,
         initial_version=0 if config.trainer.kind == "external" else -1,
     )
+    worker.turn = context.turn
+    return worker

@@ -1,7 +1,7 @@
 """Streams of tickets: the interface of a scheduling worker to its models, with several rollouts in hand.
 
 `EngineStream` has an engine of `pipeline.rollout.generation` sample the prompts of several tickets at a time.
-`RollStream` puts a roller whose calls block, such as that of a cluster, behind the same interface.
+`pipeline.rollout.roll_stream` puts a roller whose calls block, such as that of a cluster, behind the same interface.
 """
 
 from __future__ import annotations
@@ -11,20 +11,29 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from pipeline.config.schema import Config
 from pipeline.errors import FieldError, ShapeError, WeightsMismatchError
+from pipeline.models.device import free_cached
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout.environment.turns import Turns
-from pipeline.rollout.generation.interface import Completed, Engine, EngineCounts, EngineLoad, Request, Response
+from pipeline.rollout.generation.interface import (
+    Completed,
+    Engine,
+    EngineCounts,
+    EngineLoad,
+    Request,
+    Response,
+    Sleeper,
+)
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.prompt_batch import PromptBatch, tokens_of
+from pipeline.rollout.roll_stream import BLOCKING_TICKETS_AHEAD, RollStream
 from pipeline.rollout.roller import Begun, LocalRoller, Rolled, Roller
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.metric import OTHER
 
-BLOCKING_TICKETS_AHEAD = 2
 _UNBOUNDED_TICKETS_AHEAD = 8
 _MOST_TICKETS_AHEAD = 1024
 _ENVIRONMENT_WAIT_S = 0.25
@@ -70,6 +79,14 @@ class TicketStream(Protocol):
         """Replace the weights by the newest version; return that version."""
         ...
 
+    def sleep(self) -> None:
+        """Give the engine's memory of the card back; no ticket is in hand, and the engine can (`Sleeper`)."""
+        ...
+
+    def wake(self, held: int | None) -> None:
+        """Take that memory again, and the weights of the version in hand; None: a fetch follows."""
+        ...
+
     def close(self) -> None:
         """Release models and prompts."""
         ...
@@ -100,50 +117,6 @@ def tickets_ahead(load: EngineLoad, ticket_rows: int) -> int:
     if load.room_rows is None:
         return _UNBOUNDED_TICKETS_AHEAD
     return min(math.ceil(load.room_rows / ticket_rows) + 1, _MOST_TICKETS_AHEAD)
-
-
-class RollStream:
-    """One rollout at a time; all of it is done by `finish`."""
-
-    updates_in_flight = False
-
-    def __init__(self, roller: Roller, tickets_ahead: int = BLOCKING_TICKETS_AHEAD) -> None:
-        self.tickets_ahead = tickets_ahead
-        self._roller = roller
-        self._ticket: tuple[int, int, int, int] | None = None
-
-    @property
-    def has_room(self) -> bool:
-        """Whether there is no ticket."""
-        return self._ticket is None
-
-    def begin(self, ticket: int, position: int, prompts: int, *, evaluation: int = -1) -> None:
-        """Keep the ticket for `finish`."""
-        self._ticket = ticket, position, prompts, evaluation
-
-    def step(self) -> list[int]:
-        """Return the ticket."""
-        return [] if self._ticket is None else [self._ticket[0]]
-
-    def finish(self, ticket: int) -> Rolled:
-        """Roll the ticket out."""
-        assert self._ticket is not None and self._ticket[0] == ticket
-        _, position, prompts, evaluation = self._ticket
-        self._ticket = None
-        return self._roller.roll(position, prompts, evaluation=evaluation)
-
-    def cancel(self, tickets: Sequence[int]) -> None:
-        """Drop the ticket."""
-        if self._ticket is not None and self._ticket[0] in tickets:
-            self._ticket = None
-
-    def fetch(self, source: WeightsReader) -> WeightsVersion:
-        """Replace the roller's weights."""
-        return self._roller.fetch(source)
-
-    def close(self) -> None:
-        """Close the roller."""
-        self._roller.close()
 
 
 @dataclasses.dataclass
@@ -325,6 +298,22 @@ class EngineStream:
         fetched = self._roller.fetch(source)
         self._ask(fetched.version)
         return fetched
+
+    def sleep(self) -> None:
+        """Have the engine sleep; a question about its weights is asked again after it has woken."""
+        if self._asked is not None:
+            self._engine.cancel([self._asked[0]])
+            self._asked = None
+        with self._metrics.changing_sleep("sleep"):
+            cast("Sleeper", self._engine).sleep()
+            free_cached()
+
+    def wake(self, held: int | None) -> None:
+        """Wake the engine."""
+        with self._metrics.changing_sleep("wake"):
+            cast("Sleeper", self._engine).wake()
+        if held is not None:
+            self._roller.weights.hand_over_again(held)
 
     def close(self) -> None:
         """Close the roller."""

@@ -43,6 +43,7 @@ from pipeline.runtime.messages import (
 )
 from pipeline.runtime.transport import Sender, worker_name
 from pipeline.storage.arena import Arena
+from pipeline.storage.card_turns import TURN_S, EngineTurn
 from pipeline.storage.weights_header import WeightsVersion
 
 _DEADLINE_PASSED = "deadline passed: raise rollout.ticket_timeout_s, or lower rollout.batch_size or rollout.max_length"
@@ -76,6 +77,11 @@ class RolloutWorker:
     newer weights waits until all tickets that have begun are sealed, unless weights are updated in flight. A ticket at
     its second attempt is rolled out alone, so that prompts that kill the worker use up no other ticket's attempts.
     After a rollback tickets that have begun are dropped from the stream, and begin again with the newest weights.
+
+    Attributes:
+        draining: Whether no further ticket comes.
+        held: The version of the weights in hand.
+        turn: On a card that a trainer shares; None if the engine's memory is its own for good.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class RolloutWorker:
             samples: Records some rollouts for people to read.
         """
         self.draining = False
+        self.turn: EngineTurn | None = None
         self.held = self._initial = WeightsVersion(initial_version, 0)
         self._stream = stream
         self._arena = arena
@@ -156,6 +163,32 @@ class RolloutWorker:
                 self._metrics.wait_for(reason)
             case Drain():
                 self.draining = True
+
+    def wake(self) -> bool:
+        """Wake the engine unless a rank asks for the card or steps; return whether it is awake."""
+        if self.turn is None or self.turn.is_awake:
+            return True
+        if not self.turn.take():
+            return False
+        is_published = self._newest() is not None
+        self._stream.wake(None if is_published else self.held.version)
+        if is_published:
+            self._fetch()
+        return True
+
+    def rest(self, longest_s: float) -> float:
+        """Without a ticket in hand have the engine sleep if a rank asks for the card.
+
+        Returns:
+            Time until this must be asked again, at most `longest_s`.
+        """
+        if self.turn is None or (self.idle and not self.turn.is_awake):
+            return longest_s
+        if self.idle and self.turn.is_wanted():
+            self._stream.sleep()
+            # Not before: the rank steps at once.
+            self.turn.give_back()
+        return min(longest_s, TURN_S)
 
     def step(self) -> int:
         """Begin the tickets that can begin, advance those that have begun, and report those that have ended.
@@ -238,6 +271,8 @@ class RolloutWorker:
             self._reader.close()
         if self._samples is not None:
             self._samples.close()
+        if self.turn is not None:
+            self.turn.close()
 
     def _hello(self) -> Hello:
         held = [*self._unsettled.values(), *(in_hand.ticket for in_hand in self._tickets.values())]

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.schema import Config
+from pipeline.storage.card_turns import EngineTurn
 from pipeline.telemetry import log as logs
 from pipeline.telemetry.slab import SlotWriter
 
@@ -24,7 +25,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     It has a new `state`, or `progress` towards it, or the `error` with which the child exits. States: ``"ready"``, with
     the name of the `device` that computes, empty if that is not known;
     ``"finished"``; ``"unusable"``: it is never started again; ``"pending"``: a cluster has no place for it;
-    ``"placed"``: the cluster has a place for it. `killed`: SIGKILL has ended a process that it cannot go on without.
+    ``"placed"``: the cluster has a place for it, or it waits for its turn on a card: the time limit of its start begins
+    anew. `killed`: SIGKILL has ended a process that it cannot go on without.
     """
 
     state: str = ""
@@ -47,6 +49,7 @@ class RoleContext:
         generation: Number of the start of the role's group; ranks of one generation connect to each other.
         prompts: Prompts in one epoch, 0 if unknown.
         stopping: Set by SIGTERM; the loop ends at the next safe point.
+        turn: A worker's, on a card that a trainer shares (`rollout.sleep`).
         in_process_group: Whether this rank is in a process group of torch. After an error it exits at once then: NCCL's
             teardown waits for this GPU's collectives, which wait for the other ranks, which wait for this one.
     """
@@ -59,6 +62,7 @@ class RoleContext:
     generation: int = 0
     prompts: int = 0
     stopping: bool = False
+    turn: EngineTurn | None = None
     in_process_group: bool = False
     _config_seen: tuple[int, int] | None = dataclasses.field(default=None, init=False, repr=False)
 

@@ -4,7 +4,7 @@ arena         ledger and experiences            weights       published policy v
 training*     optimizer states, one a rank      config.json   the effective configuration, for the children
 metrics       the slab                          paused        exists while no tickets are issued
 *.sock        ZeroMQ and control sockets        *.lock        one trainer rank each
-run.json      the id of the run
+run.json      the id of the run               card            locks: turns on a card (`pipeline.storage.card_turns`)
 """
 
 from __future__ import annotations

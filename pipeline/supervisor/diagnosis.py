@@ -19,10 +19,15 @@ _LEAST_SUSPICIOUS_S, _MOST_SUSPICIOUS_S = 10.0, 60.0
 _LEAST_SHARE = 0.02
 _HELD_UP_SHARE = 0.4
 _FULL_CACHE = 0.9
+_CARD_WAITS = {
+    "trainer": "waiting until the engines on its card sleep (rollout.sleep)",
+    "rollout": "waiting for its turn on the card, on which the trainer steps (rollout.sleep)",
+}
 _WAITS = {
     "wait_ticket_full": "waiting because the buffer is full",
     "wait_ticket_staleness": "waiting for the next version (buffer.max_staleness)",
     "wait_ticket_paused": "waiting for `rlhfd resume`",
+    "asleep": "waiting for a ticket, its engine asleep (rollout.sleep)",
 }
 
 Shares = Mapping[str, float]
@@ -51,7 +56,13 @@ class ProcessView:
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for another process."""
-        return self.observed.progress.activity.startswith("wait_") or self.observed.role == "buffer"
+        activity = self.observed.progress.activity
+        return activity.startswith("wait_") or activity == "asleep" or self.observed.role == "buffer"
+
+    @property
+    def waits_for_card(self) -> bool:
+        """Whether it waits for its turn on a card (`rollout.sleep`)."""
+        return self.observed.progress.activity == "wait_card"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +165,20 @@ def culprit(run: RunView) -> ProcessView | None:
     """Return the process at fault for a standstill: without a heartbeat, else the longest busy one, else the buffer.
 
     If every process waits for another one, a message was lost; a new buffer connects to all peers and requests again.
+    If one waits for its turn on a card, a process of the other role holds it.
     """
     ready = [process for process in run.processes if process.observed.is_ready]
     busy = sorted((p for p in ready if not p.is_waiting), key=lambda p: p.observed.progress.since_s)
     buffers = [process for process in ready if process.observed.role == "buffer"]
-    return next(iter([*suspects(run), *busy, *buffers]), None)
+    return next(iter([*suspects(run), *busy, *_card_holders(ready), *buffers]), None)
+
+
+def _card_holders(ready: Sequence[ProcessView]) -> list[ProcessView]:
+    """Return the processes that can hold the turn for which others wait: a rank, or a worker, one awake first."""
+    waiting = {process.observed.role for process in ready if process.waits_for_card}
+    holders = [p for p in ready if p.observed.role in ("trainer", "rollout") and not p.waits_for_card]
+    found = [p for p in holders if waiting - {p.observed.role}]
+    return sorted(found, key=lambda p: (p.observed.progress.activity == "asleep", p.observed.progress.since_s))
 
 
 def waits_for_external_trainer(run: RunView) -> bool:
@@ -174,6 +194,8 @@ def _absent(run: RunView, process: ProcessView) -> str:
         return f"{name} ended and restarts in {duration(max(0.0, process.state_since_s - run.now_s))}: " + (
             process.last_line or "it printed nothing."
         )
+    if process.waits_for_card:
+        return f"{_named(process)} waits for its turn on the card before it loads its engine (rollout.sleep)."
     last_line = f"; its last line: {process.last_line}" if process.last_line else ""
     stopped = f", and is {_stopped(process)}" if process.observed.is_stopped else ""
     return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{stopped}{last_line}."
@@ -229,6 +251,9 @@ def _bottleneck(run: RunView) -> str:
     if len(waiting) == len(trainers):
         names = " and ".join(process.observed.name for process in waiting)
         verb = "waits" if len(waiting) == 1 else "wait"
+        if any(process.waits_for_card for process in waiting):
+            awake = [process for process in workers if process.observed.progress.activity != "asleep"]
+            return f"{names} {verb} until the engines on the card sleep: {_all_at(run, working or awake or workers)}."
         share = waiting[0].shares.get("wait_data")
         lately = f" ({share:.0%} of the last minute)".replace("%", " %") if share is not None else ""
         return f"{names} {verb} for data{lately}: {rows}; {_all_at(run, working or workers)}."
@@ -312,6 +337,8 @@ def _shown(shares: Shares, role: str) -> str:
 def _waiting(activity: str, role: str) -> str:
     if activity == "wait_data":
         return {"rollout": "waiting for a ticket", "buffer": "waiting for messages"}.get(role, "waiting for data")
+    if activity == "wait_card":
+        return _CARD_WAITS.get(role, activity)
     return _WAITS.get(activity, activity)
 
 

@@ -33,7 +33,7 @@ START: Final = "start"
 OTHER: Final = "other"
 ACTIVITIES: Final = (
     "generate", "environment", "logprob", "ref_logprob", "value", "reward", "seal", "train", "publish", "fetch_weights",
-    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", START, OTHER,
+    "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", "wait_card", "asleep", START, OTHER,
 )  # fmt: skip
 PARTITION: Final = "0"
 # Reward functions by their place in the configuration; the reader puts their names there.

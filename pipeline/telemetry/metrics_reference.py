@@ -40,7 +40,9 @@ rules, alerts and a dashboard; docs/runbook.md has a section for each alert.
 - `rlhfd_process_time_seconds_total` holds the time of a process by activity; the activities add up to its wall time
   since its start. `start` is imports and models. `wait_data` is the wait of a worker for a ticket, of a trainer for a
   batch, of the buffer for messages. `wait_ticket_full`, `wait_ticket_staleness` and `wait_ticket_paused` are waits of
-  a worker that `buffer.limit`, `buffer.max_staleness` and `rlhfd pause` hold back.
+  a worker that `buffer.limit`, `buffer.max_staleness` and `rlhfd pause` hold back. With `rollout.sleep` a worker
+  without a ticket is `asleep` while its engine sleeps; `wait_card` is the wait of a trainer until all engines sleep,
+  and that of a worker with a ticket until no rank steps.
 - Always: `rlhfd_items_sealed_total` = `rlhfd_items_trained_total` + `sum(rlhfd_items_dropped_total)` +
   `rlhfd_buffer_items{state="ready"}` + `rlhfd_buffer_items{state="leased"}`. All of these are of one instant in each
   scrape. `rlhfd_items_unaccounted` is the difference.

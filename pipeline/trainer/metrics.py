@@ -26,7 +26,7 @@ class TrainerMetrics:
     def __init__(self, writer: SlotWriter, *, rank: int, reward_source: str) -> None:
         self._writer = writer
         self._leads = rank == 0
-        self.clock = ActivityClock(writer, ["train", "publish", "wait_data", "fetch_weights"])
+        self.clock = ActivityClock(writer, ["train", "publish", "wait_data", "wait_card", "fetch_weights"])
         self._waited_s = 0.0
         self._fetch_s = writer.histogram("rlhfd_train_phase_duration_seconds", phase="fetch")
         self._wait_s = writer.histogram("rlhfd_buffer_get_wait_seconds")
@@ -91,6 +91,14 @@ class TrainerMetrics:
         with self.clock.during("wait_data"):
             yield
         self._waited_s += time.monotonic() - started_s
+
+    @contextlib.contextmanager
+    def waiting_for_card(self) -> Iterator[None]:
+        """Count the block's seconds as a wait until the engines on the rank's card sleep."""
+        # The batch would not be the cause of a death now.
+        self._writer.work_on()
+        with self.clock.during("wait_card"):
+            yield
 
     def beat(self) -> None:
         """Set the rank's heartbeat."""

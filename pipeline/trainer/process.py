@@ -17,7 +17,7 @@ from pipeline.config.losses import log_probs_by
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
-from pipeline.models.device import device_name, process_device
+from pipeline.models.device import device_name, free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import Saved, adapt, published
@@ -26,6 +26,7 @@ from pipeline.prompts.rendering import first_tokens
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
 from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
+from pipeline.storage.card_turns import RankTurn
 from pipeline.storage.recording import FOLDER as RECORDING
 from pipeline.storage.recording import TrainerStart
 from pipeline.storage.weights_header import WeightsVersion
@@ -33,7 +34,7 @@ from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
-from pipeline.trainer.dealing.ranks import RankBalance, exchange_over
+from pipeline.trainer.dealing.ranks import RankBalance, Ranks, exchange_over
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.metrics import TrainerMetrics
@@ -46,7 +47,7 @@ from pipeline.trainer.sharding.models import inside, whole_answer
 from pipeline.trainer.sharding.sharding import Sharding, sharded_models, sharded_reference
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
-from pipeline.trainer.trainer import Ranks, Trainer
+from pipeline.trainer.trainer import Trainer
 
 _IDLE_S = 0.5
 
@@ -208,6 +209,10 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         trainer.record_to(recorder)
     if context.index == 0 or sharding is not None:
         trainer.evaluations = evaluation_follower(config, agree if sharding is not None else lambda ready: ready)
+    if config.rollout.sleep:
+        trainer.turn = RankTurn(context.folder, context.index, free_cached)
+        # Of the start.
+        free_cached()
     if start.rollback:
         agree(True)
         published = connection.newest()

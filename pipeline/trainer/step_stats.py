@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,11 @@ from pipeline.experience.types import Experience
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.losses import masked_moments
 from pipeline.trainer.loss.objective import Corrected
+
+_IDLE_STEPS = 20
+_ZERO_STEPS = 5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +294,25 @@ def where_nonfinite(sums: Sums, norms: Sequence[float]) -> tuple[str, ...]:
 def stddev(count: float, total: float, squares: float) -> float:
     """Return the standard deviation of values given by their number, sum and sum of squares."""
     return math.sqrt(max(squares / max(count, 1) - (total / max(count, 1)) ** 2, 0.0))
+
+
+class StepWarnings:
+    """Warnings, once each, of steps that teach nothing."""
+
+    def __init__(self) -> None:
+        self._idle_steps = self._zero_steps = 0
+
+    def look(self, stats: StepStats) -> None:
+        """Log that no row of the first steps has a reward other than 0, or that steps in a row trained no token.
+
+        In GRPO a step trains no token if all rewards of each group are equal.
+        """
+        is_zero = stats.reward_mean == 0 and stats.reward_stddev == 0
+        self._zero_steps = self._zero_steps + 1 if is_zero and self._zero_steps >= 0 else -1
+        if self._zero_steps == _ZERO_STEPS:
+            log.warning("all rewards so far are 0: does the reward function find the answer in the responses, and are "
+                        "prompts and answers of the types that it compares? `rlhfd samples` shows both: steps=%d",
+                        _ZERO_STEPS)  # fmt: skip
+        self._idle_steps = 0 if stats.tokens_trained else self._idle_steps + 1
+        if self._idle_steps == _IDLE_STEPS:
+            log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", _IDLE_STEPS)

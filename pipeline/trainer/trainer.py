@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -15,9 +14,10 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
+from pipeline.storage.card_turns import TURN_S, RankTurn
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Batch, Connection
-from pipeline.trainer.dealing.ranks import RankBalance
+from pipeline.trainer.dealing.ranks import Ranks
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.recording.recorder import FULL_DISK, StepRecorder
 from pipeline.trainer.resume import Start
@@ -27,32 +27,12 @@ from pipeline.trainer.saving.publishing import Publishing
 from pipeline.trainer.sharding.sharding import Sharding
 from pipeline.trainer.state import LearnerProtocol, RankProgress, after_step, digest_after, tensors_of
 from pipeline.trainer.step_log import StepLog
-from pipeline.trainer.step_stats import StepStats
+from pipeline.trainer.step_stats import StepWarnings
 
-_IDLE_STEPS = 20
-_ZERO_STEPS = 5
 _LONG_WAIT_S = 1.0
 _TURN_S = 0.002
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """The collectives of all ranks; the defaults are those of one rank.
-
-    Attributes:
-        agree: Called by all ranks before each step; returns True if every rank passed True. A rank that drains passes
-            False, so that no rank waits in a collective for a rank that has ended.
-        leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
-        gather: Called by all ranks after each step; returns every rank's progress, in order of ranks.
-        balance: Deals the rows of each step to the ranks; None if each rank trains the rows of its own leases.
-    """
-
-    agree: Callable[[bool], bool] = lambda ready: ready
-    leave: Callable[[], None] = lambda: None
-    gather: Callable[[RankProgress], list[RankProgress]] = lambda own: [own]
-    balance: RankBalance | None = None
 
 
 class Trainer:
@@ -62,6 +42,7 @@ class Trainer:
         progress: Steps taken, and the digest of every batch of all ranks in training order; the digest is equal only
             for runs whose ranks trained on the same experience.
         evaluations: Finds the evaluations of published versions; None without any, and on ranks that save nothing.
+        turn: On a card that engines share, which sleep during each step; None if their memory is theirs for good.
     """
 
     def __init__(
@@ -73,7 +54,7 @@ class Trainer:
         metrics: TrainerMetrics,
         *,
         device: torch.device,
-        ranks: Ranks = Ranks(),
+        ranks: Ranks = Ranks(),  # noqa: B008 - immutable
         save: CheckpointWriter | None = None,
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
@@ -104,7 +85,7 @@ class Trainer:
         self._metrics = metrics
         self._device = device
         self._ranks = ranks
-        self._agreed_to_stop = False
+        self._agreed_to_stop = self._has_agreed = False
         self._checkpoints = None if save is None else BackgroundCheckpoint(save)
         self._step_log = step_log
         self._recorder: StepRecorder | None = None
@@ -112,12 +93,12 @@ class Trainer:
         self._made_room = False
         self._sharding = sharding
         self.evaluations: EvaluationFollower | None = None
+        self.turn: RankTurn | None = None
         self._best_step = -1
         self._batches: list[Batch] = []
         self._published_step, self._saved_step = start.progress.step, start.saved_step
         self._tried_step = start.saved_step
-        self._idle_steps = 0
-        self._zero_steps = 0
+        self._warnings = StepWarnings()
         self._publishing = Publishing(
             config.trainer, learner, connection, models, metrics, device=device, probe=probe, sharding=sharding
         )
@@ -179,19 +160,29 @@ class Trainer:
         self._publishing.poll()
         if self.complete:
             return False
-        with self._metrics.fetching():
-            batch = self._connection.poll(device=self._device)
+        batch = None
+        if not self._has_batches:
+            with self._metrics.fetching():
+                batch = self._connection.poll(device=self._device)
+            if batch is not None:
+                self._metrics.work_on(batch.lease)
+                self._batches.append(batch)
         self._collect_checkpoint()
-        if batch is None:
-            return False
-        self._use(batch)
-        return True
+        if not self._has_batches or self._agreed_to_stop:
+            return batch is not None
+        if is_due := self._may_step():
+            self._step()
+        return is_due or not self.is_waiting_for_card
 
     def wait(self, timeout_s: float) -> None:
         """Wait for messages from the buffer, or for the version that is being published."""
         if self._publishing.is_pending:
             self._publishing.wait(_TURN_S)
             self._connection.receive(0.0)
+            return
+        if self.is_waiting_for_card:
+            with self._metrics.waiting_for_card():
+                self._connection.receive(min(timeout_s, TURN_S))
             return
         with self._metrics.waiting():
             self._connection.receive(timeout_s)
@@ -208,6 +199,8 @@ class Trainer:
             Whether the last checkpoint includes every step; True on every rank but the first.
         """
         self._publishing.finish()
+        if self.turn is not None:
+            self.turn.close()
         if not (self.complete or self._agreed_to_stop):
             self._ranks.agree(False)
         if self._sharding is None:
@@ -251,22 +244,41 @@ class Trainer:
             self._checkpoints.abandon()
         self._publishing.close()
 
-    def _use(self, batch: Batch) -> None:
-        self._metrics.work_on(batch.lease)
-        self._batches.append(batch)
-        if len(self._batches) < self._config.gradient_accumulation_steps:
-            return
-        if not self._ranks.agree(True):
-            self._agreed_to_stop = True
-            return
+    @property
+    def is_waiting_for_card(self) -> bool:
+        """Whether a step waits for engines that are awake."""
+        return self.turn is not None and self.turn.is_asking
+
+    @property
+    def _has_batches(self) -> bool:
+        return len(self._batches) >= self._config.gradient_accumulation_steps
+
+    def _may_step(self) -> bool:
+        """Return whether all ranks have their batches, and only then their turns: no engine is needed until the end."""
+        if not self._has_agreed:
+            self._has_agreed = self._all_agree()
+        if self.turn is None or not self._has_agreed:
+            return self._has_agreed
+        # The second agreement is on the turns: a rank whose engines are awake would seem hung in a step's collectives.
+        if not self.turn.take() or not self._all_agree():
+            return False
+        self._metrics.work_on(self._batches[-1].lease)
+        return True
+
+    def _all_agree(self) -> bool:
+        self._agreed_to_stop = not self._ranks.agree(True)
+        return not self._agreed_to_stop
+
+    def _step(self) -> None:
+        self._has_agreed = False
         self._follow_evaluation()
         experiences = self._dealt()
         # On the CPU: digest and metrics copy nothing back from a card.
-        gathered = [batch.host_experience for batch in self._batches]
+        gathered, last = [batch.host_experience for batch in self._batches], self._batches[-1]
         with self._metrics.training():
             stats = self._learner.update(experiences)
         # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
-        own = RankProgress(digest_after(self.progress.digest, gathered), batch.position)
+        own = RankProgress(digest_after(self.progress.digest, gathered), last.position)
         self.progress = after_step(self.step + 1, self._ranks.gather(own))
         # Before the publish: a published step is never taken again, not even by the successor of a killed trainer.
         if self._recorder is not None:
@@ -278,13 +290,14 @@ class Trainer:
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
         is_due = bool(every) and self.step // every > self._tried_step // every
         # A step counts once its version is published: a killed trainer's successor takes it again before.
-        counted = functools.partial(self._metrics.stepped, stats, gathered, batch.for_version)
+        counted = functools.partial(self._metrics.stepped, stats, gathered, last.for_version)
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish(keeps_state=is_due or self.complete, then=counted)
         else:
             counted()
-        self._warn_if_zero(stats)
-        self._warn_if_idle(stats)
+        if self.turn is not None:
+            self.turn.give_back()
+        self._warnings.look(stats)
         if self.complete:
             self._publishing.finish()
         if self._all_ranks_save(is_due and self.step == self._published_step):
@@ -330,21 +343,6 @@ class Trainer:
     def _keep_best(self) -> None:
         if self.evaluations is not None and self._connection.rank == 0:
             self.evaluations.keep(Path(f"step-{self._best_step:06d}"))
-
-    def _warn_if_zero(self, stats: StepStats) -> None:
-        """Log once that no row of the first steps has a reward other than 0."""
-        is_zero = stats.reward_mean == 0 and stats.reward_stddev == 0
-        self._zero_steps = self._zero_steps + 1 if is_zero and self._zero_steps >= 0 else -1
-        if self._zero_steps == _ZERO_STEPS:
-            log.warning("all rewards so far are 0: does the reward function find the answer in the responses, and are "
-                        "prompts and answers of the types that it compares? `rlhfd samples` shows both: steps=%d",
-                        _ZERO_STEPS)  # fmt: skip
-
-    def _warn_if_idle(self, stats: StepStats) -> None:
-        """Log once that several steps in a row trained no token: in GRPO, if all rewards of each group are equal."""
-        self._idle_steps = 0 if stats.tokens_trained else self._idle_steps + 1
-        if self._idle_steps == _IDLE_STEPS:
-            log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", _IDLE_STEPS)
 
     def _publish(self, *, then: Callable[[], None] = lambda: None, **options: Any) -> None:
         """Publish the weights, which acknowledges the batches in hand.

@@ -1,5 +1,7 @@
 """The buffer through faults of everyone around it, and its own."""
 
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -26,6 +28,27 @@ def test_nothing_is_lost_and_the_run_goes_on_whoever_dies(seed, staleness, world
     held = town.ledger.ready + town.ledger.leased
     assert totals.sealed == totals.trained + sum(totals.dropped) + held
     assert town.batches > 20, "the town went on"
+
+
+@pytest.mark.parametrize(("world_size", "accumulation", "batch"), SHAPES)
+@pytest.mark.parametrize(("evaluate_every", "max_refill"), [(0, 0), (2, 0), (0, 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_engine_is_awake_during_a_step_and_the_run_goes_on_whoever_dies_awake_or_asleep(
+    seed, evaluate_every, max_refill, world_size, accumulation, batch, tmp_path
+):
+    if max_refill and batch % 2:
+        pytest.skip("a batch of whole groups, as the configuration demands it")
+    shape = {"world_size": world_size, "accumulation": accumulation, "batch": batch}
+    extra = {"evaluate_every": evaluate_every, "max_refill": max_refill, "is_flat": lambda position: position % 5 == 1}
+    town = Town(seed=seed, card=tmp_path, **shape, **extra)
+
+    for _ in range(600):
+        town.random_event()
+    town.goes_on()
+    town.close()
+
+    assert town.batches > 10, "the town went on"
+    assert town.slept > 20, "engines slept"
 
 
 @pytest.mark.parametrize(("world_size", "accumulation", "batch"), SHAPES)
@@ -62,12 +85,29 @@ class TownMachine(RuleBasedStateMachine):
 
     INDEX = st.integers(0, 1)
 
-    @initialize(shape=st.sampled_from(SHAPES), staleness=st.integers(0, 2), every=st.integers(0, 2))
-    def begin(self, shape, staleness, every):
+    @initialize(
+        shape=st.sampled_from(SHAPES), staleness=st.integers(0, 2), every=st.integers(0, 2), is_shared=st.booleans()
+    )
+    def begin(self, shape, staleness, every, is_shared):
         world_size, accumulation, batch = shape
+        self.card = tempfile.TemporaryDirectory()
         self.town = Town(
-            staleness=staleness, world_size=world_size, accumulation=accumulation, batch=batch, evaluate_every=every
+            staleness=0 if is_shared else staleness,
+            world_size=world_size,
+            accumulation=accumulation,
+            batch=batch,
+            evaluate_every=every,
+            card=Path(self.card.name) if is_shared else None,
         )
+
+    @rule(index=INDEX)
+    def rest(self, index):
+        self.town.rest(index % WORKERS)
+
+    @rule()
+    def begin_step(self):
+        self.town.deliver()
+        self.town.may_step()
 
     @rule(index=INDEX, lost=st.booleans(), shorter=st.booleans())
     def roll(self, index, lost, shorter):
@@ -128,7 +168,11 @@ class TownMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "town"):
-            self.town.goes_on()
+            try:
+                self.town.goes_on()
+            finally:
+                self.town.close()
+                self.card.cleanup()
 
 
 TestTownMachine = TownMachine.TestCase

@@ -310,3 +310,78 @@ def test_the_status_tells_the_choice(status: dict[str, Any], text: str) -> None:
     shown = render({"model": "m", "algorithm": "grpo", **status})
 
     assert f"model      {text}\n" in shown
+
+
+def on_one_card(folder: Path, **rollout: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"actor": str(folder), "dtype": "bfloat16"},
+            "trainer": {"micro_batch_size": 1},
+            "rollout": {"max_length": 16, "engine": "vllm", "cache_bytes": 50_000_000, **rollout},
+            "buffer": {"max_staleness": 0},
+        }
+    )
+
+
+ONE_CARD = CARDS._replace(gpus=1)
+
+
+def test_a_card_whose_engine_sleeps_needs_the_larger_phase_in_place_of_their_sum(folder: Path) -> None:
+    config = on_one_card(folder)
+    asleep = on_one_card(folder, sleep=True)
+    models, parts = models_of(config), ("gradients", "activations of a micro-batch", "logits")
+
+    both = places_of(config, models, ONE_CARD)[0]
+    awake = places_of(asleep, models, ONE_CARD)[0]
+    terms = both.terms
+    of_a_step = sum(terms[f"trainer 0: {part}"] for part in parts)
+    of_the_engine = terms["rollout 0: weights of the engine"] + terms["rollout 0: KV cache"]
+
+    assert both.name == "GPU of trainer 0 and rollout 0 (1 like it)"
+    assert of_a_step < of_the_engine, "the engine's phase is the larger one"
+    assert awake.name == f"{both.name}, while the engine is awake"
+    assert awake.total_bytes == both.total_bytes - of_a_step
+    assert awake.terms["trainer 0: moments"] == terms["trainer 0: moments"], "these stay"
+
+    small = on_one_card(folder, sleep=True, cache_bytes=1_000)
+    terms = places_of(on_one_card(folder, cache_bytes=1_000), models, ONE_CARD)[0].terms
+    of_the_engine = terms["rollout 0: weights of the engine"] + 1_000
+    stepping = places_of(small, models, ONE_CARD)[0]
+    assert of_a_step > of_the_engine
+    assert stepping.name == f"{both.name}, while the trainer steps"
+    assert stepping.total_bytes == sum(terms.values()) - of_the_engine
+    assert stepping.terms["rollout 0: actor"] == terms["rollout 0: actor"], "the worker's own models stay"
+
+
+def test_with_cards_of_their_own_or_without_cards_sleep_saves_nothing(folder: Path) -> None:
+    config, asleep = on_one_card(folder), on_one_card(folder, sleep=True)
+    models = models_of(config)
+
+    for machine in (CARDS._replace(gpus=2), CARDS._replace(gpus=0, gpu_bytes=0)):
+        assert places_of(asleep, models, machine) == places_of(config, models, machine)
+
+
+def test_with_adapters_an_engine_that_sleeps_has_its_weights_in_host_memory(folder: Path) -> None:
+    config = on_one_card(folder, sleep=True)
+    adapted = config.model_copy(update={"model": config.model.model_copy(update={"lora_rank": 4})})
+    models = models_of(config)
+
+    term = "rollout 0: weights of the engine"
+    assert places_of(adapted, models, ONE_CARD)[-1].terms[term] > 0
+    assert term not in places_of(config, models, ONE_CARD)[-1].terms
+
+
+def test_sleep_is_named_where_it_makes_a_run_fit_and_can_be_had(folder: Path) -> None:
+    config = on_one_card(folder)
+    models = models_of(config)
+    least = places_of(on_one_card(folder, sleep=True), models, ONE_CARD)[0].total_bytes
+    machine = ONE_CARD._replace(gpu_bytes=least)
+
+    assert "rollout.sleep = true: fits" in remedies(config, models, machine)
+    for other in (
+        config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})}),
+        on_one_card(folder, engine="mine:new_engine", cache_bytes=None),
+        on_one_card(folder, cache_bytes=None),
+    ):
+        lines = remedies(other, models, machine._replace(gpu_bytes=1_000))
+        assert lines and not any("rollout.sleep" in line for line in lines)

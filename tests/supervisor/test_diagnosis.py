@@ -57,6 +57,7 @@ def run(
 BUFFER = view("buffer", "wait_data")
 GENERATING = view("rollout-0", "generate", since_s=41, working_on=17)
 TRAINING = view("trainer-0", "train", since_s=2, working_on=9)
+CARDLESS = view("trainer-0", "wait_card", since_s=5)
 STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
 
 
@@ -69,6 +70,19 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
         (run(BUFFER, TRAINING, view("rollout-0", "wait_ticket_staleness")),
          "The workers wait for the trainer: trainer-0 (pid 4711) has been in train on lease 9 for 2.0 s; "
          "rollout-0 (pid 4711) is waiting for the next version (buffer.max_staleness)."),
+        (run(BUFFER, CARDLESS, view("rollout-0", "generate", since_s=3, working_on=17)),
+         "trainer-0 waits until the engines on the card sleep: "
+         "rollout-0 (pid 4711) has been in generate on ticket 17 for 3.0 s."),
+        (run(BUFFER, CARDLESS, view("rollout-0", "asleep"), view("rollout-1", "wait_data")),
+         "trainer-0 waits until the engines on the card sleep: rollout-1 (pid 4711) is waiting for a ticket."),
+        (run(BUFFER, TRAINING, view("rollout-0", "asleep"), view("rollout-1", "wait_card")),
+         "The workers wait for the trainer: trainer-0 (pid 4711) has been in train on lease 9 for 2.0 s; rollout-0 "
+         "(pid 4711) is waiting for a ticket, its engine asleep (rollout.sleep), rollout-1 (pid 4711) is waiting for "
+         "its turn on the card, on which the trainer steps (rollout.sleep)."),
+        (run(BUFFER, TRAINING, view("rollout-0", "wait_card", state="starting"), state="starting"),
+         "rollout-0 (pid 4711) waits for its turn on the card before it loads its engine (rollout.sleep)."),
+        (run(BUFFER, TRAINING, view("rollout-0", "wait_card", state="backoff", age_s=-3, last_line="OSError: gone")),
+         "rollout-0 ended and restarts in 3.0 s: OSError: gone"),
         (run(BUFFER, TRAINING, GENERATING),
          "No process waits: rollout-0 (pid 4711) has been in generate on ticket 17 for 41 s, "
          "trainer-0 (pid 4711) has been in train on lease 9 for 2.0 s; 128 of 256 rows are ready."),
@@ -156,6 +170,10 @@ def test_the_last_minute_is_said_last_and_there_are_never_more_than_five_sentenc
         ([BUFFER, STARVED, view("rollout-0", "wait_data")], "buffer"),
         ([BUFFER, view("trainer-0", "train", silent_s=90, in_collective=True), view("trainer-1", "train", silent_s=60)],
          "trainer-1"),
+        ([BUFFER, CARDLESS, view("rollout-0", "asleep", since_s=9), view("rollout-1", "wait_data")], "rollout-1"),
+        ([BUFFER, CARDLESS, view("rollout-0", "asleep")], "rollout-0"),
+        ([BUFFER, STARVED, view("rollout-0", "wait_card")], "trainer-0"),
+        ([BUFFER, STARVED, view("rollout-0", "asleep")], "buffer"),
         ([view("buffer", "", state="backoff")], None),
     ],
 )  # fmt: skip

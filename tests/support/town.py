@@ -28,6 +28,7 @@ from pipeline.runtime.messages import (
     WantTickets,
     is_evaluation,
 )
+from pipeline.storage.card_turns import EngineTurn, RankTurn
 from pipeline.storage.records import ExtentState
 from pipeline.telemetry.evaluations import PromptResult, find
 from tests.buffer.test_buffer import Bench
@@ -43,6 +44,8 @@ class Worker:
     weights: tuple[int, int]
     tickets: dict[int, Ticket] = dataclasses.field(default_factory=dict)
     unsettled: dict[int, Sealed | Faulty | Evaluated] = dataclasses.field(default_factory=dict)
+    turn: EngineTurn | None = None
+    is_loaded: bool = True
 
 
 @dataclasses.dataclass
@@ -53,6 +56,8 @@ class Rank:
     queue: list[Lease] = dataclasses.field(default_factory=list)
     newest: int = -1
     damaged: Damaged | None = None
+    turn: RankTurn | None = None
+    is_stepping: bool = False
 
 
 class Book:
@@ -97,7 +102,11 @@ class Town:
         evaluate_every=0,
         max_refill=0,
         is_flat=lambda position: False,
+        card=None,
     ):
+        # The folder of the turns on a card that all ranks and engines share; None: each has memory of its own.
+        self.card = card
+        self.slept = 0
         # Whether the group of a prompt has no signal, by its position.
         self.is_flat = is_flat or (lambda position: False)
         # Position and prompts of the ticket, and the row, of each trained row, by lease.
@@ -175,10 +184,27 @@ class Town:
     # Workers.
 
     def worker_starts(self, index):
+        if (turn := self.workers[index].turn) is not None:
+            turn.close()
         self.workers[index] = Worker(self.incarnation(), (-1, 0))
-        name = f"worker-{index}"
-        incarnation = self.workers[index].incarnation
-        self.bench.say(Hello(name, incarnation), WantTickets(name, incarnation, 2))
+        if self.card is not None:
+            self.workers[index].turn, self.workers[index].is_loaded = EngineTurn(self.card), False
+        self.worker_connects(index)
+
+    def worker_connects(self, index):
+        """Load the engine awake, in its turn, then connect."""
+        worker, name = self.workers[index], f"worker-{index}"
+        if worker.turn is not None and (worker.is_loaded or not worker.turn.take()):
+            return
+        worker.is_loaded = True
+        self.bench.say(Hello(name, worker.incarnation), WantTickets(name, worker.incarnation, 2))
+
+    def rest(self, index):
+        """Have the engine of a worker without tickets sleep, if a rank asks for the card."""
+        worker = self.workers[index]
+        if worker.turn is not None and worker.turn.is_awake and not worker.tickets and worker.turn.is_wanted():
+            worker.turn.give_back()
+            self.slept += 1
 
     def worker_dies(self, index):
         self.bench.say(PeerDied(f"worker-{index}"))
@@ -187,7 +213,8 @@ class Town:
     def roll(self, index, *, lost=False, shorter=False, fault=""):
         """Work on the oldest ticket; the worker's message about it may be lost, or wrong."""
         worker = self.workers[index]
-        if not worker.tickets:
+        self.worker_connects(index) if not worker.is_loaded else self.rest(index)
+        if not worker.tickets or not (worker.turn is None or worker.turn.take()):
             return
         ticket = worker.tickets.pop(min(worker.tickets))
         if ticket.evaluation >= 0:
@@ -231,11 +258,28 @@ class Town:
 
     def trainer_starts(self):
         """All ranks start, from the newest weights."""
-        self.ranks = [Rank(self.incarnation()) for _ in range(self.world_size)]
+        self._new_ranks()
         self.said = Published(*self.weights, self.through)
         self.bench.say(self.said)
         for index in range(self.world_size):
             self._introduce(index)
+
+    def _new_ranks(self):
+        for rank in self.ranks:
+            if rank.turn is not None:
+                rank.turn.close()
+        self.ranks = [Rank(self.incarnation()) for _ in range(self.world_size)]
+        if self.card is not None:
+            for index, rank in enumerate(self.ranks):
+                rank.turn = RankTurn(self.card, index)
+
+    def may_step(self):
+        """Return whether all ranks have their batches, and then their turns."""
+        if any(len(rank.queue) < self.accumulation for rank in self.ranks):
+            return False
+        for rank in self.ranks:
+            rank.is_stepping = rank.is_stepping or rank.turn is None or rank.turn.take()
+        return all(rank.is_stepping for rank in self.ranks)
 
     def _introduce(self, index):
         rank, name = self.ranks[index], f"trainer-{index}"
@@ -247,7 +291,7 @@ class Town:
 
     def train(self, *, lost=False):
         """Train one version, if every rank has its batches."""
-        if any(len(rank.queue) < self.accumulation for rank in self.ranks):
+        if not self.may_step():
             return
         if self.every and self.weights[0] % self.every == 0:
             assert self.book.find(*self.weights, "plan"), "a version that is due has no successor before"
@@ -257,6 +301,9 @@ class Town:
         self.through = (self.ranks[0].queue[self.accumulation - 1].lease // self.world_size + 1) * self.world_size
         for rank in self.ranks:
             del rank.queue[: self.accumulation]
+            rank.is_stepping = False
+            if rank.turn is not None:
+                rank.turn.give_back()
         self.batches += self.accumulation * self.world_size
         self._publish(self.weights[0] + 1, lost=lost)
 
@@ -305,7 +352,7 @@ class Town:
         """The trainer dies and goes on from an older checkpoint."""
         for index in range(self.world_size):
             self.bench.say(PeerDied(f"trainer-{index}"))
-        self.ranks = [Rank(self.incarnation()) for _ in range(self.world_size)]
+        self._new_ranks()
         back_to = max(0, self.weights[0] - versions)
         if back_to < self.weights[0]:
             self.rolled_back += 1
@@ -316,7 +363,8 @@ class Town:
     def damage(self, index, *, lost=False):
         """A rank finds an extent of its next batch damaged."""
         rank = self.ranks[index]
-        if not rank.queue:
+        if not rank.queue or rank.is_stepping or (rank.turn is not None and rank.turn.is_asking):
+            # A batch is read before its step is due.
             return
         lease = rank.queue[0]
         rank.queue.clear()
@@ -339,6 +387,8 @@ class Town:
         self.bench.sent.clear()
         for index, worker in enumerate(self.workers):
             worker.incarnation = self.incarnation()
+            if not worker.is_loaded:
+                continue
             for tickets in (worker.tickets, worker.unsettled):
                 for number in [number for number in tickets if is_evaluation(number)]:
                     del tickets[number]
@@ -358,7 +408,17 @@ class Town:
 
     # All of it.
 
+    def close(self):
+        """Close the turns."""
+        for peer in (*self.workers, *self.ranks):
+            if peer.turn is not None:
+                peer.turn.close()
+                peer.turn = None
+
     def check_books(self):
+        if self.card is not None:
+            awake = [worker for worker in self.workers if worker.turn is not None and worker.turn.is_awake]
+            assert not (awake and any(rank.is_stepping for rank in self.ranks)), "an engine is awake during a step"
         ledger, totals = self.ledger, self.ledger.totals
         assert self.bench.balanced
         out = set(ledger.leases())
@@ -371,7 +431,9 @@ class Town:
         """Run a random event; most of them are work."""
         chance, rng = self.rng.random(), self.rng
         index, rank = rng.randrange(WORKERS), rng.randrange(self.world_size)
-        if chance < 0.45:
+        if self.card is not None and rng.random() < 0.1:
+            self.may_step()
+        elif chance < 0.45:
             self.roll(index, shorter=chance < 0.03)
         elif chance < 0.78:
             self.train()

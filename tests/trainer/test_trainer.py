@@ -14,13 +14,14 @@ from pipeline.telemetry.evaluations import EvaluationFile
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer.dealing.ranks import Ranks
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.state import RankProgress, after_step, digest_after
 from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
-from pipeline.trainer.trainer import Ranks, Trainer
+from pipeline.trainer.trainer import Trainer
 from tests.trainer.test_best import evaluation
 from tests.trainer.test_checkpoints import save
 from tests.trainer.test_connection import House

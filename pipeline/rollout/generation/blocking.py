@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from pipeline.rollout.generation.interface import (
     ResponseGenerator,
     Responses,
     Sampling,
+    Sleeper,
     Span,
     row_seed,
 )
@@ -108,6 +109,14 @@ class BlockingEngine:
     def resume(self) -> None:
         """Resume the generator."""
         self._generator.resume()
+
+    def sleep(self) -> None:
+        """Have the generator sleep, which must be able to."""
+        cast("Sleeper", self._generator).sleep()
+
+    def wake(self) -> None:
+        """Wake the generator."""
+        cast("Sleeper", self._generator).wake()
 
     def close(self) -> None:
         """Drop all requests."""

@@ -89,6 +89,10 @@ def load_engine(
     for method in _STREAM_METHODS if is_stream(engine) else ("generate", "update_weights", "pause", "resume"):
         if not callable(getattr(engine, method, None)):
             raise ConfigError(f"rollout.engine: the {type(engine).__name__} of {name} has no method {method}")
+    if config is not None and config.rollout.sleep:
+        for method in ("sleep", "wake"):
+            if not callable(getattr(engine, method, None)):
+                raise ConfigError(f"rollout.sleep: the {type(engine).__name__} of {name} has no method {method}")
     return engine
 
 

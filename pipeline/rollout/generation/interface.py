@@ -262,6 +262,18 @@ class EngineLoad:
     counts: EngineCounts | None = None
 
 
+class Sleeper(Protocol):
+    """The further methods of an engine, blocking or not, that shares its card with a trainer (`rollout.sleep`)."""
+
+    def sleep(self) -> None:
+        """Give its memory of the card back, weights included; there is no request in hand."""
+        ...
+
+    def wake(self) -> None:
+        """Take memory of the card again; `pause`, `update_weights` or `fetch_weights`, and `resume` follow."""
+        ...
+
+
 class Engine(Protocol):
     """The interface of an engine to a worker that schedules.
 

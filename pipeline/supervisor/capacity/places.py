@@ -14,6 +14,7 @@ from pipeline.supervisor.capacity.machine import SHM, Machine
 from pipeline.supervisor.placement import place
 
 _REMEDIES = (
+    ("rollout.sleep", True),
     ("trainer.activation_checkpointing", True),
     ("trainer.sharding", "full"),
     ("model.reference_device", "trainer"),
@@ -27,6 +28,10 @@ _REMEDIES = (
     ("model.lora_rank", 32),
 )
 """Changes that lower the memory, those first that change training least."""
+
+_OF_A_STEP = ("gradients", "activations of a micro-batch", "logits", "gathered layers and root")
+_OF_AN_ENGINE = ("weights of the engine", "KV cache")
+"""Terms of a rank that has stepped, and of a worker whose engine sleeps, that are free then."""
 
 
 class Place(NamedTuple):
@@ -76,6 +81,10 @@ def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
         if not gpu:
             host |= terms
             continue
+        if config.rollout.sleep and config.model.lora_rank and config.rollout.engine == "vllm":
+            # With adapters an engine that sleeps has its weights in host memory.
+            host |= {f"{name}: weights of the engine": found.worker["weights of the engine"]
+                     for name in names if name.startswith("rollout")}  # fmt: skip
         # Models pass through host memory to a card, those of all processes at the same time.
         host |= {f"{name}: load": found.rank_load if name.startswith("trainer") else found.worker_load
                  for name in names}  # fmt: skip
@@ -83,10 +92,27 @@ def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
         if kinds not in seen:
             seen.add(kinds)
             alike = sum(tuple(name.split()[0] for name in others) == kinds for others in cards.values())
-            places.append(Place(f"GPU of {' and '.join(names)} ({alike} like it)", terms, machine.gpu_bytes))
+            phase, terms = _largest_phase(config, kinds, terms)
+            places.append(Place(f"GPU of {' and '.join(names)} ({alike} like it){phase}", terms, machine.gpu_bytes))
     places.append(Place(SHM, found.shared, machine.shm_bytes))
     shared = {f"/dev/shm: {name}": nbytes for name, nbytes in found.shared.items()}
     return [*places, Place("host memory", {**shared, **host}, machine.ram_bytes)]
+
+
+def _largest_phase(config: Config, kinds: tuple[str, ...], terms: Terms) -> tuple[str, Terms]:
+    """Return the terms of a card in the phase that needs more, and its name: a step, or rollouts (`rollout.sleep`)."""
+    if not config.rollout.sleep or len(set(kinds)) < 2:
+        return "", terms
+    step, rollouts = (
+        {term: nbytes for term, nbytes in terms.items() if term.partition(": ")[2] not in free}
+        for free in (_OF_AN_ENGINE, _OF_A_STEP)
+    )
+    found = max((step, ", while the trainer steps"), (rollouts, ", while the engine is awake"), key=_phase_bytes)
+    return found[1], found[0]
+
+
+def _phase_bytes(phase: tuple[Terms, str]) -> int:
+    return sum(phase[0].values())
 
 
 def remedies(config: Config, models: Models, machine: Machine) -> list[str]:
@@ -127,7 +153,9 @@ def _changed(config: Config, key: str, value: object) -> Config | None:
     )
     # Without a bound of tokens that of rows is the one to lower.
     has_no_tokens = key == "trainer.micro_batch_tokens" and part.micro_batch_tokens is None
-    if getattr(part, name) == value or cannot_shard or has_no_tokens:
+    # An engine of one's own may be unable to.
+    cannot_sleep = key == "rollout.sleep" and config.rollout.engine != "vllm"
+    if getattr(part, name) == value or cannot_shard or has_no_tokens or cannot_sleep:
         return None
     changed = config.model_copy(update={section: part.model_copy(update={name: value})})
     return None if conflicts(changed) else changed

@@ -19,6 +19,7 @@ from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.dealing.rows import deal, imbalance
+from pipeline.trainer.state import RankProgress
 
 Exchange = Callable[[bytes], list[bytes]]
 """A collective: sends the same bytes to every rank; returns those of all ranks, in their order."""
@@ -164,3 +165,21 @@ def _joined(places: Sequence[tuple[ExtentRows, int]]) -> list[ExtentRows]:
         else:
             parts.append(msgspec.structs.replace(part, rows=[row]))
     return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The collectives of all ranks; the defaults are those of one rank.
+
+    Attributes:
+        agree: Called by all ranks before each step; returns True if every rank passed True. A rank that drains passes
+            False, so that no rank waits in a collective for a rank that has ended.
+        leave: Leaves the group of the ranks; called once, after all agreed to end, before the last checkpoint.
+        gather: Called by all ranks after each step; returns every rank's progress, in order of ranks.
+        balance: Deals the rows of each step to the ranks; None if each rank trains the rows of its own leases.
+    """
+
+    agree: Callable[[bool], bool] = lambda ready: ready
+    leave: Callable[[], None] = lambda: None
+    gather: Callable[[RankProgress], list[RankProgress]] = lambda own: [own]
+    balance: RankBalance | None = None

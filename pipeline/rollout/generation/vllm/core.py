@@ -100,6 +100,10 @@ class Core:
         if settings.sight is not None:
             register(settings.sight.kind)
             arguments |= arguments_of(settings.max_length)
+        if settings.sleeps and not settings.on_cpu:
+            arguments["enable_sleep_mode"] = True
+        # Adapters replace no base weights: these, and the places of adapters, must come back as they were.
+        self._sleep_level = 2 if settings.lora is None else 1
         if settings.cache_bytes:
             arguments["kv_cache_memory_bytes"] = settings.cache_bytes
         if not settings.on_cpu:
@@ -180,6 +184,22 @@ class Core:
         self._progress.drop(self._live_tokens())
         dropped = set(keys)
         self._ended = [ended for ended in self._ended if ended.key not in dropped]
+
+    def sleep(self) -> None:
+        """Discard key-value cache and weights, buffers except; with adapters the weights go into host memory.
+
+        vLLM keeps the addresses: the places of tensors stay known. On a CPU it frees nothing.
+        """
+        self._engine.sleep(self._sleep_level)
+
+    def wake(self) -> None:
+        """Take the memory again. Without adapters the parameters are of no version before the next `fetch` or `take`.
+
+        Raises:
+            RuntimeError: If the scheduler stays paused.
+        """
+        if not self._engine.wake_up():
+            raise RuntimeError("vLLM did not wake all of its memory")
 
     def step(self) -> bool:
         """Advance the requests by one step; return whether a request has ended."""

@@ -52,6 +52,7 @@ from pipeline.rollout.generation.vllm.images import put as put_images
 from pipeline.rollout.generation.vllm.images import sight_of
 from pipeline.rollout.progress import with_numbers
 from pipeline.runtime.lifeline import PARENT_VARIABLE
+from pipeline.storage.card_turns import inherited
 from pipeline.storage.weights_header import Age
 
 _PROCESS = "pipeline.rollout.generation.vllm.process"
@@ -64,7 +65,7 @@ _KILL_S = 10.0
 # vLLM samples with a higher temperature in place of a lower one.
 _LEAST_TEMPERATURE = 0.01
 
-_R = TypeVar("_R", wire.Ready, wire.Updated, wire.Paused)
+_R = TypeVar("_R", wire.Ready, wire.Updated, wire.Paused, wire.Slept, wire.Woken)
 
 
 def new_engine(
@@ -78,6 +79,8 @@ def new_engine(
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f'rollout.engine: "vllm" is not installed here: {_INSTALL}')
     on_cpu = device.type == "cpu"
+    if on_cpu and config.rollout.sleep:
+        raise ConfigError('rollout.sleep: "vllm" sleeps on GPUs alone, and this worker has none')
     return VllmEngine(
         wire.Settings(
             str(directory),
@@ -91,6 +94,7 @@ def new_engine(
             title=f"{setproctitle.getproctitle()} vllm",
             lora=lora_of(actor, config.model.lora_rank),
             sight=sight_of(actor),
+            sleeps=config.rollout.sleep,
         ),
         threads=config.rollout.threads,
         on_progress=on_progress,
@@ -279,6 +283,16 @@ class VllmEngine:
         """Go on."""
         self._send(wire.Resume())
 
+    def sleep(self) -> None:
+        """Give the card's memory back; see `pipeline.rollout.generation.interface.Sleeper`."""
+        self._send(wire.Sleep())
+        self._answer(wire.Slept)
+
+    def wake(self) -> None:
+        """Take memory of the card again; it has no weights before the next update."""
+        self._send(wire.Wake())
+        self._answer(wire.Woken)
+
     def close(self) -> None:
         """End the process."""
         self._link.close()
@@ -399,6 +413,7 @@ def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> su
         stdin=subprocess.DEVNULL,
         # vLLM's output belongs into the worker's log.
         stdout=2,
-        pass_fds=[theirs.fileno()],
+        # The turn on the card is this process's, too, until it has ended.
+        pass_fds=[theirs.fileno(), *inherited()],
         env={**os.environ, **variables},
     )

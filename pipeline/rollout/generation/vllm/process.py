@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+from pipeline.storage.card_turns import keep_inherited
 
 if TYPE_CHECKING:
     from pipeline.rollout.generation.vllm.core import Core
@@ -33,6 +34,7 @@ def main(descriptor: int, settings_json: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Workers of vLLM that this process starts die with it (`pipeline.rollout.generation.vllm.weights`).
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    keep_inherited()
     import msgspec
     import setproctitle
 
@@ -100,7 +102,20 @@ def _obey(core: Core, link: Link[Order], order: Order, *, paused: bool) -> bool:
         SystemExit: If the weights of the engine are of no version any more; the worker was told.
     """
     from pipeline.rollout.generation.vllm.core import UpdateError
-    from pipeline.rollout.generation.vllm.wire import Cancel, Failed, Fetch, Pause, Paused, Resume, Submit, Take
+    from pipeline.rollout.generation.vllm.wire import (
+        Cancel,
+        Failed,
+        Fetch,
+        Pause,
+        Paused,
+        Resume,
+        Sleep,
+        Slept,
+        Submit,
+        Take,
+        Wake,
+        Woken,
+    )
 
     match order:
         case Submit():
@@ -123,6 +138,12 @@ def _obey(core: Core, link: Link[Order], order: Order, *, paused: bool) -> bool:
             return True
         case Resume():
             return False
+        case Sleep():
+            core.sleep()
+            link.send(Slept())
+        case Wake():
+            core.wake()
+            link.send(Woken())
     return paused
 
 

@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
     title: str
     lora: Lora | None = None
     sight: Sight | None = None
+    sleeps: bool = False
 
 
 class Images(msgspec.Struct, frozen=True, array_like=True):
@@ -114,6 +115,14 @@ class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Go on after `Pause`."""
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give the memory of the card back; no request is in hand, and none comes before `Wake`."""
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take memory of the card again, for the weights that come next."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -181,6 +190,14 @@ class Paused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to `Pause`."""
 
 
+class Slept(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Sleep`."""
+
+
+class Woken(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Wake`."""
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """An error: of the configuration, of weights that do not fit, of a version that is not held, or of vLLM.
 
@@ -191,8 +208,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
 
 
-Order = Submit | Cancel | Fetch | Take | Pause | Resume
-Report = Ready | Stepped | Updated | Paused | Failed
+Order = Submit | Cancel | Fetch | Take | Pause | Resume | Sleep | Wake
+Report = Ready | Stepped | Updated | Paused | Slept | Woken | Failed
 
 orders = msgspec.msgpack.Decoder(Order)
 reports = msgspec.msgpack.Decoder(Report)

@@ -463,6 +463,51 @@ def test_an_update_in_flight_is_no_preemption(engine, models):
     assert engine.load.counts.preemptions == before
 
 
+@pytest.mark.timeout(300)
+def test_after_sleep_and_wake_an_engine_samples_with_the_weights_that_come_then(engine, models):
+    """On a CPU vLLM frees nothing: this holds the orders, and that weights find their places after them."""
+    before = ids(run(engine, request())[0])
+    engine.update_weights(models.second.state_dict(), 1)
+    other = ids(run(engine, request())[0])
+    assert other != before
+
+    for version, model, expected in ((2, models.first, before), (3, models.second, other)):
+        engine.sleep()
+        engine.wake()
+        engine.pause()
+        engine.update_weights(model.state_dict(), version)
+        engine.resume()
+        responses = run(engine, request())[0]
+        assert ids(responses) == expected
+        assert {span.version for response in responses for span in response.spans} == {version}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_an_engine_that_sleeps_has_its_memory_of_the_card_free(directory, models):
+    def used_bytes():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    cache_bytes = 1 << 30
+    before = used_bytes()
+    engine = VllmEngine(settings(directory, on_cpu=False, cache_bytes=cache_bytes, sleeps=True))
+    try:
+        engine.update_weights(models.first.state_dict(), 0)
+        expected, awake = ids(run(engine, request())[0]), used_bytes()
+        assert awake - before > cache_bytes
+        for version in (1, 2):
+            engine.sleep()
+            assert awake - used_bytes() > 0.9 * cache_bytes
+            engine.wake()
+            engine.pause()
+            engine.update_weights(models.first.state_dict(), version)
+            engine.resume()
+            assert ids(run(engine, request())[0]) == expected
+    finally:
+        engine.close()
+
+
 # Deaths, and what vLLM cannot load.
 
 

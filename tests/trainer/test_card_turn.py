@@ -1,0 +1,151 @@
+"""A rank that takes turns with the engines of its card."""
+
+import pytest
+
+from pipeline.storage.card_turns import EngineTurn, RankTurn
+from tests.trainer.test_trainer import Bench as TrainerBench
+from tests.trainer.test_trainer import CountingLearner
+
+
+class Learner(CountingLearner):
+    """Asserts that no engine can wake during a step."""
+
+    def __init__(self, model, folder):
+        super().__init__(model)
+        self.engine = EngineTurn(folder)
+
+    def update(self, experiences):
+        assert not self.engine.take(), "an engine can wake during a step"
+        return super().update(experiences)
+
+
+class Bench(TrainerBench):
+    """A trainer, and an engine of its card that is awake at first."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.folder = folder
+        self.learner = Learner(self.model, folder)
+        self.engine = self.learner.engine
+        assert self.engine.take()
+        self.freed, self.agreed = [], []
+
+    def sharing(self, agree=lambda ready: ready, **settings):
+        def asked(ready):
+            self.agreed.append((ready, self.engine.is_wanted()))
+            return agree(ready)
+
+        trainer = self.trainer(agree=asked, **settings)
+        trainer.turn = RankTurn(self.folder, 0, lambda: self.freed.append(self.engine.take()))
+        self.agreed.clear()
+        return trainer
+
+    def until_it_asks(self, trainer):
+        for _ in range(20):
+            if trainer.is_waiting_for_card:
+                return
+            self.turns(trainer, 1)
+        pytest.fail("it has not asked for its turn")
+
+    def activity(self):
+        return self.slab.progress("trainer", 0).activity
+
+    def close(self):
+        self.engine.close()
+        super().close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def test_a_rank_asks_once_all_ranks_have_their_batches_and_steps_once_the_engine_sleeps(bench):
+    trainer = bench.sharing(max_steps=2)
+
+    bench.until_it_asks(trainer)
+    assert bench.agreed == [(True, False)], "asked before another rank has its batch, it would hold up its engines"
+    bench.turns(trainer, 3)
+    assert trainer.step == 0 and bench.agreed == [(True, False)], "all ranks agree once on a step"
+
+    bench.engine.give_back()
+    bench.turns(trainer, 1)
+
+    assert trainer.step == 1 and bench.agreed == [(True, False), (True, True)]
+    assert bench.freed == [False], "the memory of the step is freed before an engine can wake"
+    assert bench.engine.take(), "the turn is given back"
+    bench.engine.give_back()
+    bench.run(trainer)
+    assert trainer.step == 2
+
+
+def test_a_wait_for_the_card_beats_and_is_shown_as_one(bench, monkeypatch):
+    trainer, seen = bench.sharing(max_steps=1), []
+    bench.until_it_asks(trainer)
+    before_s = bench.slab.progress("trainer", 0).beat_s
+    receive = trainer._connection.receive
+    monkeypatch.setattr(trainer._connection, "receive", lambda timeout_s: (
+        seen.append((bench.slab.progress("trainer", 0), timeout_s)), receive(0.0)))  # fmt: skip
+
+    trainer.beat()
+    trainer.wait(0.5)
+
+    ((progress, timeout_s),) = seen
+    assert (progress.activity, progress.working_on) == ("wait_card", -1), "no batch is the cause of a death now"
+    assert timeout_s < 0.1 and progress.beat_s > before_s
+    bench.engine.give_back()
+    bench.run(trainer)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_rank_takes_no_further_batch_while_it_waits_for_its_turn(bench, accumulation):
+    trainer = bench.sharing(max_steps=1, gradient_accumulation_steps=accumulation)
+    bench.until_it_asks(trainer)
+    bench.turns(trainer, 4)
+
+    bench.engine.give_back()
+    bench.run(trainer)
+
+    assert [len(batches) for batches in bench.learner.batches] == [accumulation]
+
+
+def test_a_rank_that_another_one_has_left_after_it_took_its_turn_steps_no_more(bench):
+    """The second agreement: a rank that drains says no while this one has its turn."""
+    trainer = bench.sharing(agree=lambda ready: len(bench.agreed) < 2)
+    bench.until_it_asks(trainer)
+    bench.engine.give_back()
+
+    bench.turns(trainer, 1)
+
+    assert trainer.finished and trainer.step == 0
+    trainer.close()
+    assert bench.engine.take() and not bench.engine.is_wanted(), "the end gives the turn back"
+
+
+def test_a_rank_that_drains_while_it_waits_gives_its_batch_and_its_turn_back(bench):
+    trainer = bench.sharing()
+    bench.until_it_asks(trainer)
+
+    trainer.stop()
+    assert trainer.finished
+    trainer.close()
+    bench.house.turn(work=False)
+
+    assert bench.agreed[-1] == (False, False), "no rank waits for it in a collective, nor engines for its turn"
+    assert trainer.step == 0 and not trainer.is_waiting_for_card
+    assert not bench.house.ledger.leases() and bench.house.counts.ended["nacked"] >= 2
+
+
+def test_numbers_are_those_of_a_rank_without_turns(bench, tmp_path_factory):
+    other = TrainerBench(tmp_path_factory.mktemp("other"))
+    alone = other.trainer(max_steps=3)
+    other.run(alone)
+    bench.engine.give_back()
+    trainer = bench.sharing(max_steps=3)
+    bench.run(trainer)
+
+    assert trainer.progress == alone.progress
+    assert bench.freed == [False] * 3
+    other.close()
