@@ -4,7 +4,7 @@ checkpoints   checkpoints written a tensor at a time, read a slice at a time
 models        models loaded slice by slice onto their ranks, and passes through them
 optimizer     the optimizer of a rank's shards
 ranks         collectives of a publish and a checkpoint; passes of all ranks in step
-reduction     gathered gradients summed to shards on CPUs, a piece at a time
+reduction     gathered gradients summed to shards on CPUs, without a copy of them
 sharding      everything of one rank: load, publish, restore, save
 tensor_files  safetensors files, read by slices and written a tensor at a time
 """

@@ -31,7 +31,7 @@ from pipeline.models.lora import LoraSettings, adapt, adapter_of, initial_adapte
 from pipeline.models.weights.probe import answer
 from pipeline.models.weights.shards import Shard
 from pipeline.storage.weights_header import Probe
-from pipeline.trainer.sharding.reduction import ReductionInPieces
+from pipeline.trainer.sharding.reduction import ReductionInPlace
 from pipeline.trainer.sharding.tensor_files import TensorFiles, sources_of
 
 _Result = TypeVar("_Result", Tensor, tuple[Tensor, Tensor | None])
@@ -274,7 +274,7 @@ def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, 
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if device.type == "cpu":
-                module.set_custom_reduce_scatter(ReductionInPieces())
+                module.set_custom_reduce_scatter(ReductionInPlace())
     for module in (root, *head):
         module.computed = types.MethodType(_computed, module)
         register_fsdp_forward_method(module, "computed")

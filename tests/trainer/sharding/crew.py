@@ -26,7 +26,6 @@ from pipeline.models.weights.shards import ShardedVersions
 from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import load_reference
-from pipeline.trainer.sharding import reduction
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import fill, load_actor_shards, load_critic_shards, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
@@ -215,8 +214,6 @@ def start(folder: Path, world_size: int) -> dict[str, Any]:
 def rank_main(rank: int, world_size: int, directory: str) -> None:
     torch.set_num_threads(1)
     folder = Path(directory)
-    # Gradients of these models have several pieces.
-    reduction.PIECE_BYTES = 1000
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{world_size}", rank=rank, world_size=world_size)
     try:
         group = RankGroup(CPU)

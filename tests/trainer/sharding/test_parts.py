@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config.sections import ModelConfig
 from pipeline.models import chunked_log_probs
@@ -84,18 +85,12 @@ def test_without_gradients_nothing_stays_gathered(tmp_path: Path, alone: None) -
     assert [group.is_sharded for group in groups if group is not None] == [True] * 5
 
 
-def test_gradients_are_reduced_in_pieces_and_all_of_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction, "PIECE_BYTES", 4 * 4)
-    reduce, sizes = reduction._reduce_scatter, []
-
-    def noted(output: torch.Tensor, given: torch.Tensor, **options: object) -> None:
-        sizes.append((output.numel(), given.numel()))
-        reduce(output, given, **options)
-
-    monkeypatch.setattr(reduction, "_reduce_scatter", noted)
+def test_gradients_are_reduced_in_the_memory_that_holds_them(alone: None) -> None:
     gradients, sums = torch.randn(10), torch.empty(10)
+    given = gradients.clone()
 
-    reduction.ReductionInPieces()(sums, gradients, dist.group.WORLD, dist.ReduceOp.SUM)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        reduction.ReductionInPlace()(sums, given, dist.group.WORLD, dist.ReduceOp.SUM)
 
     assert torch.equal(sums, gradients)
-    assert sizes == [(4, 4), (4, 4), (2, 2)]
+    assert max(event.self_cpu_memory_usage for event in profiled.events()) == 0
