@@ -36,5 +36,5 @@ def test_a_rank_and_shared_memory_take_what_the_plan_says(found: dict[str, Compa
 
 @pytest.mark.variant
 @pytest.mark.timeout(3600)
-def test_a_rank_with_shards_takes_less_than_65_percent_of_a_whole_one(found: dict[str, Compared]) -> None:
-    assert found["full"].rank_bytes < 0.65 * found["none"].rank_bytes
+def test_a_rank_with_shards_takes_less_than_60_percent_of_a_whole_one(found: dict[str, Compared]) -> None:
+    assert found["full"].rank_bytes < 0.60 * found["none"].rank_bytes
