@@ -332,6 +332,7 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
         ("rlhfd_behaviour_cut_ratio",),
         *(("rlhfd_behaviour_ratio", stat) for stat in ("mean", "min", "max")),
     },
+    "rollout.sleep is false": series_of("rlhfd_engine_sleep"),
     "it has no held-out prompts": series_of("rlhfd_evaluation"),
     "trainer.record is off": series_of("rlhfd_recording"),
     "it has no tracker": series_of("rlhfd_tracker"),

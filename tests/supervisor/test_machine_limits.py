@@ -232,10 +232,10 @@ def test_steps_that_teach_nothing_are_told_once_and_versions_go_on(
     idle(bench, list(range(2, 30)))
     trainer = bench.trainer(max_steps=30)
 
-    with caplog.at_level(logging.WARNING, "pipeline.trainer.trainer"):
+    with caplog.at_level(logging.WARNING, "pipeline.trainer.step_stats"):
         bench.run(trainer)
 
-    told = [record.getMessage() for record in caplog.records if record.name == "pipeline.trainer.trainer"]
+    told = [record.getMessage() for record in caplog.records if record.name == "pipeline.trainer.step_stats"]
     assert told == ["nothing to learn from, in every group all rewards are equal: steps_in_a_row=20"]
     assert trainer.step == 30 and trainer._version.version == 30
 
@@ -243,10 +243,10 @@ def test_steps_that_teach_nothing_are_told_once_and_versions_go_on(
 def test_a_step_that_teaches_something_begins_the_count_anew(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     idle(bench, [*range(1, 20), *range(21, 40)])
 
-    with caplog.at_level(logging.WARNING, "pipeline.trainer.trainer"):
+    with caplog.at_level(logging.WARNING, "pipeline.trainer.step_stats"):
         bench.run(bench.trainer(max_steps=40))
 
-    assert not [record for record in caplog.records if record.name == "pipeline.trainer.trainer"]
+    assert not [record for record in caplog.records if record.name == "pipeline.trainer.step_stats"]
 
 
 @pytest.mark.parametrize(("first", "count"), [(0.0, 1), (0.25, 0)])
@@ -258,7 +258,7 @@ def test_rewards_that_are_all_0_from_the_start_are_told_once(
         stats := update(experiences), reward_mean=first if stats.step == 1 else 0.0, reward_stddev=0.0
     )
 
-    with caplog.at_level(logging.WARNING, "pipeline.trainer.trainer"):
+    with caplog.at_level(logging.WARNING, "pipeline.trainer.step_stats"):
         bench.run(bench.trainer(max_steps=12))
 
     told = [message for message in caplog.messages if message.startswith("all rewards so far are 0")]

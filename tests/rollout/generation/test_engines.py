@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.config.lengths import Lengths
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.experience.codec import ExtentReader, gather
 from pipeline.models.weights.store import WeightsPublisher, flatten
@@ -73,7 +74,7 @@ def any_keyword(actor, **keywords):
     return WholeRows(actor)
 
 def by_name(actor, *, directory, device, on_progress, config):
-    assert config == "the configuration"
+    assert config.daemon.name == "of-the-test"
     return WholeRows(actor)
 """
 
@@ -85,7 +86,7 @@ def test_a_factory_gets_the_configuration_only_if_it_names_it(tmp_path, monkeypa
 
     made = load_engine(
         f"wrappers_of_engines:{factory}", tiny.llama(), directory=tmp_path, device=torch.device("cpu"),
-        on_progress=lambda: None, config="the configuration",
+        on_progress=lambda: None, config=Config.model_validate({"daemon": {"name": "of-the-test"}}),
     )  # fmt: skip
 
     assert isinstance(made, WholeRows)
