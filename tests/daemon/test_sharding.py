@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[st
 
 
 def killed(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], str]:  # noqa: F811
-    """Kill each rank once while it trains and the threads of both publish; return each rank's last line, and the log."""
+    """Kill each rank once while it trains and both publish; return each rank's last line, and the log."""
     with Daemon(folder, *SHARDED, *slow_reward(folder), *settings, task=task) as daemon:
         for step, name in ((1, "trainer-1"), (3, "trainer-0")):
             daemon.wait_step(step)
