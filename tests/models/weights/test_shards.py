@@ -243,7 +243,23 @@ def test_the_newest_version_that_has_a_state_on_every_rank_is_spared_and_found(t
     successor.publish(3, 3.5, rollback=True, position=8)
     for version in (4, 5, 6):
         successor.publish(version, 10.0 + version, has_state=False)
-        assert [found.age for found in successor.kept()] == [(3, 1)] * 2, "not a state that an unpublished 6 has left"
+        assert [found.age for found in successor.kept()] == [(3, 1)] * 2
+    successor.close()
+
+
+def test_a_successor_spares_what_it_goes_on_from_and_discards_a_state_without_weights(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    crew = Crew(path)
+    for version in range(4):
+        crew.publish(version, float(version), has_state=version % 3 == 0)
+    crew.ranks.dies = (1, crew.groups[1].met + 1)
+    assert any(isinstance(result, Killed) for result in crew.publish(4, 4.0))
+    crew.close()
+
+    successor = Crew(path)
+    for version in (4, 5, 6):
+        successor.publish(version, 10.0 + version, has_state=False)
+        assert [found.version for found in successor.kept()] == [3, 3]
     successor.close()
 
 
