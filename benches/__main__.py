@@ -15,7 +15,7 @@ from benches.report import RESULTS, ROOT, Section, merge, update_readme
 # In the order of the sections. Names without a module in the checkout are left out.
 BENCHES = (
     "transport", "tickets", "latency", "cpu", "gather", "flat", "ledger", "journal", "rollout", "rollout-124m",
-    "weights", "publishing", "pinned", "maker-memory", "engines", "run", "sharding", "learning",
+    "weights", "publishing", "packing", "pinned", "maker-memory", "engines", "run", "sharding", "learning",
 )  # fmt: skip
 # Each takes longer than all others together, or 10 GB of memory: measured only if it is named.
 _BY_NAME_ONLY = ("rollout-124m", "engines", "run", "sharding", "learning")

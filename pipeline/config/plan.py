@@ -110,7 +110,7 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
             "weights": WEIGHT_SLOTS * width * trained,
             "training state": STATE_SLOTS * state,
         },
-        publish={"weights": width * trained, "training state": state // _versions_a_state(config)},
+        publish={"weights": width * trained, "training state": state // config.trainer.keep_state_every},
         rank_load=width * _largest(models.actor, models.critic, _reference_on("trainer", config, models))
         if is_ours and not config.shards_trainer
         else 0,
@@ -132,10 +132,6 @@ def kept_bytes_a_token(sizes: ModelSizes, dtype: str, *, checkpointed: bool) -> 
 def process_bytes(config: Config, role: str) -> int:
     """Return the host memory of a rank ("trainer") or worker without its models."""
     return PROCESS_BYTES + (SHARDING_BYTES if role == "trainer" and config.shards_trainer else 0)
-
-
-def _versions_a_state(config: Config) -> int:
-    return 1 if config.shards_trainer else config.trainer.keep_state_every
 
 
 def _state_bytes(config: Config) -> int:

@@ -335,7 +335,7 @@ class TrainerConfig(LossSection):
         ge=1,
         le=2**16,
         description="Versions per training state in shared memory: a killed trainer goes back to the newest version "
-        "that has one, and the prompts since are issued again; sharded ranks keep the state of each version.",
+        "that has one, and the prompts since are issued again.",
     )
     probe_every: int = Field(
         default=16, ge=0, description="Versions between probes, against which workers check their models; 0: no probes."

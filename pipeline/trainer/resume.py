@@ -145,8 +145,7 @@ class Resumption:
     def _after_death(self, newest: WeightsVersion) -> Start:
         latest = read_latest(self._root)
         progress, unusable = None, None
-        # With shards each rank has a state of its own, of each version.
-        kept = newest if self._sharding is not None else self._connection.versions.kept()
+        kept = self._connection.versions.kept() if self._sharding is None else self._sharding.kept()
         found = None
         if kept is not None and kept.age != newest.age and latest is not None and latest.version > kept.version:
             found = self._newest_usable(latest, above=kept.version)

@@ -48,6 +48,7 @@ ENDLESS = (
     "daemon.hang_timeout_s=15",
 )
 SETTINGS = (*ENDLESS, "rollout.workers=2", "rollout.max_attempts=255")
+PACKED = ("trainer.packing=true", "trainer.activation_checkpointing=true", "rollout.algorithm=ppo")
 
 
 @pytest.fixture
@@ -244,26 +245,27 @@ def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_tha
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "packed",
-    # Actor and critic together are large enough for a thread that publishes.
-    [(), ("trainer.packing=true", "trainer.activation_checkpointing=true", "rollout.algorithm=ppo")],
-    ids=["padded", "packed"],
+    ("ranks", "more"),
+    # With PPO actor and critic together are large enough for a thread that publishes.
+    [(2, ()), (2, PACKED), (4, ("rollout.algorithm=ppo", "trainer.keep_state_every=3"))],
+    ids=["padded", "packed", "four"],
 )
 def test_after_kills_ranks_that_hold_shards_have_the_digests_of_a_run_that_nobody_disturbed(
     tmp_path: Path,
     task: Path,  # noqa: F811
     say,
     request: pytest.FixtureRequest,
-    packed: tuple[str, ...],
+    ranks: int,
+    more: tuple[str, ...],
 ):
     settings = (
-        *SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", 'trainer.sharding="full"', "trainer.save_every=8",
-        "buffer.max_staleness=0", *packed,
+        *SETTINGS, *telling_reward(tmp_path), f"trainer.world_size={ranks}", 'trainer.sharding="full"',
+        "trainer.save_every=8", "buffer.max_staleness=0", *more,
     )  # fmt: skip
     with Campaign(tmp_path, *settings, task=task, seed=3 + request.config.getoption("--chaos-seed")) as campaign:
-        disturbed = ended_after(campaign, OTHER_KILLS, say, ranks=2)
+        disturbed = ended_after(campaign, OTHER_KILLS, say, ranks=ranks)
 
-    assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed).errors, 2)
+    assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed).errors, ranks)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.trainer.saving.publishing import BESIDE_FROM_BYTES
 from tests.daemon.test_ranks import SETTINGS, STEPS, finished, slow_reward, strike
 from tests.support.daemon import Daemon, task  # noqa: F401 - a fixture
+from tests.support.endings import Ending
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -17,30 +18,49 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 SHARDED = (*SETTINGS, 'trainer.sharding="full"', "trainer.save_every=4", "rollout.algorithm=ppo")
 
 
-def test_a_killed_rank_of_a_sharded_trainer_changes_neither_weights_nor_experience(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-) -> None:
-    for name in ("undisturbed", "killed"):
-        (tmp_path / name).mkdir()
-        settings = (*SHARDED, *slow_reward(tmp_path / name))
-    with Daemon(tmp_path / "undisturbed", *settings, task=task) as daemon:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[str, Ending]:  # noqa: F811
+    """Return each rank's last line of a run without a kill, whose last checkpoint is whole."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with Daemon(folder, *SHARDED, *slow_reward(folder), task=task) as daemon:
         expected = finished(daemon)
         latest = read_latest(daemon.run_dir / "checkpoints")
         checkpoint = daemon.run_dir / "checkpoints" / f"step-{STEPS:06d}"
         assert sum(file.stat().st_size for file in checkpoint.rglob("model.safetensors")) > BESIDE_FROM_BYTES
+    assert latest is not None and (latest.step, latest.complete) == (STEPS, True)
+    return expected
 
-    with Daemon(tmp_path / "killed", *settings, task=task) as daemon:
+
+def killed(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], str]:  # noqa: F811
+    """Kill each rank once while it trains and both publish; return each rank's last line, and the log."""
+    with Daemon(folder, *SHARDED, *slow_reward(folder), *settings, task=task) as daemon:
         for step, name in ((1, "trainer-1"), (3, "trainer-0")):
             daemon.wait_step(step)
-            # The threads of both ranks publish the version before.
-            killed = strike(daemon, name, "train")
-            daemon.wait_replaced(name, killed)
-        found = finished(daemon)
+            daemon.wait_replaced(name, strike(daemon, name, "train"))
+        return finished(daemon), daemon.errors
 
-    assert found == expected
-    assert daemon.errors.count("resumed from shared memory") >= 2 and "rolled back" not in daemon.errors
-    assert latest is not None and (latest.step, latest.complete) == (STEPS, True)
+
+def test_a_killed_rank_of_a_sharded_trainer_changes_neither_weights_nor_experience(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    undisturbed: dict[str, Ending],
+) -> None:
+    found, errors = killed(tmp_path, task)
+
+    assert found == undisturbed
+    assert errors.count("resumed from shared memory") >= 2 and "rolled back" not in errors
+
+
+@pytest.mark.variant
+def test_ranks_without_the_state_of_each_version_go_back_and_end_with_the_same_weights(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    undisturbed: dict[str, Ending],
+) -> None:
+    found, errors = killed(tmp_path, task, "trainer.keep_state_every=3", "trainer.save_every=0")
+
+    assert found == undisturbed
+    assert "rolled back to the newest version with a training state: version=" in errors
 
 
 @pytest.mark.variant

@@ -315,8 +315,15 @@ def test_of_the_ranks_that_publish_together_the_first_one_reports(bench, rank, r
     assert [message.version for message in sent] == reported
 
 
-def test_sharded_ranks_say_that_they_keep_the_state_of_each_version(bench, caplog):
-    with caplog.at_level(logging.WARNING, "pipeline"):
-        bench.trainer(sharding=NotedSharding([]), keep_state_every=2)
+def test_sharded_ranks_keep_the_state_of_every_nth_version_too(bench):
+    sharding, given = Beside([]), []
+    sharding.open.set()
+    writing = sharding.writing
+    sharding.writing = lambda number, training, **more: (
+        given.append((number, training is not None)) or writing(number, training, **more)
+    )
+    trainer = bench.trainer(max_steps=0, sharding=sharding, keep_state_every=3)
+    steps(bench, trainer, 6)
 
-    assert "sharded ranks keep the training state of each version" in caplog.text
+    assert given == [(1, False), (2, False), (3, True), (4, False), (5, False), (6, True)]
+    trainer._publishing.finish()

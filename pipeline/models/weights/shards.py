@@ -8,8 +8,9 @@ and with the same fingerprint as a publish by one rank: readers see no differenc
     all ranks   meet; each hashes every n-th block of the slot, and all gather the digests
     rank 0      writes the fingerprint and the version, and turns the page with one store
 
-Whenever a version of the weights is the newest, its training state is therefore whole on every rank, and a rank killed
-at any store of a publish leaves the version before it.
+Whenever a version of the weights that has a training state is the newest, its state is therefore whole on every rank,
+and a rank killed at any store of a publish leaves the version before it. As with one rank not every version needs a
+state (`trainer.keep_state_every`): the slot of the newest weights that have one is spared.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class ShardedVersions:
         Args:
             version: Version number, above the newest unless `rollback`.
             models: This rank's shards, by model and name; names, shapes and dtypes are the same on every rank.
-            training: Tensors of this rank's training state; None if it is not published.
+            training: Tensors of this rank's training state; None, on all ranks, if it is not published.
             trained_through: First lease that these weights do not include.
             rollback: Whether this version undoes the newest one.
             position: For a rollback, the first prompt that may be missing from these weights; -1 if unknown.
@@ -149,6 +150,8 @@ class ShardedVersions:
         slot, history, version, rollback_word = self._group.broadcast([slot, history, version, int(rollback)])
         if self._mapping is None:
             self._mapping = WeightsMapping(self._path)
+            self._states.discard_unpublished()
+        self._states.publish_no_training()
         if training is not None:
             self._states.publish_training(
                 version, _held(training), trained_through=trained_through, rollback=bool(rollback_word), history=history
@@ -164,17 +167,30 @@ class ShardedVersions:
         )
         if self._publisher is not None:
             self._publisher.finish(slot, published)
+            if self._states.wrote_training:
+                self._publisher.spare(published.age)
         if not self._holds_pages:
             self._mapping.release()
         return published
 
+    def kept(self) -> WeightsVersion | None:
+        """Return the newest version whose weights and training states of all ranks are whole; a collective.
+
+        Returns:
+            The same version on every rank; None without one.
+        """
+        own = self._states.kept()
+        # Of a whole version every rank has the state: a rank without one had no room for any.
+        ages = self._group.gather([0, 0, 0] if own is None else [1, *own.age])
+        return own if ages == [ages[0]] * self._group.world_size else None
+
     def restore(self, version: WeightsVersion, models: Mapping[str, Mapping[str, Shard]]) -> None:
-        """Copy this rank's ranges of the newest weights into its shards; nobody publishes meanwhile.
+        """Copy this rank's ranges of a version's weights into its shards; nobody publishes meanwhile.
 
         A shard of another dtype than the published one is left as it is: the training state holds its exact values.
 
         Args:
-            version: The newest version.
+            version: A version that is held.
             models: The shards to fill; names that are not published are left as they are.
 
         Raises:
@@ -252,6 +268,8 @@ class ShardedVersions:
         """Mark the slot to write; return it, and the rollbacks up to this version."""
         if self._publisher is None:
             self._publisher = publisher_of(self._path, {n: shard.whole_on_meta() for n, shard in shards.items()})
+            if (kept := self._states.kept()) is not None:
+                self._publisher.spare(kept.age)
         slot, before = self._publisher.begin(version, rollback=rollback)
         return slot, before + rollback
 

@@ -159,8 +159,8 @@ class PolicyVersions:
             self._weights = publisher_of(self._weights_path, tensors)
             if (kept := self.kept()) is not None:
                 self._weights.spare(kept.age)
-            self._discard_unpublished()
-        self._wrote_state = False
+            self.discard_unpublished()
+        self.publish_no_training()
         if training is not None:
             before = self.newest()
             # The weights' count, not one of its own: it distinguishes versions of the same number.
@@ -203,6 +203,15 @@ class PolicyVersions:
             self.state_s = time.monotonic() - started_s
             self._wrote_state = True
 
+    def publish_no_training(self) -> None:
+        """Note that the weights published next have no training state, unless `publish_training` follows."""
+        self._wrote_state = False
+
+    @property
+    def wrote_training(self) -> bool:
+        """Whether the version published last has a training state, for which shared memory had room."""
+        return self._wrote_state
+
     def held_training(self, version: WeightsVersion) -> HeldSlot | None:
         """Return the training state of this publisher's newest version in place; None if it is not held."""
         slot = None if self._training is None else self._training.newest_slot()
@@ -225,8 +234,11 @@ class PolicyVersions:
             if publisher is not None:
                 publisher.close()
 
-    def _discard_unpublished(self) -> None:
-        """Discard states whose weights were never published: their number's next weights may come without a state."""
+    def discard_unpublished(self) -> None:
+        """Discard states whose weights were never published: their number's next weights may come without a state.
+
+        Called before the first publish of a trainer.
+        """
         if not self._training_path.exists():
             return
         newest = self.newest()

@@ -91,9 +91,6 @@ class Publishing:
         self._pending: _Pending | None = None
         self._waited_s = 0.0
         learner.before_change = self.finish
-        if sharding is not None and config.keep_state_every > 1 and connection.rank == 0:
-            log.warning("sharded ranks keep the training state of each version, "
-                        "trainer.keep_state_every has no effect")  # fmt: skip
 
     @property
     def is_pending(self) -> bool:
@@ -134,7 +131,7 @@ class Publishing:
         with self._metrics.publishing():
             probe = self._probe_answer(number, first=is_first)
             training = None
-            every = 1 if self._sharding is not None else self._config.keep_state_every
+            every = self._config.keep_state_every
             if self._config.keep_state == "memory" and (is_first or keeps_state or number % every == 0):
                 training = tensors_of(self._learner, progress, self._device)
             beside = self._is_worth_a_thread and not is_first

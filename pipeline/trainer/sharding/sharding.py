@@ -168,8 +168,12 @@ class Sharding:
     def _shards(self) -> dict[str, dict[str, Shard]]:
         return {model: shards_of(module, published=True) for model, module in self._models.items()}
 
-    def restore(self, newest: WeightsVersion, state: Mapping[str, Tensor]) -> bool:
-        """Set this rank's shards and training state to the newest version; a collective.
+    def kept(self) -> WeightsVersion | None:
+        """Return the newest version that has a training state on every rank; a collective. See `ShardedVersions`."""
+        return self._versions.kept()
+
+    def restore(self, version: WeightsVersion, state: Mapping[str, Tensor]) -> bool:
+        """Set this rank's shards and training state to a version; a collective.
 
         Returns:
             False if a rank has no training state of that version: then no rank has changed anything.
@@ -177,10 +181,10 @@ class Sharding:
         Raises:
             WeightsError: If weights or state are damaged, or the weights are another model's.
         """
-        if not self._group.agree(self._versions.holds_training(newest, state)):
+        if not self._group.agree(self._versions.holds_training(version, state)):
             return False
-        self._versions.restore_training(newest, state)
-        self._versions.restore(newest, self._shards())
+        self._versions.restore_training(version, state)
+        self._versions.restore(version, self._shards())
         return True
 
     def load(self, folder: Path, state_file: str, state: Mapping[str, Tensor]) -> None:

@@ -104,13 +104,16 @@ class Crew:
         self.groups = [Rank(self.ranks, rank) for rank in range(2)]
         self.versions = [ShardedVersions(path, group) for group in self.groups]
 
-    def publish(self, version: int, value: float, **options: Any) -> list[Any]:
-        return together(
-            self.ranks,
-            lambda rank: self.versions[rank].publish(
-                version, shards(rank, value), training(rank, value), trained_through=version, **options
-            ),
-        )
+    def publish(self, version: int, value: float, *, has_state: bool = True, **options: Any) -> list[Any]:
+        def publish(rank: int) -> WeightsVersion:
+            state = training(rank, value) if has_state else None
+            return self.versions[rank].publish(version, shards(rank, value), state, trained_through=version, **options)
+
+        return together(self.ranks, publish)
+
+    def kept(self) -> list[Any]:
+        """Return the version that each rank finds after a death."""
+        return together(self.ranks, lambda rank: self.versions[rank].kept())
 
     def close(self) -> None:
         for versions in self.versions:
@@ -211,6 +214,64 @@ def test_rank_0_killed_at_any_store_of_the_page_leaves_the_version_before_or_thi
         seen.add(is_dead)
         crew.close()
     assert seen == {True, False}
+
+
+def test_the_newest_version_that_has_a_state_on_every_rank_is_spared_and_found(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    crew = Crew(path)
+    assert crew.kept() == [None, None]
+    for version in range(6):
+        crew.publish(version, float(version), has_state=version % 3 == 0)
+        kept = crew.kept()
+        assert [found.version for found in kept] == [version // 3 * 3] * 2
+    # Rank 1 dies once rank 0 has written its state of version 6, which is never published.
+    crew.ranks.dies = (1, crew.groups[1].met + 1)
+    assert any(isinstance(result, Killed) for result in crew.publish(6, 6.0))
+    crew.close()
+
+    successor = Crew(path)
+    newest = newest_version(path)
+    assert newest is not None and newest.version == 5
+    (found, other) = successor.kept()
+    assert found == other and found.version == 3
+    state, own = training(1, -1), shards(1, -5)
+    assert successor.versions[1].restore_training(found, state)
+    successor.versions[1].restore(found, own)
+    assert torch.equal(state["moments"], training(1, 3.0)["moments"])
+    assert torch.equal(own["actor"]["head"].local, shards(1, 3.0)["actor"]["head"].local)
+
+    successor.publish(3, 3.5, rollback=True, position=8)
+    for version in (4, 5, 6):
+        successor.publish(version, 10.0 + version, has_state=False)
+        assert [found.age for found in successor.kept()] == [(3, 1)] * 2
+    successor.close()
+
+
+def test_a_successor_spares_what_it_goes_on_from_and_discards_a_state_without_weights(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    crew = Crew(path)
+    for version in range(4):
+        crew.publish(version, float(version), has_state=version % 3 == 0)
+    crew.ranks.dies = (1, crew.groups[1].met + 1)
+    assert any(isinstance(result, Killed) for result in crew.publish(4, 4.0))
+    crew.close()
+
+    successor = Crew(path)
+    for version in (4, 5, 6):
+        successor.publish(version, 10.0 + version, has_state=False)
+        assert [found.version for found in successor.kept()] == [3, 3]
+    successor.close()
+
+
+def test_a_state_that_one_rank_lacks_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    crew = Crew(path)
+    crew.publish(0, 0.0)
+    path.with_name("training-1").unlink()
+
+    assert crew.kept() == [None, None]
+
+    crew.close()
 
 
 def test_a_rank_without_a_training_state_says_so(tmp_path: Path) -> None:
