@@ -247,7 +247,7 @@ def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_tha
 @pytest.mark.parametrize(
     ("ranks", "more"),
     # With PPO actor and critic together are large enough for a thread that publishes.
-    [(2, ()), (2, PACKED), (4, ("rollout.algorithm=ppo", "trainer.keep_state_every=3"))],
+    [(2, ()), (2, PACKED), (4, ("rollout.algorithm=ppo",))],
     ids=["padded", "packed", "four"],
 )
 def test_after_kills_ranks_that_hold_shards_have_the_digests_of_a_run_that_nobody_disturbed(
