@@ -50,14 +50,6 @@ class RollStream:
         """Replace the roller's weights."""
         return self._roller.fetch(source)
 
-    def sleep(self) -> None:
-        """Never called: its roller has no engine of a stream."""
-        raise NotImplementedError
-
-    def wake(self, held: int | None) -> None:
-        """Never called either."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Close the roller."""
         self._roller.close()

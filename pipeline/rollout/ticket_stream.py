@@ -79,16 +79,20 @@ class TicketStream(Protocol):
         """Replace the weights by the newest version; return that version."""
         ...
 
+    def close(self) -> None:
+        """Release models and prompts."""
+        ...
+
+
+class SleepingStream(TicketStream, Protocol):
+    """The stream of a worker that has turns on a card (`rollout.sleep`): that of an engine which can sleep."""
+
     def sleep(self) -> None:
-        """Give the engine's memory of the card back; no ticket is in hand, and the engine can (`Sleeper`)."""
+        """Give the engine's memory of the card back; no ticket is in hand."""
         ...
 
     def wake(self, held: int | None) -> None:
         """Take that memory again, and the weights of the version in hand; None: a fetch follows."""
-        ...
-
-    def close(self) -> None:
-        """Release models and prompts."""
         ...
 
 

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from pipeline.errors import (
     ArenaFullError,
@@ -24,7 +25,7 @@ from pipeline.rollout.insert_gate import Fault
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import Rolled
 from pipeline.rollout.sample_recorder import RolloutSamples
-from pipeline.rollout.ticket_stream import TicketStream
+from pipeline.rollout.ticket_stream import SleepingStream, TicketStream
 from pipeline.runtime.messages import (
     Drain,
     Evaluated,
@@ -171,7 +172,7 @@ class RolloutWorker:
         if not self.turn.take():
             return False
         is_published = self._newest() is not None
-        self._stream.wake(None if is_published else self.held.version)
+        cast("SleepingStream", self._stream).wake(None if is_published else self.held.version)
         if is_published:
             self._fetch()
         return True
@@ -185,7 +186,7 @@ class RolloutWorker:
         if self.turn is None or (self.idle and not self.turn.is_awake):
             return longest_s
         if self.idle and self.turn.is_wanted():
-            self._stream.sleep()
+            cast("SleepingStream", self._stream).sleep()
             # Not before: the rank steps at once.
             self.turn.give_back()
         return min(longest_s, TURN_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.sharding.models import inside, whole_answer
+from pipeline.trainer.sharding.ranks import TIMEOUT
 from pipeline.trainer.sharding.sharding import Sharding, sharded_models, sharded_reference
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
@@ -119,8 +119,7 @@ def join_ranks(config: Config, context: RoleContext) -> None:
         init_method=f"file://{context.folder / f'ranks-{context.generation}'}",
         rank=context.index,
         world_size=config.trainer.world_size,
-        # A rank may wait for data without limit; hang detection is the supervisor's.
-        timeout=datetime.timedelta(days=7),
+        timeout=TIMEOUT,
     )
     context.in_process_group = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from pipeline.models.weights.shards import Shard
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import is_sharded
 
+TIMEOUT = datetime.timedelta(days=7)
+"""Of a collective: a rank may wait for data without limit; hang detection is the supervisor's."""
 _SIGN = 1 << 63
 
 

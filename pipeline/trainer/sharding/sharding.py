@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -22,10 +21,8 @@ from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, Write, load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import load_actor_shards, load_critic_shards, shards_of
-from pipeline.trainer.sharding.ranks import RankGroup
+from pipeline.trainer.sharding.ranks import TIMEOUT, RankGroup
 
-# A rank may wait without limit; hang detection is the supervisor's.
-_TIMEOUT = datetime.timedelta(days=7)
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 1 << 20
 
@@ -107,7 +104,7 @@ class Sharding:
         self._connection = connection
         self._group = RankGroup(device, waiting)
         # A group of its own, on the CPU: a thread publishes beside the collectives of training.
-        beside = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
         publishing = RankGroup(torch.device("cpu"), _in_training(waiting), beside)
         self._versions = ShardedVersions(connection.weights_path, publishing, holds_pages=device.type != "cpu")
 

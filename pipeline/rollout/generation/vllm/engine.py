@@ -301,7 +301,7 @@ class VllmEngine:
         self._keys.clear()
         self._completed.clear()
         while self._rows_not_taken:
-            self._let_go(*self._rows_not_taken.popleft())
+            self._let_go_of_first()
         self._report = msgspec.structs.replace(self._report, ended=[], running=0, waiting=0, free_cache=1.0)
 
     def _send(self, message: wire.Order) -> None:
@@ -349,15 +349,16 @@ class VllmEngine:
     def _stepped(self, report: wire.Stepped) -> None:
         self._report = report
         while self._rows_not_taken and self._rows_not_taken[0][0] <= report.taken:
-            self._let_go(*self._rows_not_taken.popleft())
+            self._let_go_of_first()
         for ended in report.ended:
             # Cancelled ones are not in hand any more.
             if (key := self._keys.pop(ended.key, None)) is not None:
                 self._completed.append(Completed(key, tuple(_response(row) for row in ended.rows)))
         self._on_progress(rows_done=0, rows=0, tokens=report.tokens_out)
 
-    def _let_go(self, _number: int, _rows: int, descriptor: int | None) -> None:
-        """Close the images of a request that the process has taken over, or never will."""
+    def _let_go_of_first(self) -> None:
+        """Close the images of the first request, which the process has taken over, or never will."""
+        _, _, descriptor = self._rows_not_taken.popleft()
         if descriptor is not None:
             os.close(descriptor)
 

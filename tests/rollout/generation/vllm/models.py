@@ -1,4 +1,6 @@
-"""Small models that vLLM takes, and what a model says of a response."""
+"""Small models that vLLM takes, what a model says of a response, and the responses of an engine."""
+
+import time
 
 import torch
 from transformers import (
@@ -60,3 +62,12 @@ def log_probs_of(model, prompt, token_ids, temperature=1.0):
     ids = torch.cat([prompt, token_ids])
     logits = model(input_ids=ids[None]).logits[0].float() / temperature
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, token_ids[:, None])[:, 0]
+
+
+def finish(engine, count):
+    """Return the responses of so many requests by their keys, once these have ended."""
+    ended, deadline_s = {}, time.monotonic() + 120
+    while len(ended) < count:
+        assert time.monotonic() < deadline_s, engine.load
+        ended |= {completed.key: completed.responses for completed in engine.step()}
+    return ended

@@ -9,8 +9,8 @@ from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.rollout.generation.interface import Span
 from pipeline.rollout.generation.vllm.engine import VllmEngine, lora_of
-from tests.rollout.generation.vllm.models import log_probs_of, small_llama
-from tests.rollout.generation.vllm.test_engine import PROMPT, finish, ids, request, run, settings
+from tests.rollout.generation.vllm.models import finish, log_probs_of, small_llama
+from tests.rollout.generation.vllm.test_engine import PROMPT, ids, request, run, settings
 from tests.support.daemon import is_alive, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]

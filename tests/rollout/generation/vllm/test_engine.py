@@ -21,7 +21,7 @@ from pipeline.rollout.generation.interface import Request, Sampling, Span
 from pipeline.rollout.generation.vllm import new_engine, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.roller import ModelWeights
-from tests.rollout.generation.vllm.models import EOS, log_probs_of, small_llama
+from tests.rollout.generation.vllm.models import EOS, finish, log_probs_of, small_llama
 from tests.support.daemon import is_alive, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
@@ -68,14 +68,6 @@ def engine(shared, models):
 def request(key=0, prompt=PROMPT, *, group_size=4, room=20, first_row=0, **sampling):
     values = {"max_length": 0, "pad_token_id": 0, "eos_token_ids": (EOS,), "seed": 5, **sampling}
     return Request(key, prompt, group_size, room, Sampling(**values), first_row)
-
-
-def finish(engine, count):
-    ended, deadline_s = {}, time.monotonic() + 120
-    while len(ended) < count:
-        assert time.monotonic() < deadline_s, engine.load
-        ended |= {completed.key: completed.responses for completed in engine.step()}
-    return ended
 
 
 def run(engine, *requests):

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import os
-import time
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from pipeline.rollout.generation.vllm import engine as engines
 from pipeline.rollout.generation.vllm import images, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.vllm.images import sight_of
-from tests.rollout.generation.vllm.models import small_vl
+from tests.rollout.generation.vllm.models import finish, small_vl
 from tests.support import tiny, tiny_vision
 from tests.support.daemon import wait_until
 
@@ -187,14 +186,6 @@ def seeing(request, tmp_path_factory):
     made = VllmEngine(settings(folder, sight_of(model)))
     yield request.param, made
     made.close()
-
-
-def finish(engine, count):
-    ended, deadline_s = {}, time.monotonic() + 120
-    while len(ended) < count:
-        assert time.monotonic() < deadline_s, engine.load
-        ended |= {completed.key: completed.responses for completed in engine.step()}
-    return ended
 
 
 def run(engine, asked):
