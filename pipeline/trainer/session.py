@@ -116,6 +116,7 @@ class BufferSession:
                 self._newest_lease = lease
                 self.deliveries_repeated += message.deliveries > 1
                 self._damaged = None
+                self._forget_rollback()
                 self._leases.append(message)
             case Drain():
                 self.draining = True
@@ -210,6 +211,14 @@ class BufferSession:
             version.version, version.fingerprint, version.trained_through, version.rollback, version.position
         )
         self._send(self._published)
+
+    def _forget_rollback(self) -> None:
+        """Repeat a rollback as a version from now on: leases of after it have come, so it is in the buffer's ledger.
+
+        Later versions may be in there as well, which the first rank alone reports: they must not be undone.
+        """
+        if self._published is not None and self._published.rollback:
+            self._published = msgspec.structs.replace(self._published, rollback=False, position=-1)
 
     def start_over(self, published: WeightsVersion) -> None:
         """Void every lease of this rank after a rollback.

@@ -14,6 +14,7 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS
+from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.prefetch import Gathering
 from tests.buffer.test_buffer import Counts
@@ -331,6 +332,41 @@ def test_damage_is_told_to_a_buffer_that_was_started_anew(house):
 
     assert house.batch(connection).lease == 0
     assert house.counts.aside == {"checksum": 4}
+
+
+def published_by_the_first_rank(house, version, fingerprint, trained_through):
+    house.post.send("buffer", Published(version, fingerprint, trained_through))
+    house.turn()
+
+
+def test_a_rank_that_does_not_report_later_versions_does_not_repeat_an_old_rollback_to_a_new_buffer(house):
+    connection = house.connect()
+    published_by_the_first_rank(house, 1, 6, 0)
+    connection.start_over(WeightsVersion(0, 5, 0, rollback=True, history=1))
+    batch = house.batch(connection)
+    assert house.ledger.totals.policy_version == 0
+    connection.settle()
+    published_by_the_first_rank(house, 1, 7, batch.lease + 1)
+
+    house.start_buffer()
+    connection.receive(0.0)
+    house.turn()
+
+    assert house.ledger.totals.policy_version == 1, "the weights are those of version 1"
+
+
+def test_a_rollback_that_a_buffer_did_not_live_to_handle_is_repeated_to_the_next(house):
+    connection = house.connect()
+    published_by_the_first_rank(house, 1, 6, 0)
+    connection.start_over(WeightsVersion(0, 5, 0, rollback=True, history=1))
+    house.post.take("buffer")
+
+    house.start_buffer()
+    connection.receive(0.0)
+    house.turn()
+
+    assert house.ledger.totals.policy_version == 0
+    assert house.ledger.versions.knows(0, 5)
 
 
 def test_a_repeated_publish_after_a_restart_changes_nothing(house):
