@@ -26,6 +26,7 @@ class StepLines:
 
     Attributes:
         lost: Lines that were given up, because too many waited for a disk with room.
+        found_bytes: Size of the file that was found at the opening.
         last: The last line that was found at the opening, without those removed; empty if there was none.
     """
 
@@ -49,7 +50,8 @@ class StepLines:
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            self._size, self.last = _bytes_through(self._descriptor, after_step)
+            self.found_bytes = os.fstat(self._descriptor).st_size
+            self._size, self.last = _bytes_through(self._descriptor, self.found_bytes, after_step)
             os.ftruncate(self._descriptor, self._size)
         except BaseException:
             os.close(self._descriptor)
@@ -100,9 +102,8 @@ class _Line(msgspec.Struct):
     step: int
 
 
-def _bytes_through(descriptor: int, step: int) -> tuple[int, bytes]:
+def _bytes_through(descriptor: int, size: int, step: int) -> tuple[int, bytes]:
     """Return the size of the file up to and including the last whole line of a step up to `step`, and that line."""
-    size = os.fstat(descriptor).st_size
     if not size:
         return 0, b""
     with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as data:

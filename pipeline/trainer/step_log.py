@@ -15,6 +15,7 @@ step's line and before the next one's; it is there once, too.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from pipeline.telemetry.evaluations import Evaluation
 from pipeline.trainer.step_stats import StepStats
 
 FILE_NAME: Final = "metrics.jsonl"
+
+log = logging.getLogger(__name__)
 
 
 class _Line(msgspec.Struct):
@@ -45,6 +48,8 @@ class StepLog(StepLines):
     ) -> None:
         """Open the file, and remove the lines of steps that are taken again; see `StepLines`.
 
+        Lines that are missing before `after_step` are a warning in the log: a disk lost them, or another program.
+
         Args:
             path: Path of the file; it is made if there is none.
             after_step: Steps that training continues from; lines after it are removed.
@@ -58,6 +63,10 @@ class StepLog(StepLines):
         self._clock_s = clock_s
         last = msgspec.json.decode(self.last, type=_Line) if self.last else None
         self._evaluated_step = last.step if last is not None and bytes(last.evaluation) else -1
+        last_step = 0 if last is None else last.step
+        if last_step < after_step:
+            log.warning("lines of steps are missing: path=%s last_step=%d continues_after_step=%d size_bytes=%d",
+                        path, last_step, after_step, self.found_bytes)  # fmt: skip
 
     def append(self, step: int, stats: StepStats) -> None:
         """Add the line of a step."""

@@ -125,8 +125,8 @@ def ended(checkout: Path, recipe: Recipe, record_property: Callable[[str, object
     learned = f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS} of {len(steps)}"
     record_property("shown", f"{recipe.title}: {learned}\n{samples}")
 
-    assert len(steps) == recipe.steps
-    assert last - first >= recipe.gain, rewards
+    assert [step["step"] for step in steps] == list(range(1, recipe.steps + 1)), logged
+    assert last - first >= recipe.gain, (rewards, logged)
     (found,) = BOOKS.findall(logged)
     sealed, trained, dropped, ready, leased = map(int, found)
     assert sealed == trained + dropped + ready + leased

@@ -80,6 +80,22 @@ def test_the_lines_of_another_run_are_kept_beside(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize(
+    ("left", "last_step", "size_bytes"), [("", 0, 0), ('{"step":3}\n{"step":9}\n', 3, 22), ('{"step":8}\n', None, 11)]
+)
+def test_lines_that_are_missing_are_named_in_the_log(
+    left: str, last_step: int | None, size_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(left)
+
+    StepLog(path, after_step=8).close()
+
+    named = f"path={path} last_step={last_step} continues_after_step=8 size_bytes={size_bytes}"
+    expected = [] if last_step is None else [f"lines of steps are missing: {named}"]
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
 def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
