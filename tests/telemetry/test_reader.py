@@ -229,8 +229,9 @@ def test_scrape_of_64_workers_is_quick(path: Path, lives: int) -> None:
         took_s = min(took_s, time.thread_time() - started_s)
 
     assert body.count(b"\n") > 2000
-    # Every series there can be: 6 ms were measured, 8 ms once all died; the bound leaves room for a slow machine.
-    assert took_s < 0.03
+    # Every series there can be, no value round: 4.2 ms were measured, 5.5 ms once all died; the bound leaves room for a
+    # slow machine.
+    assert took_s < 0.02
     slab.close()
 
 
