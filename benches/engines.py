@@ -37,11 +37,11 @@ _CALL_PROMPTS = 16
 _BLOCKING = (f"rollout.batch_size={_CALL_PROMPTS}", "rollout.tickets_ahead=1")
 _TEXT = """A whole daemon, whose trainer takes the batches and computes nothing, against its engine alone on the same
 prompts, in turns: {parameters} M parameters in float32, groups of 2, prompts of 6 to 24 tokens, responses of
-{shortest} to {longest}, at most {rows} rows at a time; no reference, a trivial reward, one thread each. The prompts choose the
-lengths (`benches.chain`). *Bare*: one call of `LLM.generate` for all prompts of a turn, with the daemon's seeds, or
-``generate`` for as many prompts as a ticket has; tokens of all ways were equal. On a CPU vLLM computes with packed
-copies of its weights, which an update in place leaves as they were; packing takes nine times a plain copy of the
-weights, so the daemon's engine does without, as *bare, plain weights* does. A GPU has no such copies. *Blocking*:
+{shortest} to {longest}, at most {rows} rows at a time; no reference, a trivial reward, one thread each. The prompts
+choose the lengths (`benches.chain`). *Bare*: one call of `LLM.generate` for all prompts of a turn, with the daemon's
+seeds, or ``generate`` for as many prompts as a ticket has; tokens of all ways were equal. On a CPU vLLM computes with
+packed copies of its weights, which an update in place leaves as they were; packing takes nine times a plain copy of
+the weights, so the daemon's engine does without, as *bare, plain weights* does. A GPU has no such copies. *Blocking*:
 tickets of {call} prompts, of which the worker has one in hand. A turn ends with its last response. *Straggler*: each
 response has {short} tokens, and one in 64 has ten times as many, which makes the tokens of a row 1.14 times as many;
 rows are counted while tickets are issued. An update is `VllmEngine.fetch_weights`, from the order to the answer, of a
