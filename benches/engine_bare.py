@@ -7,15 +7,12 @@ import sys
 import time
 from typing import Any
 
-import vllm._custom_ops as custom_operators
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 
 def main(arguments: dict[str, Any]) -> None:
-    """Serve until standard input is closed; with ``plain_weights`` without the packed copies of a CPU's weights."""
-    if arguments.pop("plain_weights"):
-        custom_operators._supports_onednn = False
+    """Serve until standard input is closed."""
     engine = LLM(**arguments)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

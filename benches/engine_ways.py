@@ -200,25 +200,14 @@ class Prompts:
 
 
 class Bare:
-    """vLLM's `LLM.generate`, with its defaults but for rows at a time, cache and threads.
+    """vLLM's `LLM.generate`, with its defaults but for rows at a time, cache and threads."""
 
-    Args:
-        folder: Has ``model`` (`benches.chain.write`).
-        longest: Tokens of the longest response.
-        max_rows: Rows at a time.
-        cache_bytes: Of keys and values.
-        plain_weights: Whether a CPU computes with the weights as they are, as an engine must whose weights change in
-            place; by default vLLM computes with packed copies.
-    """
-
-    def __init__(
-        self, folder: Path, longest: int, max_rows: int, cache_bytes: int, *, plain_weights: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, longest: int, max_rows: int, cache_bytes: int) -> None:
         self._room = longest
         arguments = {
             "model": str(folder / "model"), "skip_tokenizer_init": True, "dtype": "float32",
             "max_model_len": LONGEST_PROMPT + longest, "max_num_seqs": max_rows, "generation_config": "vllm",
-            "kv_cache_memory_bytes": cache_bytes, "disable_log_stats": True, "plain_weights": plain_weights,
+            "kv_cache_memory_bytes": cache_bytes, "disable_log_stats": True,
         }  # fmt: skip
         if not torch.cuda.is_available():
             arguments["enforce_eager"] = True
@@ -227,9 +216,6 @@ class Bare:
             "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
         }  # fmt: skip
-        if plain_weights:
-            # The model's process must be that whose operators were replaced.
-            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benches.engine_bare", json.dumps(arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables},

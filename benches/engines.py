@@ -36,16 +36,14 @@ _STREAM = ("rollout.batch_size=1",)
 _CALL_PROMPTS = 16
 _BLOCKING = (f"rollout.batch_size={_CALL_PROMPTS}", "rollout.tickets_ahead=1")
 _TEXT = """A whole daemon, whose trainer takes the batches and computes nothing, against its engine alone on the same
-prompts, in turns: {parameters} M parameters in float32, groups of 2, prompts of 6 to 24 tokens, responses of
-{shortest} to {longest}, at most {rows} rows at a time; no reference, a trivial reward, one thread each. The prompts
-choose the lengths (`benches.chain`). *Bare*: one call of `LLM.generate` for all prompts of a turn, with the daemon's
-seeds, or ``generate`` for as many prompts as a ticket has; tokens of all ways were equal. On a CPU vLLM computes with
-packed copies of its weights, which an update in place leaves as they were; packing takes nine times a plain copy of
-the weights, so the daemon's engine does without, as *bare, plain weights* does. A GPU has no such copies. *Blocking*:
-tickets of {call} prompts, of which the worker has one in hand. A turn ends with its last response. *Straggler*: each
-response has {short} tokens, and one in 64 has ten times as many, which makes the tokens of a row 1.14 times as many;
-rows are counted while tickets are issued. An update is `VllmEngine.fetch_weights`, from the order to the answer, of a
-version of {update} M parameters; a plain copy is that of as many bytes by one core. {versions}"""
+prompts, in turns: {parameters} M parameters in float32, groups of 2, prompts of 6 to 24 tokens, responses of {shortest}
+to {longest}, at most {rows} rows at a time; no reference, a trivial reward, one thread each. The prompts choose the
+lengths (`benches.chain`). *Bare*: one call of `LLM.generate` for all prompts of a turn, with the daemon's seeds, or
+``generate`` for as many prompts as a ticket has; tokens of all ways were equal. *Blocking*: tickets of {call} prompts,
+of which the worker has one in hand. A turn ends with its last response. *Straggler*: each response has {short} tokens,
+and one in 64 has ten times as many, which makes the tokens of a row 1.14 times as many; rows are counted while tickets
+are issued. An update is `VllmEngine.fetch_weights`, from the order to the answer, of a version of {update} M
+parameters; a plain copy is that of as many bytes by one core. {versions}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,34 +93,22 @@ def _with_vllm(folder: Path, size: _Size) -> dict[str, list[Turn]]:
         prompts = stack.enter_context(contextlib.closing(Prompts(folder)))
         stream = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "stream", *vllm, *_STREAM)))
         blocking = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "blocks", *vllm, *_BLOCKING)))
-        bare, plain = (
-            stack.enter_context(
-                contextlib.closing(Bare(folder, size.longest, size.rows, _CACHE_BYTES, plain_weights=is_plain))
-            )
-            for is_plain in (False, True)
-        )
-        stream.turn(size.prompts // 4), blocking.turn(_CALL_PROMPTS)
-        bare.turn(prompts, 0, 8), plain.turn(prompts, 0, 8)
+        bare = stack.enter_context(contextlib.closing(Bare(folder, size.longest, size.rows, _CACHE_BYTES)))
+        stream.turn(size.prompts // 4), blocking.turn(_CALL_PROMPTS), bare.turn(prompts, 0, 8)
         latest: list[Turn] = []
 
         def daemon() -> Turn:
             latest[:] = [stream.turn(size.prompts)]
             return latest[0]
 
-        def same(engine: Bare) -> Turn:
+        def same() -> Turn:
             # The prompts of the daemon's last turn.
             work = latest[0] if latest else daemon()
-            turn = engine.turn(prompts, work.first, work.prompts)
+            turn = bare.turn(prompts, work.first, work.prompts)
             _refuse_other_tokens("LLM.generate", turn, work)
             return turn
 
-        ways = {
-            "daemon": daemon,
-            "bare": lambda: same(bare),
-            "bare, plain weights": lambda: same(plain),
-            "blocking": lambda: blocking.turn(size.prompts),
-        }
-        return _measured(ways, size)
+        return _measured({"daemon": daemon, "bare": same, "blocking": lambda: blocking.turn(size.prompts)}, size)
 
 
 def _with_transformers(folder: Path, size: _Size) -> dict[str, list[Turn]]:
@@ -230,11 +216,17 @@ def _speed(turns: Sequence[Turn]) -> Sample:
 
 
 def _table(engine: str, found: dict[str, list[Turn]]) -> Table:
-    daemon = _speed(found["daemon"])
-    others = [name for name in found if name != "daemon"]
-    header = [part for name in others for part in (f"{name}, tokens/s", f"daemon over {name}")]
-    cells = [part for name in others for part in (str(_speed(found[name])), str(daemon.over(_speed(found[name]))))]
-    return Table(("engine", "daemon, tokens/s", *header), [(f"rollouts of {engine}", str(daemon), *cells)])
+    daemon, bare = _speed(found["daemon"]), _speed(found["bare"])
+    blocking = _speed(found["blocking"]) if "blocking" in found else None
+    return Table(
+        ("engine", "daemon, tokens/s", "bare, tokens/s", "daemon over bare", "blocking, tokens/s", "over blocking"),
+        [
+            (
+                f"rollouts of {engine}", str(daemon), str(bare), str(daemon.over(bare)),
+                str(blocking) if blocking else "", str(daemon.over(blocking)) if blocking else "",
+            )
+        ],
+    )  # fmt: skip
 
 
 def _straggler_table(found: dict[str, list[Turn]]) -> Table:

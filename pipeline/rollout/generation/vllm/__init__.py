@@ -5,6 +5,7 @@ core           vLLM itself; it, `adapters` and `vision` alone import it
 engine         the worker's side
 images         the images of a request, between worker and child
 memory         tensors in memory that worker and child map
+packed         packed copies of the matrices of a CPU's model
 places         the places of published tensors in vLLM's parameters
 process        the child's process
 step_progress  tokens so far, and whether the steps advance

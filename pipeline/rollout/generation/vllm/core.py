@@ -11,6 +11,7 @@ weights, the tokens they have stay. So a token's log-prob is that of its version
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import Any, Literal
 
@@ -25,12 +26,17 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipeline.models.weights.places import TensorPlace
 from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
+from pipeline.rollout.generation.vllm.packed import PackedMatrices
 from pipeline.rollout.generation.vllm.step_progress import StepProgress
 from pipeline.rollout.generation.vllm.vision import arguments_of, prompt_of, register
 from pipeline.rollout.generation.vllm.wire import Ended, Row, Settings, Stepped, Submit, Updated
 
 _EXTENSION = "pipeline.rollout.generation.vllm.weights.FeedsWeights"
 _FETCH_ATTEMPTS = 16
+# Of this build of vLLM.
+_PACKS = custom_operators._supports_onednn
+# Numbers of rows for which a packed matrix keeps its kernel.
+_CACHED_SHAPES = 32
 # The worker's own passes run on the same card.
 _GPU_SHARE = 0.6
 
@@ -71,7 +77,7 @@ class Core:
 
     def __init__(self, settings: Settings) -> None:
         if settings.on_cpu:
-            # Weights stay as they are: packed copies could not be updated in place.
+            # Weights stay as they are, packed copies are made beside them: these could not be updated in place.
             custom_operators._supports_onednn = False
         arguments: dict[str, Any] = {
             "model": settings.directory,
@@ -114,6 +120,11 @@ class Core:
             self._engine.collective_rpc("rlhfd_adapt", args=(msgspec.structs.astuple(settings.lora),))
             # The path is never read: the adapter is there, and each version replaces it.
             self._adapter = LoRARequest("actor", ADAPTER, "in memory")
+        self._packed: PackedMatrices | None = None
+        if settings.on_cpu and _PACKS:
+            (model,) = self._engine.collective_rpc(_model_of)
+            pack = functools.partial(custom_operators.create_onednn_mm, primitive_cache_size=_CACHED_SHAPES)
+            self._packed = PackedMatrices(model, pack, custom_operators.onednn_mm)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._requests: dict[int, _Request] = {}
         self._rows: dict[str, tuple[int, int, _Growing | None]] = {}
@@ -203,6 +214,8 @@ class Core:
 
     def step(self) -> bool:
         """Advance the requests by one step; return whether a request has ended."""
+        if self._packed is not None:
+            self._packed.pack_one()
         outputs = self._engine.step()
         self._preemptions += self._newly_preempted()
         for output in outputs:
@@ -261,6 +274,7 @@ class Core:
             wanted = age or self._engine.collective_rpc("rlhfd_newest", args=(path,))[0]
             if wanted is None:
                 raise UpdateError("version", "no weights were published yet")
+            self._forget_packed()
             found = self._engine.collective_rpc("rlhfd_fetch", args=(path, tuple(wanted)))
             kinds = {kind: message for kind, message, _ in found}
             if set(kinds) == {""}:
@@ -280,10 +294,16 @@ class Core:
             UpdateError: If the weights do not fit.
         """
         started = time.monotonic()
+        self._forget_packed()
         for kind, message, _ in self._engine.collective_rpc("rlhfd_take", args=(path, msgspec.msgpack.encode(places))):
             if kind:
                 raise UpdateError("mismatch", message)
         return self._updated((version, 0, 0), started)
+
+    def _forget_packed(self) -> None:
+        # Adapters leave the matrices as they are.
+        if self._packed is not None and self._adapter is None:
+            self._packed.forget()
 
     def _updated(self, found: tuple[int, int, int], started: float) -> Updated:
         self.version, fingerprint, history = found
@@ -334,6 +354,10 @@ def _extend(spans: list[tuple[int, int, int]], version: int, start: int, end: in
         spans[-1] = version, spans[-1][1], end
     elif end > start:
         spans.append((version, start, end))
+
+
+def _model_of(worker: Any) -> Any:
+    return worker.get_model()
 
 
 def _free_share() -> float:
