@@ -29,9 +29,9 @@ class PackedMatrices:
     def __init__(self, model: torch.nn.Module, pack: Callable[[Tensor], Any], multiply: Callable[..., Tensor]) -> None:
         self._pack = pack
         self._multiply = multiply
-        found = [(layer, getattr(layer, "cpu_linear", None)) for layer in model.modules()]
+        layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
         self._plain: list[tuple[Any, _Linear]] = [
-            (layer, plain) for layer, plain in found if plain is not None and _is_matrix(layer.weight)
+            (layer, layer.cpu_linear) for layer in layers if _is_matrix(layer.weight)
         ]
         self._left = [layer for layer, _ in self._plain]
 
