@@ -101,13 +101,19 @@ def hang_and_go_on(daemon, name, hang, *, steps=3, times=1):
         hang()
         daemon.wait_logged(f"hung: role={name.removesuffix('-0') if name == 'buffer-0' else name} pid={pid} stage=")
     daemon.wait_replaced(name, pid)
-    daemon.wait_ready()
+    # The daemon as a whole has been ready all along, and rows that wait are steps without the process.
+    daemon.wait_until(lambda: state_of(daemon, name) == "ready", f"{name} is ready again")
     daemon.wait_step(before["step"] + steps)
     metrics = daemon.metrics()
     assert balanced(metrics), metrics
     assert total(metrics, "rlhfd_process_exits_total", role=name.partition("-")[0], reason="watchdog") == times
     assert not is_alive(pid)
     return metrics
+
+
+def state_of(daemon, name):
+    """Return the state of a process, such as ``ready``, as the status shows it."""
+    return next(row["state"] for row in daemon.processes() if f"{row['role']}-{row['index']}" == name)
 
 
 def stop_and_go_on(daemon, name, file):
