@@ -125,8 +125,13 @@ class LossSection(UpdateSection):
 
 
 class LogProbsSection(Section):
-    """Log-probs of a rollout, and the proof that engine and trainer agree on these: part of ``[rollout]``."""
+    """Log-probs of a rollout, repeatability, the proof that engine and trainer agree: part of ``[rollout]``."""
 
+    deterministic: bool = Field(
+        default=False,
+        description="Whether a prompt gets the same tokens with the same seed and version, alone and beside others: "
+        "vllm computes so on GPUs of compute capability 8.0 or above; a worker whose engine cannot says so in the log.",
+    )
     log_probs: LogProbsBy | None = Field(
         default=None,
         description="Source of the sampling policy's log-probs: the engine, a pass of the worker, or a pass of the "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -47,6 +48,8 @@ from pipeline.storage.weights_header import Probe, WeightsVersion
 
 # A first prompt that cannot be rendered has no tokens; the engine can be asked about any.
 _ANY_TOKENS = (0, 1)
+
+log = logging.getLogger(__name__)
 
 RowCallback = Callable[[Sequence[float] | None], None]
 """Called with the parts of each row's reward, in the order of rows; None for a row without a reward."""
@@ -143,6 +146,9 @@ def load_roller(
     engine = as_stream(
         loaded, most_rows=rollout.inference_batch_size, on_out_of_memory=lambda: telemetry.out_of_memory("generate")
     )
+    if rollout.deterministic and not engine.deterministic:
+        log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
+                    rollout.engine, device)  # fmt: skip
     maker = NaiveExperienceMaker(
         actor,
         critic,

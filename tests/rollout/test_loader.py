@@ -12,6 +12,7 @@ from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapter_of
 from pipeline.rollout import loader
+from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
 from tests.support import tiny_vision
@@ -199,3 +200,15 @@ def test_the_engine_of_a_vision_language_model_is_asked_about_its_versions(rolle
 
     ((verdict, gaps),) = telemetry.take(None, None).judged
     assert verdict == "ok" and max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize(("wanted", "can", "says"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_an_engine_that_cannot_be_deterministic_says_so_where_that_is_wanted(
+    wanted, can, says, rollers, monkeypatch, caplog
+):
+    monkeypatch.setattr(BlockingEngine, "deterministic", can)
+
+    rollers(rollout={"deterministic": wanted})
+
+    text = "replays will not repeat bit for bit, the engine cannot be deterministic: engine=transformers device=cpu"
+    assert [record.getMessage() for record in caplog.records if "repeat" in record.getMessage()] == [text] * says

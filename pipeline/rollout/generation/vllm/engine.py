@@ -58,6 +58,9 @@ from pipeline.storage.weights_header import Age
 _PROCESS = "pipeline.rollout.generation.vllm.process"
 _INSTALL = "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
 _MAX_ROWS = 256
+_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+# Of CUDA, for vLLM's batch-invariant kernels.
+_LEAST_CAPABILITY = (8, 0)
 _CPU_CACHE_BYTES = 1 << 30
 _POLL_S = 0.05
 _CALL_S = 1.0
@@ -95,10 +98,17 @@ def new_engine(
             lora=lora_of(actor, config.model.lora_rank),
             sight=sight_of(actor),
             sleeps=config.rollout.sleep,
+            batch_invariant=_is_batch_invariant(config, device),
         ),
         threads=config.rollout.threads,
         on_progress=on_progress,
     )
+
+
+def _is_batch_invariant(config: Config, device: torch.device) -> bool:
+    """Return whether batch invariance is wanted, by the key or vLLM's own variable, and vLLM has it for the device."""
+    wanted = config.rollout.deterministic or os.environ.get(_BATCH_INVARIANT) == "1"
+    return wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def lora_of(actor: Any, rank: int) -> wire.Lora | None:
@@ -133,7 +143,7 @@ class VllmEngine:
             ConfigError: If vLLM cannot load the model, or has too little memory for one row.
             RlhfdError: If the process fails in another way.
         """
-        self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not settings.on_cpu
+        self.deterministic = settings.batch_invariant
         self._settings = settings
         self._on_progress = with_numbers(on_progress)
         # By a number of their own: a late report of a cancelled request must not end one that has its key now.
@@ -403,6 +413,7 @@ def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> su
         "HF_HUB_OFFLINE": "1",
         # Its records go through this package's handler.
         "VLLM_CONFIGURE_LOGGING": "0",
+        _BATCH_INVARIANT: str(int(settings.batch_invariant)),
     }
     if settings.on_cpu:
         # Otherwise all engines of a machine bind their threads to the same cores.

@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True):
     lora: Lora | None = None
     sight: Sight | None = None
     sleeps: bool = False
+    batch_invariant: bool = False
 
 
 class Images(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,71 @@
+"""Where vLLM is asked for batch invariance; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config.schema import Config
+from pipeline.rollout.generation.vllm import engine as engines
+from pipeline.rollout.generation.vllm import wire
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variable", "device", "capability", "invariant"),
+    [
+        (False, "0", "cuda", (9, 0), False),
+        (True, "0", "cuda", (9, 0), True),
+        (True, "0", "cuda", (8, 0), True),
+        (True, "0", "cuda", (7, 5), False),
+        (False, "1", "cuda", (9, 0), True),
+        (True, "1", "cpu", None, False),
+    ],
+)
+def test_batch_invariance_is_asked_for_where_it_is_wanted_and_there(
+    wanted: bool,
+    variable: str,
+    device: str,
+    capability: tuple[int, int] | None,
+    invariant: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(engines, "VllmEngine", lambda settings, **_: settings)
+    config = Config.model_validate({"rollout": {"engine": "vllm", "deterministic": wanted}})
+
+    settings: Any = engines.new_engine(
+        None, directory=Path("model"), device=SimpleNamespace(type=device), on_progress=lambda: None, config=config
+    )
+
+    assert settings.batch_invariant is invariant
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_its_process_is_told_and_the_engine_is_deterministic_with_it_alone(
+    invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, str] = {}
+
+    def start(command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> Any:
+        told.update(env)
+        with contextlib.closing(wire.Link(socket.socket(fileno=os.dup(pass_fds[0])), wire.orders)) as link:
+            link.send(wire.Ready(0.1, 64, 32))
+        return SimpleNamespace(kill=lambda: None, wait=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    settings = wire.Settings("model", "float32", True, 32, 4, 0, "error", False, "title", batch_invariant=invariant)
+
+    with contextlib.closing(engines.VllmEngine(settings)) as engine:
+        assert engine.deterministic is invariant
+
+    assert told["VLLM_BATCH_INVARIANT"] == str(int(invariant))
