@@ -146,7 +146,7 @@ def load_roller(
     engine = as_stream(
         loaded, most_rows=rollout.inference_batch_size, on_out_of_memory=lambda: telemetry.out_of_memory("generate")
     )
-    if rollout.deterministic and not engine.deterministic:
+    if rollout.deterministic and not getattr(engine, "deterministic", False):
         log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
                     rollout.engine, device)  # fmt: skip
     maker = NaiveExperienceMaker(
