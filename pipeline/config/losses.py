@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from pipeline.config.model_files import has_images
 from pipeline.config.sections import Section
 
 if TYPE_CHECKING:
@@ -190,6 +192,23 @@ def log_probs_by(config: Config) -> LogProbsBy:
         return "trainer"
     is_own = config.rollout.engine == "transformers" and config.model.dtype == "float32"
     return "engine" if is_own else "worker"
+
+
+def worker_holds_actor(config: Config) -> bool:
+    """Return whether a worker loads the actor beside its engine; reads config.json of the actor's folder.
+
+    vLLM has the actor itself. It is compared with the answers that the trainer publishes, which are of text alone.
+    """
+    has_answers = config.trainer.kind == "builtin" and config.trainer.probe_every > 0
+    if config.rollout.engine != "vllm" or not has_answers or log_probs_by(config) == "worker":
+        return True
+    is_reference = config.reference_on == "worker" and config.reference_folder is None
+    return is_reference or has_images(Path(config.model.actor))
+
+
+def probe_every(config: Config) -> int:
+    """Return the versions between two answers of the trainer to the probe; 0 for no answers."""
+    return config.trainer.probe_every if worker_holds_actor(config) else 1
 
 
 def lacks_ratio_for_staleness(config: Config) -> bool:

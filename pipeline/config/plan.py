@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.config.losses import worker_holds_actor
 from pipeline.config.model_files import ModelSizes, model_sizes
 from pipeline.config.schema import Config
 from pipeline.config.sections import ReferenceRole
@@ -215,7 +216,7 @@ def _largest(*models: ModelSizes | None) -> int:
 def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     width = WEIGHT_BYTES[config.model.dtype]
     adapters = _adapters(config, models)
-    terms = {"actor": width * (models.actor.parameters + adapters)}
+    terms = {"actor": width * (models.actor.parameters + adapters)} if worker_holds_actor(config) else {}
     a_row = width * config.lengths.row * models.actor.layers * models.actor.cached
     if config.rollout.engine == "vllm":
         terms["weights of the engine"] = width * (models.actor.parameters + adapters)

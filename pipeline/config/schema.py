@@ -338,7 +338,10 @@ class TrainerConfig(LossSection):
         "that has one, and the prompts since are issued again.",
     )
     probe_every: int = Field(
-        default=16, ge=0, description="Versions between probes, against which workers check their models; 0: no probes."
+        default=16,
+        ge=0,
+        description="Versions between probes, against which workers check their models, or each version where vLLM "
+        "alone holds the actor; 0: no probes.",
     )
     record: Literal["off", "steps", "rows"] = Field(
         default="off",

@@ -71,6 +71,30 @@ def load_actor(
     return model
 
 
+def outline_of_actor(path: str | Path, *, dtype: str | torch.dtype) -> PreTrainedModel:
+    """Return a causal language model whose tensors have names, shapes and dtype, and no memory: the device is "meta".
+
+    Args:
+        path: A directory with its config.json.
+        dtype: Dtype of the weights, as "bfloat16" or a torch dtype.
+
+    Raises:
+        ConfigError: If the directory is missing or has no model configuration, or `dtype` is not a torch dtype.
+    """
+    _go_offline()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    field, resolved = "model.actor", _torch_dtype(dtype)
+    _check_directory(path, field)
+    try:
+        described = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(described, dtype=resolved).eval()
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{field}: cannot load a model from {path}: {_told(error)}") from error
+    return model
+
+
 def _refuse_wrong_log_probs(model: PreTrainedModel, path: str | Path, field: str) -> None:
     name = f"{field}: the {type(model).__name__} in {path}"
     # First, because a comparison with NaN is never true.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeline.config.losses import log_probs_by
+from pipeline.config.losses import log_probs_by, worker_holds_actor
 from pipeline.config.rewards import labels_of, reward_settings, weights_of
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError
@@ -23,11 +23,19 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
 from pipeline.models.device import process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
-from pipeline.models.loading import load_actor, load_critic, load_reward_model, refuse_large_tokenizer, sees_images
+from pipeline.models.loading import (
+    load_actor,
+    load_critic,
+    load_reward_model,
+    outline_of_actor,
+    refuse_large_tokenizer,
+    sees_images,
+)
 from pipeline.models.lora import adapt, published
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.weights.probe import answer, check, tolerance_nats_a_token
+from pipeline.models.weights.store import joined
 from pipeline.prompts.rendering import first_tokens, rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import Prompt
@@ -35,13 +43,14 @@ from pipeline.rollout.environment.pool import EnvironmentPool
 from pipeline.rollout.environment.turns import TurnSettings
 from pipeline.rollout.evaluation.roller import EvaluationRoller
 from pipeline.rollout.first_rollouts import refuse_broken_reward
-from pipeline.rollout.generation.engine_probe import EngineProbe, Verdict
+from pipeline.rollout.generation.engine_probe import ModelProbe, PublishedProbe, Verdict
 from pipeline.rollout.generation.engines import as_stream, load_engine
+from pipeline.rollout.generation.weights import EngineWeights, ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.shaping import shaping_of
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.storage.weights_header import Probe, WeightsVersion
@@ -113,25 +122,29 @@ def load_roller(
     environment = load_environment(config, telemetry.beat)
     device = device or process_device()
     reward = load_reward(config, device, functions)
-    actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
-    in_float32 = with_float32_logits(config, actor, tokens, device)
+    whole = functools.partial(load_actor, config.model.actor, dtype=config.model.dtype)
+    # The trainer's answer to the probe is of all these tokens: the engine's row must have room for them.
+    holds_actor = worker_holds_actor(config) or not 2 <= len(tokens) < config.lengths.row
+    actor = whole(device=device) if holds_actor else outline_of_actor(config.model.actor, dtype=config.model.dtype)
     reference = load_reference(config, actor, device)
-    if in_float32 and reference is not None and reference is not actor:
-        compute_in_float32(reference)
+    if (measured := actor if holds_actor else reference) is not None:
+        in_float32 = with_float32_logits(config, measured, tokens, device)
+        if in_float32 and reference is not None and reference is not measured:
+            compute_in_float32(reference)
     critic = None
     if config.rollout.algorithm == "ppo":
         critic = (
-            Critic.from_actor(actor)
+            Critic.from_actor(actor if holds_actor else whole(device=device))
             if config.model.critic is None
             else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
         )
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
-    targets = {f"actor.{name}": tensor for name, tensor in published(actor).items()}
-    if critic is not None:
-        targets |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
+    targets = joined({
+        "actor": published(actor) if holds_actor else {}, "critic": {} if critic is None else critic.state_dict()
+    })  # fmt: skip
     rollout = config.rollout
     share_prompts(config, actor, reference, device)
     before_engine()
@@ -172,8 +185,14 @@ def load_roller(
         on_progress=telemetry.beat,
         on_out_of_memory=telemetry.out_of_memory,
     )
-    probe = engine_probe(config, actor, tokens or _ANY_TOKENS, device, telemetry.engine_judged)
-    weights = ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
+    judging = judging_of(config, actor, telemetry.engine_judged)
+    if holds_actor:
+        probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, **judging)
+        weights = ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
+    else:
+        log.info("the engine alone holds the actor: tensors_fetched=%d", len(targets))
+        first = functools.partial(first_weights, whole, config)
+        weights = EngineWeights(targets, engine, probe=PublishedProbe(tokens, **judging), first=first)
     source = PromptSource(config.prompts, config.daemon.seed)
     roller = LocalRoller(
         maker,
@@ -297,24 +316,16 @@ def with_float32_logits(config: Config, actor: Any, tokens: Sequence[int], devic
     )
 
 
-def engine_probe(
-    config: Config,
-    actor: Any,
-    tokens: Sequence[int],
-    device: torch.device,
-    on_judged: Callable[[Verdict, Sequence[float]], None],
-) -> EngineProbe:
-    """Return the probe of the engine of a configuration; `tokens` are those of the run's first prompt."""
+def judging_of(config: Config, actor: Any, on_judged: Callable[[Verdict, Sequence[float]], None]) -> dict[str, Any]:
+    """Return the limit and the action of the engine's probe, and the callback of its verdicts (`EngineProbe`)."""
     rollout = config.rollout
-    return EngineProbe(
-        actor,
-        tokens,
-        device,
-        row_tokens=config.lengths.row,
-        limit_nats=rollout.engine_gap_nats or tolerance_nats_a_token(next(actor.parameters()).dtype),
-        action=rollout.engine_gap_action,
-        on_judged=on_judged,
-    )
+    limit_nats = rollout.engine_gap_nats or tolerance_nats_a_token(next(actor.parameters()).dtype)
+    return {"limit_nats": limit_nats, "action": rollout.engine_gap_action, "on_judged": on_judged}
+
+
+def first_weights(load: Callable[..., Any], config: Config) -> dict[str, torch.Tensor]:
+    """Return the actor's published tensors of the start of the run, in host memory."""
+    return published(adapt(load(device=torch.device("cpu")), config.model, seed=config.daemon.seed))
 
 
 def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Callable[[WeightsVersion], None]:

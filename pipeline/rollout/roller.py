@@ -18,23 +18,20 @@ import torch
 import xxhash
 
 from pipeline.config.lengths import Lengths
-from pipeline.errors import ConfigError, FieldError, PromptError, ShapeError
+from pipeline.errors import ConfigError, PromptError
 from pipeline.experience.types import Experience
 from pipeline.models.weights.store import WeightsReader
 from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.environment.turns import Turns, TurnSettings, sample_turns
-from pipeline.rollout.generation.engine_probe import EngineProbe
-from pipeline.rollout.generation.engines import hand_over
 from pipeline.rollout.generation.interface import Completed, Engine, Responses
+from pipeline.rollout.generation.weights import ModelWeights, WeightsSource
 from pipeline.rollout.insert_gate import Fault, find_fault
 from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
 from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_keywords_of
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import PromptResult
-
-_ACTOR = "actor."
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +55,6 @@ class SplitMaker(Maker, Protocol):
 
     def finish(self, batch: PromptBatch, responses: Responses) -> Experience:
         """Return the experience of prompts and their responses."""
-
-
-class WeightsSource(Protocol):
-    """Source of published weights: shared memory (`WeightsReader`), or a copy sent over the network (`WeightsCopy`)."""
-
-    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
-        """Copy the newest version into tensors, by published name; return that version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,75 +111,6 @@ class Roller(Protocol):
 
     def close(self) -> None:
         """Release the prompts, or the actor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelWeights:
-    """The weights of a roller's models, replaced in place.
-
-    Attributes:
-        targets: The tensors that published weights are copied into, by published name.
-        engine: Paused during the copy, then notified of the new weights. It samples the prompts; None: the maker does.
-        check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
-        probe: Asks the engine about each version; None: it is not asked.
-    """
-
-    targets: Mapping[str, torch.Tensor]
-    engine: Engine | None = None
-    check: Callable[[WeightsVersion], None] = lambda fetched: None
-    probe: EngineProbe | None = None
-
-    def fetch(self, source: WeightsSource) -> WeightsVersion:
-        """Replace the weights by the newest version.
-
-        Args:
-            source: Holds the newest version.
-
-        Returns:
-            The version fetched.
-
-        Raises:
-            WeightsMismatchError: If the model does not compute with the version fetched.
-            WeightsError: If the weights are torn, or another model's.
-        """
-        if self.engine is not None:
-            self.engine.pause()
-        fetched = source.fetch(self.targets)
-        if self.engine is not None:
-            hand_over(self.engine, source, fetched, self.targets)
-            self.engine.resume()
-        self.check(fetched)
-        return fetched
-
-    def hand_over_again(self, version: int) -> None:
-        """Have the engine take the version that the targets hold once more, from the targets."""
-        assert self.engine is not None
-        actor = {name.removeprefix(_ACTOR): tensor for name, tensor in self.targets.items() if name.startswith(_ACTOR)}
-        self.engine.pause()
-        self.engine.update_weights(actor, version)
-        self.engine.resume()
-
-    def prove(self, version: int) -> int:
-        """Ask the engine about a version, and return the tokens of its answers; there must be no request in hand.
-
-        An engine that refuses the request is not judged; a warning is logged.
-
-        Raises:
-            WeightsMismatchError: If the engine does not compute with it (`EngineProbe.judge`).
-        """
-        if self.engine is None or self.probe is None:
-            return 0
-        tokens = 0
-        while True:
-            try:
-                answers = sample_all(self.engine, [self.probe.request(0)])
-            except (FieldError, ShapeError) as error:
-                self.probe.refused(version, error)
-                return tokens
-            tokens += tokens_of(answers)
-            if not self.probe.judge(answers[0].responses[0], version):
-                return tokens
-            self.hand_over_again(version)
 
 
 class LocalRoller:

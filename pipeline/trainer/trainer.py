@@ -100,7 +100,7 @@ class Trainer:
         self._tried_step = start.saved_step
         self._warnings = StepWarnings()
         self._publishing = Publishing(
-            config.trainer, learner, connection, models, metrics, device=device, probe=probe, sharding=sharding
+            config, learner, connection, models, metrics, device=device, probe=probe, sharding=sharding
         )
         if start.version is None:
             found = connection.newest()

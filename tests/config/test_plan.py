@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import save_file
 
 from pipeline.config import plan
+from pipeline.config.losses import probe_every, worker_holds_actor
 from pipeline.config.model_files import model_sizes
 from pipeline.config.plan import models_of, needs
 from pipeline.config.schema import Config
@@ -218,6 +219,33 @@ def test_vllm_has_a_cache_and_weights_of_its_own(
     assert found.worker["KV cache"] == nbytes
     assert found.worker["weights of the engine"] == found.worker["actor"] == 4 * models.actor.parameters
     assert vllm_engine._CPU_CACHE_BYTES == plan.VLLM_CPU_CACHE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({}, False),
+        ({"rollout": {"log_probs": "engine"}}, False),
+        ({"rollout": {"log_probs": "worker"}}, True),
+        ({"rollout": {"log_probs": None}}, True),
+        ({"rollout": {"engine": "transformers"}}, True),
+        ({"model": {"lora_rank": 4, "lora_targets": ["q_proj"]}}, True),
+        ({"model": {"lora_rank": 4, "lora_targets": ["q_proj"], "reference_device": "trainer"}}, False),
+        ({"model": {"reference_device": "worker"}}, False),
+        ({"trainer": {"probe_every": 0}}, True),
+        ({"trainer": {"kind": "external"}}, True),
+    ],
+)
+def test_a_worker_holds_the_actor_beside_vllm_only_where_it_computes_with_it(
+    folder: Path, changes: dict[str, Any], holds: bool
+) -> None:
+    rollout = {"engine": "vllm", "max_length": 10, "log_probs": "trainer", **changes.pop("rollout", {})}
+    config = configured(folder, rollout=rollout, **changes)
+
+    found = needs(config, models_of(config), on_cards=False)
+
+    assert ("actor" in found.worker, worker_holds_actor(config)) == (holds, holds)
+    assert probe_every(config) == (config.trainer.probe_every if holds else 1)
 
 
 def test_a_process_loads_its_largest_model_through_host_memory(folder: Path, tmp_path: Path) -> None:

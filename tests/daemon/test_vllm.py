@@ -34,6 +34,8 @@ LEARNING = (
 )  # fmt: skip
 WARMUP_STEPS, DIGITS = 22, 3
 ENDS, GAIN = 8, 0.25
+# Nothing asks for an actor in the worker.
+ALONE = ("rollout.log_probs=trainer", "model.reference_device=trainer")
 LORA = ("model.lora_rank=4", "trainer.learning_rate=2e-3")
 
 
@@ -47,8 +49,9 @@ def task(tmp_path_factory):
     return folder
 
 
-def test_the_embedded_task_is_learned_with_vllm(tmp_path, task, record_property):
-    with Daemon(tmp_path, *SETTINGS, *LEARNING, task=task) as daemon:
+@pytest.mark.parametrize("alone", [(), ALONE], ids=["beside the worker's actor", "the engine alone has the actor"])
+def test_the_embedded_task_is_learned_with_vllm(tmp_path, task, record_property, alone):
+    with Daemon(tmp_path, *SETTINGS, *LEARNING, *alone, task=task) as daemon:
         assert daemon.wait() == 0, daemon.errors[-4000:]
         lines = (only_run(daemon.state_dir) / "metrics.jsonl").read_text().splitlines()
 
@@ -56,7 +59,9 @@ def test_the_embedded_task_is_learned_with_vllm(tmp_path, task, record_property)
     first, last = sum(rewards[:ENDS]) / ENDS, sum(rewards[-ENDS:]) / ENDS
     record_property("shown", f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
     assert last - first >= GAIN, rewards
-    assert "the engine" not in daemon.errors, "each version passes the probe"
+    assert "the engine does not" not in daemon.errors and "old weights" not in daemon.errors, "each version passes"
+    assert "is not compared" not in daemon.errors, "and is asked"
+    assert ("the engine alone holds the actor" in daemon.errors) == bool(alone)
 
 
 @pytest.mark.variant
@@ -83,7 +88,8 @@ def test_prompts_with_images_are_trained_on_and_the_engine_says_of_them_as_the_t
     assert len(gaps) == 4 and 0 < max(gaps) < 1e-4, gaps
     assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") >= 2
     assert total(metrics, "rlhfd_items_unaccounted") == 0
-    assert "the engine" not in daemon.errors, "each version passes the probe"
+    assert "the engine does not" not in daemon.errors and "old weights" not in daemon.errors, "each version passes"
+    assert "is not compared" not in daemon.errors, "and is asked"
 
 
 def engine_of(daemon):
@@ -99,7 +105,7 @@ def another_worker(daemon, pid):
 
 
 def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_left(tmp_path, task):
-    settings = (*ENDLESS, *SETTINGS, *LORA, *telling_reward(tmp_path))
+    settings = (*ENDLESS, *SETTINGS, *LORA, *ALONE, *telling_reward(tmp_path))
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from pipeline.errors import FieldError, ShapeError, WeightsMismatchError
+from pipeline.models.weights.probe import answer
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout.generation.blocking import BlockingEngine
-from pipeline.rollout.generation.engine_probe import PROBE_TOKENS, EngineProbe
+from pipeline.rollout.generation.engine_probe import PROBE_TOKENS, ModelProbe, PublishedProbe
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Engine, Response, Span
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.prompt_batch import sample_all
 from pipeline.rollout.remote import _proven
 from pipeline.runtime.messages import Faulty, Sealed
+from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from tests.rollout.test_ticket_stream import Bench
 from tests.support import tiny, tiny_vision
@@ -96,7 +98,7 @@ def new_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         folder = tmp_path / str(len(benches))
         folder.mkdir()
         bench = Bench(folder, new_engine, **options)
-        probe = EngineProbe(
+        probe = ModelProbe(
             bench.actor, TOKENS, CPU, row_tokens=14, limit_nats=limit, action=action,
             on_judged=bench.metrics.engine_judged,
         )  # fmt: skip
@@ -269,7 +271,7 @@ def test_an_engine_that_refuses_the_probe_goes_on_with_a_warning(new_bench, capl
         bench.run(lambda: bench.worker.idle)
 
     assert sorted(bench.sealed()) == [0, 1, 2]
-    assert "refuses its probe and is not compared with the trainer: version=0 error=this engine samples" in caplog.text
+    assert "the engine is not compared with the trainer: version=0 reason=this engine samples" in caplog.text
     assert verdicts(bench) == {}
 
 
@@ -285,7 +287,7 @@ def test_a_node_whose_engine_refuses_the_probe_goes_on_with_a_warning(new_bench,
     reader.close()
 
     assert fetched.version == 1
-    assert "refuses its probe and is not compared with the trainer: version=1 error=this engine samples" in caplog.text
+    assert "the engine is not compared with the trainer: version=1 reason=this engine samples" in caplog.text
     assert not bench.engine.load.running, "the request of the probe is not in hand"
 
 
@@ -339,7 +341,7 @@ def test_an_error_of_a_ticket_beside_the_probe_ends_the_ticket(new_bench) -> Non
 # The judgement itself.
 
 
-def respond(engine_model: Any, probe: EngineProbe, version: int = 0) -> Response:
+def respond(engine_model: Any, probe: ModelProbe, version: int = 0) -> Response:
     """The response of an engine with this model."""
     engine = BlockingEngine(TransformersGenerator(engine_model))
     response = sample_all(engine, [probe.request(0)])[0].responses[0]
@@ -348,8 +350,8 @@ def respond(engine_model: Any, probe: EngineProbe, version: int = 0) -> Response
 
 def probe_of(
     model: Any, judged: list[Any], limit: float = LIMIT, row_tokens: int = 14, tokens: Sequence[int] = TOKENS
-) -> EngineProbe:
-    return EngineProbe(
+) -> ModelProbe:
+    return ModelProbe(
         model, tokens, CPU, row_tokens=row_tokens, limit_nats=limit, action="warn",
         on_judged=lambda verdict, gaps: judged.append((verdict, gaps)),
     )  # fmt: skip
@@ -448,3 +450,73 @@ def test_a_prompt_with_an_image_is_asked_without_it() -> None:
     ((verdict, gaps),) = judged
     assert verdict == "ok" and max(gaps) < 1e-4
     assert tiny_vision.IMAGE not in probe.request(0).prompt_ids
+
+
+# A worker whose engine alone holds the actor: the trainer's answer stands for the model.
+
+
+def published_probe(judged: list[Any], limit: float = LIMIT, action: Any = "warn") -> PublishedProbe:
+    return PublishedProbe(
+        TOKENS, limit_nats=limit, action=action, on_judged=lambda verdict, gaps: judged.append((verdict, gaps))
+    )
+
+
+def answered(
+    probe: PublishedProbe, version: int, engines: Any, trainers: Any, noise: Sequence[float] = (0.0, 0.0)
+) -> bool:
+    """Judge the answer of an engine with one model, published with another one."""
+    found = answer(trainers, TOKENS, CPU)
+    probe.published = WeightsVersion(version, 0, probe=Probe(found.log_prob + noise[0], found.tokens))
+    request = probe.request(7)
+    assert request.prompt_log_probs and request.prompt_ids.tolist() == TOKENS
+    logits = engines(input_ids=request.prompt_ids[None]).logits[0, :-1].detach().log_softmax(dim=-1)
+    each = logits.gather(1, request.prompt_ids[1:, None])[:, 0] + noise[1] / (len(TOKENS) - 1)
+    response = Response(torch.tensor([3]), "length", (Span(version, 0, 1),), None, each)
+    return probe.judge(response, version)
+
+
+def test_an_engine_is_compared_with_the_answer_that_the_trainer_published() -> None:
+    judged: list[Any] = []
+    probe = published_probe(judged)
+
+    answered(probe, 0, tiny.llama(), tiny.llama())
+    answered(probe, 1, moved(1e-2), moved(1e-2))
+    answered(probe, 2, tiny.llama(), tiny.llama(), (0.0, 0.05))
+
+    assert [verdict for verdict, _ in judged] == ["ok", "ok", "gap"]
+    assert judged[1][1] == pytest.approx([0.0], abs=1e-6)
+    assert judged[2][1] == pytest.approx([0.025], abs=1e-6), "a token, of the two that have one before them"
+
+
+@pytest.mark.parametrize("by", [1e-2, 1e-5], ids=["beyond the limit", "by less, and more with each version"])
+def test_an_engine_left_behind_is_found_by_the_trainers_answer(by: float) -> None:
+    judged: list[Any] = []
+    probe = published_probe(judged, action="stop")
+    answered(probe, 0, tiny.llama(), tiny.llama())
+
+    answers = (answered(probe, version, tiny.llama(), moved(by * version)) for version in range(1, 100))
+    with pytest.raises(WeightsMismatchError, match="the engine computes with old weights: version="):
+        assert not any(answers)
+
+    assert [verdict for verdict, _ in judged[:-1]] == ["ok"] * (len(judged) - 1)
+    assert judged[-1][0] == "stale" and (by == 1e-2) == (judged[-1][1][0] > LIMIT)
+
+
+def test_rounding_of_16_bits_in_one_number_is_no_sign_of_old_weights() -> None:
+    model, judged = tiny.llama(), list[Any]()
+    probe = published_probe(judged, limit=0.25)
+    noise = torch.Generator().manual_seed(0)
+    for version in range(200):
+        answered(probe, version, model, model, (0.01 * torch.randn(2, generator=noise)).tolist())
+
+    assert {verdict for verdict, _ in judged} == {"ok"}
+
+
+def test_a_version_without_an_answer_is_not_judged_and_one_of_other_tokens_is_refused() -> None:
+    probe = published_probe([])
+    with pytest.raises(FieldError, match="the trainer has published no answer to the probe with this version"):
+        probe.request(1)
+    probe.published = WeightsVersion(3, 0, probe=Probe(-4.0, 9))
+    response = Response(torch.tensor([3]), "length", (Span(3, 0, 1),), None, torch.zeros(2))
+    with pytest.raises(WeightsMismatchError, match=r"is of 9 tokens, this worker's of 3: version=3"):
+        probe.judge(response, 3)

@@ -13,8 +13,9 @@ import torch
 
 from pipeline.config.lengths import Lengths
 from pipeline.prompts.source import PromptSource
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.roller import LocalRoller
 from tests.support import tiny
 
 PROMPTS = ("AB", "CDEFGHIJ")

@@ -22,9 +22,10 @@ from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Engine, EngineLoad
 from pipeline.rollout.generation.transformers import TransformersGenerator
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.ticket_stream import EngineStream, new_stream, tickets_ahead
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Failed, Faulty, Hello, Sealed, Settled, Ticket, WantTickets, Welcome

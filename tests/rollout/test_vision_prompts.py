@@ -20,9 +20,10 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.first_rollouts import refuse_broken_reward
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
-from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.vision_prompts import VisionPrompts
 from tests.support import tiny, tiny_vision
 from tests.support.tiny_vision import END, IMAGE, START

@@ -14,9 +14,10 @@ from pipeline.experience import codec
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.first_rollouts import refuse_broken_reward
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roll_stream import RollStream
-from pipeline.rollout.roller import LocalRoller, ModelWeights, Rolled, seed_of
+from pipeline.rollout.roller import LocalRoller, Rolled, seed_of
 from pipeline.rollout.worker import RolloutWorker, flat_groups
 from pipeline.runtime.messages import (
     EVALUATION_TICKETS,

@@ -290,6 +290,22 @@ def test_a_card_that_no_role_can_spare_the_reference_has_it_streamed(folder: Pat
     assert 1.79e9 < host.terms["rollout 0: layers of the reference"] < 1.81e9
 
 
+def test_a_worker_beside_vllm_is_told_how_it_needs_no_actor(folder: Path) -> None:
+    rollout = {"engine": "vllm", "max_length": 16, "cache_bytes": 1 << 20}
+    config = Config.model_validate({"model": {"actor": str(folder)}, "rollout": rollout, "trainer": {"kl_coef": 0.0}})
+    models = models_of(config)
+    worker = next(place for place in places_of(config, models, CARDS) if "rollout" in place.name)
+    bytes_of_actor = 4 * models.actor.parameters
+    machine = CARDS._replace(gpu_bytes=worker.total_bytes - bytes_of_actor)
+
+    lines = remedies(config, models, machine)
+
+    assert 'rollout.log_probs = "trainer": fits' in lines
+    told = config.model_copy(update={"rollout": config.rollout.model_copy(update={"log_probs": "trainer"})})
+    assert not any(place.lacks_bytes for place in places_of(told, models, machine))
+    assert 'rollout.log_probs = "trainer"' not in str(remedies(told, models, CARDS._replace(gpu_bytes=1)))
+
+
 def test_shards_of_a_vision_language_model_are_not_proposed(folder: Path, tmp_path: Path) -> None:
     small = CARDS._replace(gpu_bytes=1)
     text, vision = (configured(one, sharding="none") for one in (folder, with_images(folder, tmp_path)))

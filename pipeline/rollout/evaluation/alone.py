@@ -19,6 +19,7 @@ from pipeline.prompts.source import PromptSource
 from pipeline.rollout.evaluation.roller import EvaluationRoller
 from pipeline.rollout.generation.engine_probe import Verdict
 from pipeline.rollout.generation.engines import as_stream, load_engine
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import (
     load_environment,
     load_reward,
@@ -30,7 +31,7 @@ from pipeline.rollout.loader import (
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.pool import RewardPool
-from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.telemetry.evaluations import Evaluation, PromptResult

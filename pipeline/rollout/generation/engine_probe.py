@@ -1,18 +1,19 @@
-"""The probe of an engine: a short response to each version, compared with the worker's model of that version.
+"""The probe of an engine: its log-probs of a few tokens with each version, compared with others of that version.
 
-The worker's model holds the fetched weights, and `pipeline.models.weights.probe` compares it with the trainer's. An
-engine with weights of its own may hold others: it is asked by the calls that tickets use, so that its caches are tried,
-too. Two findings are errors:
+A worker that holds the actor compares a short response with its model (`ModelProbe`), which holds the fetched weights
+and is itself compared with the trainer's (`pipeline.models.weights.probe`). The engine is asked by the calls that
+tickets use, so that its caches are tried, too. A worker whose engine alone holds the actor compares the log-prob of the
+first prompt with the one that the trainer publishes (`PublishedProbe`). Two findings are errors:
 
     gap    the mean difference of the log-probs is above a limit
-    stale  the same tokens came with the log-probs of the version before, although the model's have changed
+    stale  the same tokens came with the log-probs of the version before, although the others have changed
 
-The second one needs no limit: it finds an update that an engine has ignored also where the weights change by less than
-two kernels differ.
+The second one finds an update that an engine has ignored also where the weights change by less than two kernels differ.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.inputs import accepted_keywords, model_inputs
 from pipeline.models.vision_inputs import plain_tokens, vision_backbone
 from pipeline.rollout.generation.interface import Request, Response, Sampling
+from pipeline.storage.weights_header import WeightsVersion
 
 PROBE_TOKENS = 8
 _LEAST_MOVE_NATS = 1e-5
@@ -39,13 +41,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """One response to the probe.
+    """The answer to one probe.
 
     Attributes:
         version: That it was requested of.
-        token_ids: Its tokens, n of them.
+        token_ids: Tokens that the log-probs are of, n of them; empty if they are the same for all versions.
         engines: ``(n,)`` float64, the engine's log-probs; None if it returns none.
-        models: ``(n,)`` float64, the model's.
+        expected: ``(n,)`` float64, those of the version's weights.
         gaps: Difference of each token, in nats; without the engine's log-probs, that of the model's most probable
             token to the one that the engine took.
     """
@@ -53,12 +55,17 @@ class _Answer:
     version: int
     token_ids: tuple[int, ...]
     engines: Tensor | None
-    models: Tensor
+    expected: Tensor
     gaps: tuple[float, ...]
 
 
-class EngineProbe:
+class EngineProbe(abc.ABC):
     """Requests a response of each version, and judges it.
+
+    Args:
+        limit_nats: Largest mean difference of the log-probs of a token.
+        action: See the attribute.
+        on_judged: Called with each verdict and the differences, in nats a token.
 
     Attributes:
         action: Of a version whose probe fails: a warning, the weights once more and then the end of the worker, or the
@@ -67,48 +74,25 @@ class EngineProbe:
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        tokens: Sequence[int],
-        device: torch.device,
         *,
-        row_tokens: int,
         limit_nats: float,
         action: GapAction = "resync",
         on_judged: Callable[[Verdict, Sequence[float]], None] = lambda verdict, gaps: None,
     ) -> None:
-        """Take over the prompt.
-
-        Args:
-            model: The worker's, in eval mode; it holds the version that the engine must compute with.
-            tokens: The prompt, at least one token; its end is left out where a row has no room for it. Tokens of
-                images are token 0.
-            device: The model's.
-            row_tokens: Maximum tokens of a row, at least 2.
-            limit_nats: Largest mean difference of the log-probs of a token.
-            action: See the attribute.
-            on_judged: Called with each verdict and the differences, in nats a token.
-        """
         self.action = action
-        room = min(PROBE_TOKENS, row_tokens - 1)
-        prompt = torch.tensor(tokens[: row_tokens - room], dtype=torch.int64)
-        backbone = vision_backbone(model)
-        self._prompt = prompt if backbone is None else plain_tokens(backbone, prompt)
-        self._room = room
-        self._model = model
-        self._device = device
         self._limit_nats = limit_nats
         self._on_judged = on_judged
+        self._least_move_nats = _LEAST_MOVE_NATS
         self._before: _Answer | None = None
         self._failed_version: int | None = None
 
+    @abc.abstractmethod
     def request(self, key: int) -> Request:
-        """Return the request: one greedy response, which ends by its length."""
-        sampling = Sampling(max_length=len(self._prompt) + self._room, pad_token_id=0, do_sample=False)
-        return Request(key, self._prompt, 1, self._room, sampling)
+        """Return the request."""
 
     def refused(self, version: int, error: FieldError | ShapeError) -> None:
-        """Log that the engine refuses the request, and that this version is not judged."""
-        log.warning("the engine refuses its probe and is not compared with the trainer: version=%d error=%s",
+        """Log that there can be no request, and that this version is not judged."""
+        log.warning("the engine is not compared with the trainer: version=%d reason=%s",
                     version, error)  # fmt: skip
 
     def judge(self, response: Response, version: int) -> bool:
@@ -116,7 +100,7 @@ class EngineProbe:
 
         Args:
             response: Of the engine.
-            version: That the model holds, and the engine should.
+            version: That the engine should compute with.
 
         Raises:
             WeightsMismatchError: If the probe fails, and the action is the end of the worker.
@@ -125,7 +109,10 @@ class EngineProbe:
         problem, verdict = self._problem(answer)
         self._on_judged(verdict, answer.gaps)
         if not problem:
-            self._before, self._failed_version = answer, None
+            self._failed_version = None
+            # Small steps add up until they can be told from rounding.
+            if (moved := self._moved(answer)) is None or moved > self._least_move_nats:
+                self._before = answer
             return False
         again = self.action == "resync" and self._failed_version != version
         self._failed_version = version
@@ -136,6 +123,69 @@ class EngineProbe:
             self._before = answer
         return again
 
+    @abc.abstractmethod
+    def _answer(self, response: Response, version: int) -> _Answer: ...
+
+    def _moved(self, answer: _Answer) -> float | None:
+        """Return the mean change of the expected log-probs since the answer before; None if they are not the same."""
+        before = self._before
+        if before is None or before.version == answer.version or before.token_ids != answer.token_ids:
+            return None
+        return float((answer.expected - before.expected).abs().mean())
+
+    def _problem(self, answer: _Answer) -> tuple[str, Verdict]:
+        """Return what is wrong, empty if nothing is, and the verdict."""
+        before, moved, mean = self._before, self._moved(answer), sum(answer.gaps) / max(1, len(answer.gaps))
+        if before is not None and moved is not None and moved > self._least_move_nats:
+            engines = None if answer.engines is None or before.engines is None else answer.engines - before.engines
+            if engines is not None and (own := float(engines.abs().mean())) < _LEAST_SHARE * moved:
+                return (
+                    f"the engine computes with old weights: version={answer.version} moved_nats={own:.3g} of its "
+                    f"log-probs since version {before.version}, those of the trainer's weights {moved:.3g}"
+                ), "stale"
+        if mean <= self._limit_nats:
+            return "", "ok"
+        return (
+            f"the engine does not compute with the weights that it was given: version={answer.version} "
+            f"gap_nats={mean:.3g} a token, at most {self._limit_nats:g} (rollout.engine_gap_nats)"
+        ), "gap"
+
+
+class ModelProbe(EngineProbe):
+    """Compares a greedy response with the worker's model, which holds the version that the engine must compute with."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        tokens: Sequence[int],
+        device: torch.device,
+        *,
+        row_tokens: int,
+        **judging: Any,
+    ) -> None:
+        """Take over the prompt.
+
+        Args:
+            model: The worker's, in eval mode.
+            tokens: The prompt, at least one token; its end is left out where a row has no room for it. Tokens of
+                images are token 0.
+            device: The model's.
+            row_tokens: Maximum tokens of a row, at least 2.
+            **judging: As for `EngineProbe`.
+        """
+        super().__init__(**judging)
+        room = min(PROBE_TOKENS, row_tokens - 1)
+        prompt = torch.tensor(tokens[: row_tokens - room], dtype=torch.int64)
+        backbone = vision_backbone(model)
+        self._prompt = prompt if backbone is None else plain_tokens(backbone, prompt)
+        self._room = room
+        self._model = model
+        self._device = device
+
+    def request(self, key: int) -> Request:
+        """Return the request: one greedy response, which ends by its length."""
+        return _greedy(key, self._prompt, self._room)
+
     def _answer(self, response: Response, version: int) -> _Answer:
         tokens = response.token_ids.to(torch.int64)
         ids = torch.cat([self._prompt, tokens])[None].to(self._device)
@@ -144,29 +194,65 @@ class EngineProbe:
             inputs, others = model_inputs(self._model, ids, torch.ones_like(ids), VisionRows.none(1))
             logits = self._model(**inputs, **accepted_keywords(self._model, others)).logits[0]
             every = torch.log_softmax(logits[len(self._prompt) - 1 : -1].double(), dim=-1)
-            models = every.gather(1, ids[0, len(self._prompt) :, None])[:, 0].cpu()
+            expected = every.gather(1, ids[0, len(self._prompt) :, None])[:, 0].cpu()
         engines = None if response.log_probs is None else response.log_probs.double()
-        gaps = (every.amax(dim=1).cpu() if engines is None else engines) - models
-        if engines is not None:
-            # NaN of both is no difference between them.
-            gaps = gaps.abs().masked_fill(engines.isnan() & models.isnan(), 0.0)
-        return _Answer(version, tuple(tokens.tolist()), engines, models, tuple(gaps.tolist()))
+        # Without them the difference has a sign: a token above the model's most probable one is none.
+        gaps = tuple((every.amax(dim=1).cpu() - expected).tolist()) if engines is None else _gaps(engines, expected)
+        return _Answer(version, tuple(tokens.tolist()), engines, expected, gaps)
 
-    def _problem(self, answer: _Answer) -> tuple[str, Verdict]:
-        """Return what is wrong, empty if nothing is, and the verdict."""
-        before, mean = self._before, sum(answer.gaps) / max(1, len(answer.gaps))
-        if before is not None and before.version != answer.version and before.token_ids == answer.token_ids:
-            moved = float((answer.models - before.models).abs().mean())
-            if answer.engines is not None and before.engines is not None and moved > _LEAST_MOVE_NATS:
-                own = float((answer.engines - before.engines).abs().mean())
-                if own < _LEAST_SHARE * moved:
-                    return (
-                        f"the engine computes with old weights: version={answer.version} moved_nats={own:.3g} of its "
-                        f"log-probs since version {before.version}, those of the trainer's weights {moved:.3g}"
-                    ), "stale"
-        if mean <= self._limit_nats:
-            return "", "ok"
-        return (
-            f"the engine does not compute with the weights that it was given: version={answer.version} "
-            f"gap_nats={mean:.3g} a token, at most {self._limit_nats:g} (rollout.engine_gap_nats)"
-        ), "gap"
+
+class PublishedProbe(EngineProbe):
+    """Compares the log-prob of the run's first prompt with the one that the trainer published with the version.
+
+    The engine computes it anew: keys and values that it keeps of prompts are not read.
+
+    Attributes:
+        published: The version fetched last, with the trainer's answer; the engine is asked about no other.
+    """
+
+    def __init__(self, tokens: Sequence[int], **judging: Any) -> None:
+        """Take over the prompt.
+
+        Args:
+            tokens: Those of the trainer's probe, at least two.
+            **judging: As for `EngineProbe`.
+        """
+        super().__init__(**judging)
+        # The sum of a prompt is one number, whose rounding errors no other one evens out.
+        self._least_move_nats = _LEAST_SHARE * self._limit_nats
+        self._prompt = torch.tensor(tokens, dtype=torch.int64)
+        self.published: WeightsVersion | None = None
+
+    def request(self, key: int) -> Request:
+        """Return the request: a response of one token, with the log-probs of the prompt's.
+
+        Raises:
+            FieldError: If the version has no answer of the trainer.
+        """
+        if self.published is None or self.published.probe is None:
+            raise FieldError("the trainer has published no answer to the probe with this version")
+        return dataclasses.replace(_greedy(key, self._prompt, 1), prompt_log_probs=True)
+
+    def _answer(self, response: Response, version: int) -> _Answer:
+        assert self.published is not None and response.prompt_log_probs is not None
+        probe = self.published.probe
+        assert probe is not None and self.published.version == version
+        if probe.tokens != len(self._prompt):
+            raise WeightsMismatchError(
+                f"the trainer's answer to the probe is of {probe.tokens} tokens, this worker's of {len(self._prompt)}: "
+                f"version={version}"
+            )
+        each = len(self._prompt) - 1
+        engines = response.prompt_log_probs.double().sum().reshape(1) / each
+        expected = torch.tensor([probe.log_prob / each], dtype=torch.float64)
+        return _Answer(version, (), engines, expected, _gaps(engines, expected))
+
+
+def _greedy(key: int, prompt: Tensor, room: int) -> Request:
+    return Request(key, prompt, 1, room, Sampling(len(prompt) + room, pad_token_id=0, do_sample=False))
+
+
+def _gaps(engines: Tensor, expected: Tensor) -> tuple[float, ...]:
+    """Return the absolute differences; NaN of both is no difference between them."""
+    both_nan = engines.isnan() & expected.isnan()
+    return tuple((engines - expected).abs().masked_fill(both_nan, 0.0).tolist())

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 from pipeline.config import user_modules
-from pipeline.errors import ConfigError, WeightsError
+from pipeline.errors import ConfigError
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Engine, ResponseGenerator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
     from pipeline.config.schema import Config
-    from pipeline.storage.weights_header import WeightsVersion
 
 _FACTORY = "new_engine"
 _STREAM_METHODS = ("submit", "step", "cancel", "update_weights", "pause", "resume", "close")
@@ -109,28 +104,3 @@ def as_stream(
         return engine
     blocking = cast("ResponseGenerator", engine)
     return BlockingEngine(blocking, most_rows=most_rows, on_out_of_memory=on_out_of_memory)
-
-
-def hand_over(engine: Engine, source: Any, fetched: WeightsVersion, targets: Mapping[str, Tensor]) -> None:
-    """Have a paused engine compute with the version that a worker has fetched.
-
-    An engine with weights of its own takes them from shared memory, if it has a method `fetch_weights` and the version
-    is held there still. One that took another version, because the trainer overwrote this one during the copy, takes
-    this one from the worker's tensors.
-
-    Args:
-        engine: The worker's.
-        source: The source of the fetch; a `WeightsReader` has the path of a weights file.
-        fetched: The version.
-        targets: The tensors that hold it now, by published name.
-    """
-    path, fetch = getattr(source, "path", None), getattr(engine, "fetch_weights", None)
-    if path is not None and fetch is not None:
-        try:
-            if fetch(path, fetched.age) == fetched.age:
-                return
-        except WeightsError:
-            # Overwritten since: `targets` have it.
-            pass
-    actor = {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}
-    engine.update_weights(actor, fetched.version)

@@ -169,6 +169,7 @@ class Request:
         vision: Images and videos of the prompt; None without.
         draws_alone: Whether that stream must not depend on the other requests of the ticket either: of a later turn,
             which not all rows of the ticket have.
+        prompt_log_probs: Whether the first response has those of the prompt, computed anew; of vLLM alone.
     """
 
     key: int
@@ -179,6 +180,7 @@ class Request:
     first_row: int = 0
     vision: VisionRows | None = None
     draws_alone: bool = False
+    prompt_log_probs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,12 +205,15 @@ class Response:
         spans: The versions of its tokens, in order and without gaps.
         log_probs: ``(n,)`` float32, of the sampled tokens at the temperature, before top_k and top_p. None if the
             engine does not compute these.
+        prompt_log_probs: ``(P - 1,)`` float32, of the prompt's tokens but the first, without temperature. None if the
+            request did not ask for these.
     """
 
     token_ids: Tensor
     finish_reason: FinishReason
     spans: tuple[Span, ...]
     log_probs: Tensor | None = None
+    prompt_log_probs: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

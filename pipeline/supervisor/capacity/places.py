@@ -20,6 +20,7 @@ _REMEDIES = (
     ("model.reference_device", "trainer"),
     ("model.reference_device", "worker"),
     ("model.reference_device", "host"),
+    ("rollout.log_probs", "trainer"),
     ("trainer.micro_batch_size", 1),
     ("trainer.micro_batch_tokens", 1),
     ("rollout.inference_batch_size", 8),

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.config.schema import TrainerConfig
+from pipeline.config.losses import probe_every
+from pipeline.config.schema import Config
 from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Connection
@@ -65,7 +66,7 @@ class Publishing:
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: Config,
         learner: LearnerProtocol,
         connection: Connection,
         models: Mapping[str, torch.nn.Module],
@@ -78,7 +79,8 @@ class Publishing:
         """Publish nothing yet; `Trainer` explains the arguments."""
         self.version = WeightsVersion(0, 0)
         self.is_beside = True
-        self._config = config
+        self._config = config.trainer
+        self._probe_every = probe_every(config)
         self._learner = learner
         self._connection = connection
         self._models = models
@@ -239,7 +241,7 @@ class Publishing:
 
     def _probe_answer(self, number: int, *, first: bool) -> Probe | None:
         """Return the probe answer of a version; None if it carries no probe."""
-        every = self._config.probe_every
+        every = self._probe_every
         if self._probe is None or not every or not (first or number % every == 0):
             return None
         if self._sharding is not None:

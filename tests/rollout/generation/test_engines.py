@@ -15,13 +15,14 @@ from pipeline.experience.codec import ExtentReader, gather
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
-from pipeline.rollout.generation.engines import hand_over, load_engine
+from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
+from pipeline.rollout.generation.weights import ModelWeights, hand_over
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.ticket_stream import EngineStream
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Sealed, Ticket, Welcome

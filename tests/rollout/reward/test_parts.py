@@ -17,10 +17,11 @@ from pipeline.config.rewards import labels_of, part_labels, reward_settings, wei
 from pipeline.config.schema import Config
 from pipeline.errors import ShapeError
 from pipeline.prompts.source import PromptSource
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import SummedReward
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward
-from pipeline.rollout.roller import LocalRoller, ModelWeights
+from pipeline.rollout.roller import LocalRoller
 from pipeline.telemetry.metric import REWARD_PLACES, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab

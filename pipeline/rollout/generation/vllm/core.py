@@ -177,6 +177,7 @@ class Core:
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0 if submit.log_probs else None,
+                prompt_logprobs=0 if submit.prompt_log_probs and row == 0 else None,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.DELTA if watched else RequestOutputKind.FINAL_ONLY,
             )
@@ -231,9 +232,11 @@ class Core:
                 self._grow(key, row, growing, completion, finished=output.finished)
             elif output.finished:
                 spans = [(int(span.version), span.start, span.end) for span in completion.weight_versions or ()]
-                log_probs = None if completion.logprobs is None else [float(v) for v in completion.logprobs.logprobs]
                 stopped = completion.finish_reason == "stop"
-                self._put(key, row, Row(list(completion.token_ids), log_probs, stopped, spans))
+                self._put(key, row, Row(
+                    list(completion.token_ids), _floats(completion.logprobs), stopped, spans,
+                    _floats(output.prompt_logprobs),
+                ))  # fmt: skip
         return bool(self._ended)
 
     def stepped(self) -> Stepped | None:
@@ -354,6 +357,11 @@ def _extend(spans: list[tuple[int, int, int]], version: int, start: int, end: in
         spans[-1] = version, spans[-1][1], end
     elif end > start:
         spans.append((version, start, end))
+
+
+def _floats(found: Any) -> list[float] | None:
+    """Return flat log-probs of vLLM; a prompt's first token has none."""
+    return None if found is None else [float(value) for value in found.logprobs]
 
 
 def _model_of(worker: Any) -> Any:

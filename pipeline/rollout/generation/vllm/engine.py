@@ -223,6 +223,7 @@ class VllmEngine:
                 not sampling.do_sample,
                 not filtered and (sampling.do_sample or sampling.temperature == 1),
                 images,
+                request.prompt_log_probs,
             )
         )
 
@@ -387,8 +388,13 @@ def _response(row: wire.Row) -> Response:
         torch.tensor(row.token_ids, dtype=torch.int64),
         "stop" if row.stopped else "length",
         tuple(Span(*span) for span in row.spans),
-        None if row.log_probs is None else torch.tensor(row.log_probs, dtype=torch.float32),
+        _tensor(row.log_probs),
+        _tensor(row.prompt_log_probs),
     )
+
+
+def _tensor(log_probs: list[float] | None) -> Tensor | None:
+    return None if log_probs is None else torch.tensor(log_probs, dtype=torch.float32)
 
 
 def _configuration_advice(message: str, settings: wire.Settings) -> str:

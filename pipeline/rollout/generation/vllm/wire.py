@@ -87,6 +87,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     greedy: bool
     log_probs: bool
     images: Images | None = None
+    prompt_log_probs: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -141,6 +142,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     log_probs: list[float] | None
     stopped: bool
     spans: list[tuple[int, int, int]]
+    prompt_log_probs: list[float] | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):

@@ -16,11 +16,11 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, FieldError, RlhfdError, WeightsError, WeightsMismatchError
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
-from pipeline.rollout.generation.engine_probe import EngineProbe
+from pipeline.rollout.generation.engine_probe import ModelProbe
 from pipeline.rollout.generation.interface import Request, Sampling, Span
 from pipeline.rollout.generation.vllm import new_engine, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
-from pipeline.rollout.roller import ModelWeights
+from pipeline.rollout.generation.weights import ModelWeights
 from tests.rollout.generation.vllm.models import EOS, finish, log_probs_of, small_llama
 from tests.support.daemon import is_alive, wait_until
 
@@ -367,7 +367,7 @@ class Weights:
         tensors = flatten(actor=first.state_dict())
         self.publisher = WeightsPublisher(folder / "weights", tensors, slots=2)
         self.path, self.reader = folder / "weights", None
-        probe = EngineProbe(
+        probe = ModelProbe(
             self.actor, [5, 6, 7], torch.device("cpu"), row_tokens=MAX_LENGTH, limit_nats=1e-3, action=action,
             on_judged=lambda verdict, gaps: self.judged.append((verdict, max(gaps))),
         )  # fmt: skip
