@@ -233,7 +233,7 @@ def test_vllm_has_a_cache_and_weights_of_its_own(
         ({"model": {"lora_rank": 4, "lora_targets": ["q_proj"], "reference_device": "trainer"}}, False),
         ({"model": {"reference_device": "worker"}}, False),
         ({"trainer": {"probe_every": 0}}, True),
-        ({"trainer": {"kind": "external"}}, True),
+        ({"trainer": {"kind": "external"}, "rollout": {"log_probs": "engine"}}, True),
     ],
 )
 def test_a_worker_holds_the_actor_beside_vllm_only_where_it_computes_with_it(

@@ -293,10 +293,13 @@ def test_a_card_that_no_role_can_spare_the_reference_has_it_streamed(folder: Pat
 def test_a_worker_beside_vllm_is_told_how_it_needs_no_actor(folder: Path) -> None:
     rollout = {"engine": "vllm", "max_length": 16, "cache_bytes": 1 << 20}
     config = Config.model_validate({"model": {"actor": str(folder)}, "rollout": rollout, "trainer": {"kl_coef": 0.0}})
-    models = models_of(config)
+    small = models_of(config)
+    more = {"more": (10**9,)}
+    # A reward model makes the worker larger than the trainer.
+    models = small._replace(actor=small.actor._replace(tensors=small.actor.tensors | more),
+                            reward=small.actor._replace(tensors={"most": (8 * 10**9,)}))  # fmt: skip
     worker = next(place for place in places_of(config, models, CARDS) if "rollout" in place.name)
-    bytes_of_actor = 4 * models.actor.parameters
-    machine = CARDS._replace(gpu_bytes=worker.total_bytes - bytes_of_actor)
+    machine = CARDS._replace(gpu_bytes=worker.total_bytes - 4 * models.actor.parameters)
 
     lines = remedies(config, models, machine)
 

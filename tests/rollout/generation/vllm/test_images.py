@@ -3,7 +3,11 @@
 import copy
 import dataclasses
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -22,6 +26,7 @@ from tests.support.daemon import wait_until
 # The first one is longer than a block of the cache.
 ONE, TWO, NONE = [20, (1, 24, 28), 21], [22, (1, 4, 4), 23, (1, 2, 6), 24, 25], [20, 21, 22]
 MAX_LENGTH = 400
+ROOT = Path(__file__).parents[4]
 
 
 def requests(*rows, seed=0, group_size=3, room=12):
@@ -278,3 +283,49 @@ def test_an_update_in_flight_looks_at_the_images_again(seeing):
             of_each = [expected(model, request, response) for model in (first, second)]
             joined = torch.cat([of_each[0][: before.end], of_each[1][after.start :]])
             torch.testing.assert_close(response.log_probs, joined, rtol=0, atol=1e-4)
+
+
+KEPT = """
+import sys
+import msgspec, torch
+from pipeline.rollout.generation.vllm import images, memory, wire
+from pipeline.rollout.generation.vllm.core import Core
+from tests.rollout.generation.vllm import test_images
+from tests.rollout.generation.vllm.models import small_vl
+
+def kept(core):
+    return core._engine.collective_rpc(lambda worker: len(worker.model_runner.encoder_cache))[0]
+
+core = Core(msgspec.json.decode(sys.argv[1], type=wire.Settings))
+found = []
+for version, row in enumerate(([20, (1, 4, 6), 21], [20, (1, 6, 4), 21], [20, (1, 4, 4), (1, 2, 6)])):
+    (request,) = test_images.requests(row)
+    prompt = request.prompt_ids.tolist()
+    descriptor, message = images.put(prompt, request.vision, test_images.SIGHT)
+    core.submit(wire.Submit(version, prompt, [5], 2, [], [], 1.0, 1.0, 0, True, True, message))
+    while core.busy:
+        core.step()
+    found.append(kept(core))
+    descriptor, places = memory.put("rlhfd-actor", small_vl("qwen2_vl", version).state_dict())
+    core.take(memory.path_of(descriptor), places, version)
+    found.append(kept(core))
+print("kept", *found)
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.integration
+def test_vllm_keeps_nothing_of_the_images_of_a_version_before(tmp_path):
+    """Its scheduler forgets them; the model's runner would keep them for good."""
+    model = small_vl("qwen2_vl", 0)
+    model.save_pretrained(tmp_path)
+    described = msgspec.json.encode(settings(tmp_path, sight_of(model))).decode()
+    names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
+    variables = dict(zip(names, ("0", "nobind", "1"), strict=True))
+
+    ran = subprocess.run(
+        [sys.executable, "-c", KEPT, described],
+        env={**os.environ, **variables}, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+
+    assert ran.stdout.splitlines()[-1:] == ["kept 1 0 1 0 2 0"], ran.stdout + ran.stderr[-3000:]
