@@ -61,14 +61,26 @@ NO_GRACE = "from tests.support.leaks import Holdings\nHoldings.leaks.__kwdefault
 """Of a test that leaks for certain, and need not be given time to end."""
 
 
+GARBAGE = """
+import gc
+gc.disable()
+class Held:
+    def __init__(self): self.itself, self.number = self, os.open('/dev/null', os.O_RDONLY)
+    def __del__(self): os.close(self.number)
+Held()
+"""
+"""A descriptor that a collection alone closes; the collections of an import come when they come."""
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
         (f"{NO_GRACE}\ndef test_one(): os.dup(0)", "is still open"),
+        (f"{NO_GRACE}{GARBAGE}def test_one(): os.dup(0)", "is still open"),
         ("def test_one(): warnings.warn('odd')", "UserWarning: odd"),
         ("@pytest.mark.typo\ndef test_one(): pass", "'typo' not found in `markers`"),
     ],
-    ids=["leak", "warning", "unknown marker"],
+    ids=["leak", "leak beside garbage of before", "warning", "unknown marker"],
 )
 def test_what_is_not_allowed_fails(tmp_path: Path, body: str, expected: str) -> None:
     printed = outcome(tmp_path, body)

@@ -106,11 +106,15 @@ class Holdings:
         return not (parent in self.pids and parent != os.getpid() and _is_ours(parent))
 
     def _new_descriptors(self) -> list[tuple[int, str]]:
-        if len(now := _descriptors()) > len(self.descriptors):
+        before = len(self.descriptors)
+        if len(now := _descriptors()) > before:
+            held = now & self.descriptors
             gc.collect()
             now = _descriptors()
+            # Garbage of before the snapshot would hide a leak of as many.
+            before -= len(held - now)
         new = sorted(entry for entry in now - self.descriptors if not entry[1].startswith(_LIBRARY_DESCRIPTORS))
-        return new if len(now) > len(self.descriptors) else []
+        return new if len(now) > before else []
 
 
 def _pids() -> Iterator[int]:
