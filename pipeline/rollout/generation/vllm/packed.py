@@ -21,7 +21,7 @@ class PackedMatrices:
     """The packed copies, in place of the plain functions of vLLM's layers, ``layer.cpu_linear(x, weight, bias)``.
 
     Args:
-        model: vLLM's model, loaded without packed copies; its float32 matrices are packed.
+        model: vLLM's model, loaded without packed copies; its float32 matrices are packed, embeddings are not.
         pack: Returns the packed copy of a matrix of shape (in, out).
         multiply: Returns (..., out) of a packed copy, an input (..., in) and a bias.
     """
@@ -29,7 +29,14 @@ class PackedMatrices:
     def __init__(self, model: torch.nn.Module, pack: Callable[[Tensor], Any], multiply: Callable[..., Tensor]) -> None:
         self._pack = pack
         self._multiply = multiply
-        layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+        # A tied head may be the embedding itself; nothing multiplies by any other embedding.
+        names = list(model.named_modules(remove_duplicate=False))
+        heads = [layer for name, layer in names if name.rpartition(".")[2] == "lm_head"]
+        layers: list[Any] = [
+            layer
+            for layer in model.modules()
+            if hasattr(layer, "cpu_linear") and (not hasattr(layer, "num_embeddings") or layer in heads)
+        ]
         self._plain: list[tuple[Any, _Linear]] = [
             (layer, layer.cpu_linear) for layer in layers if _is_matrix(layer.weight)
         ]

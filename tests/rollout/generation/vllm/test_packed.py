@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,6 +45,17 @@ class Packer:
         return x @ packed if bias is None else x @ packed + bias
 
 
+class WithEmbedding(torch.nn.Module):
+    """An embedding, which vLLM gives the same functions, and a head: of its own, or the embedding itself."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(5, 3)
+        self.lm_head = self.embed_tokens if tied else torch.nn.Embedding(5, 3)
+        for layer in (self.embed_tokens, self.lm_head):
+            layer.cpu_linear = functional.linear
+
+
 def plain(model: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         return functional.linear(functional.linear(x, model.first.weight, model.first.bias), model.second.weight)
@@ -61,6 +73,19 @@ def test_matrices_are_packed_one_by_one_and_compute_the_same() -> None:
 
     # Neither the convolution nor the matrix of lower precision.
     assert packer.packed == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_packed_and_an_embedding_that_is_no_head_is_not(tied: bool) -> None:
+    model, packer = WithEmbedding(tied=tied), Packer()
+    matrices = PackedMatrices(model, packer.pack, packer.multiply)
+
+    for _ in range(3):
+        matrices.pack_one()
+
+    assert packer.packed == 1
+    assert model.lm_head.cpu_linear is not functional.linear
+    assert (model.embed_tokens.cpu_linear is functional.linear) != tied
 
 
 def test_no_copy_of_weights_before_an_update_is_used_after_it() -> None:
