@@ -166,6 +166,20 @@ def test_a_version_that_is_overwritten_before_the_engine_has_it_is_left_for_the_
     engine.resume()
 
 
+def test_an_engine_that_has_taken_another_version_is_given_this_one(held, versions, monkeypatch):
+    """Its version was overwritten during the copy: it says which one it has."""
+    versions.publish(1)
+    assert versions.take() == 1
+    versions.publish(2, 0.03)
+    engine, answers = held.weights.engine, [(1, 0)]
+    fetch = engine.fetch_weights
+    monkeypatch.setattr(engine, "fetch_weights", lambda path, age: fetch(path, answers.pop() if answers else age))
+
+    assert versions.take() == 2
+
+    assert not answers and judged(held) == ["ok"] * 2
+
+
 def test_before_the_first_version_the_engine_gets_the_weights_of_the_start_again(held, versions):
     versions.publish(1, 0.05)
     versions.take()
