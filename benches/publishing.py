@@ -108,9 +108,7 @@ def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
     models = whole_models(config, _CPU)
     learner = Learner(config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef)
     connection, metrics = _Connection(folder), _Metrics()
-    publishing: Any = Publishing(
-        config.trainer, learner, connection, models, metrics, device=_CPU, probe=None, sharding=None
-    )
+    publishing: Any = Publishing(config, learner, connection, models, metrics, device=_CPU, probe=None, sharding=None)
     publishing.publish(Progress(), version=0)
     nbytes = connection.weights_bytes
 

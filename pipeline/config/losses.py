@@ -206,7 +206,7 @@ def worker_holds_actor(config: Config) -> bool:
     return is_reference or has_images(Path(config.model.actor))
 
 
-def probe_every(config: Config) -> int:
+def answers_every(config: Config) -> int:
     """Return the versions between two answers of the trainer to the probe; 0 for no answers."""
     return config.trainer.probe_every if worker_holds_actor(config) else 1
 

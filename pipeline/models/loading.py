@@ -74,6 +74,8 @@ def load_actor(
 def outline_of_actor(path: str | Path, *, dtype: str | torch.dtype) -> PreTrainedModel:
     """Return a causal language model whose tensors have names, shapes and dtype, and no memory: the device is "meta".
 
+    It computes nothing, so that `load_actor`'s checks of its log-probs are left to the process that has the model.
+
     Args:
         path: A directory with its config.json.
         dtype: Dtype of the weights, as "bfloat16" or a torch dtype.

@@ -21,7 +21,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
-from pipeline.models.device import process_device
+from pipeline.models.device import free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.loading import (
     load_actor,
@@ -43,9 +43,9 @@ from pipeline.rollout.environment.pool import EnvironmentPool
 from pipeline.rollout.environment.turns import TurnSettings
 from pipeline.rollout.evaluation.roller import EvaluationRoller
 from pipeline.rollout.first_rollouts import refuse_broken_reward
-from pipeline.rollout.generation.engine_probe import ModelProbe, PublishedProbe, Verdict
+from pipeline.rollout.generation.engine_probe import Judging, ModelProbe, PublishedProbe, Verdict
 from pipeline.rollout.generation.engines import as_stream, load_engine
-from pipeline.rollout.generation.weights import EngineWeights, ModelWeights
+from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
@@ -124,10 +124,15 @@ def load_roller(
     reward = load_reward(config, device, functions)
     tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
     whole = functools.partial(load_actor, config.model.actor, dtype=config.model.dtype)
-    # The trainer's answer to the probe is of all these tokens: the engine's row must have room for them.
-    holds_actor = worker_holds_actor(config) or not 2 <= len(tokens) < config.lengths.row
+    holds_actor = worker_holds_actor(config)
+    # The trainer's answer to the probe is of all these tokens, and the engine's row must have room for them.
+    if not holds_actor and not 2 <= len(tokens) < config.lengths.row:
+        log.warning("the actor is loaded, the engine cannot be asked about the first prompt: tokens=%d row_tokens=%d",
+                    len(tokens), config.lengths.row)  # fmt: skip
+        holds_actor = True
     actor = whole(device=device) if holds_actor else outline_of_actor(config.model.actor, dtype=config.model.dtype)
     reference = load_reference(config, actor, device)
+    # Without the actor the reference alone computes logits here.
     if (measured := actor if holds_actor else reference) is not None:
         in_float32 = with_float32_logits(config, measured, tokens, device)
         if in_float32 and reference is not None and reference is not measured:
@@ -142,11 +147,11 @@ def load_roller(
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
-    targets = joined({
-        "actor": published(actor) if holds_actor else {}, "critic": {} if critic is None else critic.state_dict()
-    })  # fmt: skip
+    of_critic = joined({} if critic is None else {"critic": critic.state_dict()})
     rollout = config.rollout
     share_prompts(config, actor, reference, device)
+    # Such as of an actor that a critic was made of: the engine takes what is free.
+    free_cached()
     before_engine()
     loaded = load_engine(
         rollout.engine,
@@ -186,13 +191,14 @@ def load_roller(
         on_out_of_memory=telemetry.out_of_memory,
     )
     judging = judging_of(config, actor, telemetry.engine_judged)
+    weights: WorkerWeights
     if holds_actor:
-        probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, **judging)
+        probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, judging=judging)
+        targets = {**joined({"actor": published(actor)}), **of_critic}
         weights = ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
     else:
-        log.info("the engine alone holds the actor: tensors_fetched=%d", len(targets))
-        first = functools.partial(first_weights, whole, config)
-        weights = EngineWeights(targets, engine, probe=PublishedProbe(tokens, **judging), first=first)
+        log.info("the engine alone holds the actor: probe_tokens=%d", len(tokens))
+        weights = EngineWeights(engine, PublishedProbe(tokens, actor.dtype, judging), of_critic)
     source = PromptSource(config.prompts, config.daemon.seed)
     roller = LocalRoller(
         maker,
@@ -300,13 +306,13 @@ def share_prompts(config: Config, actor: Any, reference: Any, device: torch.devi
         prepare_shared_prefix([model], device, config.rollout.shared_prefix, key="rollout.shared_prefix")
 
 
-def with_float32_logits(config: Config, actor: Any, tokens: Sequence[int], device: torch.device) -> bool:
-    """Have the actor compute its logits in float32 if the trainer does; return whether it does."""
+def with_float32_logits(config: Config, model: Any, tokens: Sequence[int], device: torch.device) -> bool:
+    """Have a model compute its logits in float32 if the trainer does; return whether it does."""
     given = config.model.float32_logits
     if given is None and config.trainer.kind == "external":
         return False
     return use_float32_logits(
-        actor,
+        model,
         tokens,
         device,
         dtype=config.model.dtype,
@@ -316,16 +322,11 @@ def with_float32_logits(config: Config, actor: Any, tokens: Sequence[int], devic
     )
 
 
-def judging_of(config: Config, actor: Any, on_judged: Callable[[Verdict, Sequence[float]], None]) -> dict[str, Any]:
-    """Return the limit and the action of the engine's probe, and the callback of its verdicts (`EngineProbe`)."""
+def judging_of(config: Config, actor: Any, on_judged: Callable[[Verdict, Sequence[float]], None]) -> Judging:
+    """Return how the engine's probe of a configuration is judged."""
     rollout = config.rollout
     limit_nats = rollout.engine_gap_nats or tolerance_nats_a_token(next(actor.parameters()).dtype)
-    return {"limit_nats": limit_nats, "action": rollout.engine_gap_action, "on_judged": on_judged}
-
-
-def first_weights(load: Callable[..., Any], config: Config) -> dict[str, torch.Tensor]:
-    """Return the actor's published tensors of the start of the run, in host memory."""
-    return published(adapt(load(device=torch.device("cpu")), config.model, seed=config.daemon.seed))
+    return Judging(limit_nats, rollout.engine_gap_action, on_judged)
 
 
 def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Callable[[WeightsVersion], None]:

@@ -26,7 +26,7 @@ from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.environment.turns import Turns, TurnSettings, sample_turns
 from pipeline.rollout.generation.interface import Completed, Engine, Responses
-from pipeline.rollout.generation.weights import ModelWeights, WeightsSource
+from pipeline.rollout.generation.weights import WeightsSource, WorkerWeights
 from pipeline.rollout.insert_gate import Fault, find_fault
 from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
 from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_keywords_of
@@ -142,7 +142,7 @@ class LocalRoller:
         maker: Maker,
         source: PromptSource,
         tokenizer: Any,
-        weights: ModelWeights,
+        weights: WorkerWeights,
         *,
         seed: int,
         lengths: Lengths,
@@ -304,7 +304,7 @@ class LocalRoller:
         return Rolled(experience, failed, begun.refused, None, self._stopped(experience), answers)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
-        """Replace the weights by the newest version; see `ModelWeights.fetch`."""
+        """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
         return self.weights.fetch(source)
 
     def close(self) -> None:

@@ -247,12 +247,13 @@ METRICS: Final[tuple[Metric, ...]] = (
           "(mean, min, max); absent where rows carry no log-probs of the engine.", stat="mean min max"),
     histogram("rlhfd_engine_gap_nats", "trainer rollout", GAP_NATS,
               "Difference of the engine's and the trainer's log-probs for the same weights, in nats a token: of each "
-              "token of the probe of each version, and the mean of each row that is trained.", point="probe train"),
+              "token of the probe of each version, of their mean where the engine alone holds the actor, and the mean of "
+              "each row that is trained.", point="probe train"),
     gauge("rlhfd_engine_gap_mean_nats", ROLLOUT, "Mean of these differences in the probe of a worker's version.",
           role=OWN, worker=OWN),
     counter("rlhfd_engine_probes_total", ROLLOUT,
             "Probes of an engine, one a version, by verdict: equal (ok), differs by more than rollout.engine_gap_nats "
-            "(gap), unchanged although the weights have changed (stale).", verdict="ok gap stale"),
+            "(gap), unchanged since a version whose weights were others (stale).", verdict="ok gap stale"),
     gauge("rlhfd_behaviour_cut_ratio", TRAINER,
           "Share of these ratios that trainer.importance_correction truncated or masked in the last step."),
     gauge("rlhfd_clipped_ratio", TRAINER, "Share of tokens clipped in the last step."),

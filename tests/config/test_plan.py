@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import save_file
 
 from pipeline.config import plan
-from pipeline.config.losses import probe_every, worker_holds_actor
+from pipeline.config.losses import answers_every, worker_holds_actor
 from pipeline.config.model_files import model_sizes
 from pipeline.config.plan import models_of, needs
 from pipeline.config.schema import Config
@@ -245,7 +245,7 @@ def test_a_worker_holds_the_actor_beside_vllm_only_where_it_computes_with_it(
     found = needs(config, models_of(config), on_cards=False)
 
     assert ("actor" in found.worker, worker_holds_actor(config)) == (holds, holds)
-    assert probe_every(config) == (config.trainer.probe_every if holds else 1)
+    assert answers_every(config) == (config.trainer.probe_every if holds else 1)
 
 
 def test_a_process_loads_its_largest_model_through_host_memory(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -12,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import FieldError, ShapeError, WeightsMismatchError
+from pipeline.errors import FieldError, ShapeError, WeightsError, WeightsMismatchError
 from pipeline.models.weights.probe import answer
-from pipeline.models.weights.store import WeightsReader
+from pipeline.models.weights.store import WeightsReader, flatten
 from pipeline.rollout.generation.blocking import BlockingEngine
-from pipeline.rollout.generation.engine_probe import PROBE_TOKENS, ModelProbe, PublishedProbe
+from pipeline.rollout.generation.engine_probe import PROBE_TOKENS, Judging, ModelProbe, PublishedProbe
 from pipeline.rollout.generation.hf_generate import ActorGenerator
-from pipeline.rollout.generation.interface import Engine, Response, Span
+from pipeline.rollout.generation.interface import Completed, Engine, Request, Response, Span
 from pipeline.rollout.generation.transformers import TransformersGenerator
+from pipeline.rollout.generation.weights import EngineWeights
 from pipeline.rollout.prompt_batch import sample_all
 from pipeline.rollout.remote import _proven
 from pipeline.runtime.messages import Faulty, Sealed
@@ -98,10 +100,8 @@ def new_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         folder = tmp_path / str(len(benches))
         folder.mkdir()
         bench = Bench(folder, new_engine, **options)
-        probe = ModelProbe(
-            bench.actor, TOKENS, CPU, row_tokens=14, limit_nats=limit, action=action,
-            on_judged=bench.metrics.engine_judged,
-        )  # fmt: skip
+        judging = Judging(limit, action, bench.metrics.engine_judged)
+        probe = ModelProbe(bench.actor, TOKENS, CPU, row_tokens=14, judging=judging)
         bench.roller.weights = dataclasses.replace(bench.roller.weights, probe=probe)
         benches.append(bench)
         return bench
@@ -351,10 +351,8 @@ def respond(engine_model: Any, probe: ModelProbe, version: int = 0) -> Response:
 def probe_of(
     model: Any, judged: list[Any], limit: float = LIMIT, row_tokens: int = 14, tokens: Sequence[int] = TOKENS
 ) -> ModelProbe:
-    return ModelProbe(
-        model, tokens, CPU, row_tokens=row_tokens, limit_nats=limit, action="warn",
-        on_judged=lambda verdict, gaps: judged.append((verdict, gaps)),
-    )  # fmt: skip
+    judging = Judging(limit, "warn", lambda verdict, gaps: judged.append((verdict, gaps)))
+    return ModelProbe(model, tokens, CPU, row_tokens=row_tokens, judging=judging)
 
 
 def test_the_gap_is_the_difference_of_the_log_probs_of_each_token() -> None:
@@ -455,46 +453,156 @@ def test_a_prompt_with_an_image_is_asked_without_it() -> None:
 # A worker whose engine alone holds the actor: the trainer's answer stands for the model.
 
 
-def published_probe(judged: list[Any], limit: float = LIMIT, action: Any = "warn") -> PublishedProbe:
-    return PublishedProbe(
-        TOKENS, limit_nats=limit, action=action, on_judged=lambda verdict, gaps: judged.append((verdict, gaps))
-    )
+class OwnActor(RowStream):
+    """Takes versions out of shared memory, unless it `lies`, and returns log-probs of prompts."""
+
+    lies = False
+
+    def fetch_weights(self, path: Path, age: Any) -> Any:
+        assert self.paused
+        targets = {} if self.lies else flatten(actor=self._model.state_dict())
+        with contextlib.closing(WeightsReader(path)) as reader:
+            fetched = reader.fetch(targets, age=age, partial=True)
+        self._version = fetched.version
+        return fetched.age
+
+    def step(self) -> list[Completed]:
+        asked = {key: rows[0].request for key, rows in self._rows.items() if rows[0].request.prompt_log_probs}
+        return [
+            Completed(done.key, (dataclasses.replace(done.responses[0], prompt_log_probs=self._of(asked[done.key])),))
+            if done.key in asked
+            else done
+            for done in super().step()
+        ]
+
+    @torch.no_grad()
+    def _of(self, request: Request) -> torch.Tensor:
+        ids = request.prompt_ids[None]
+        return self._model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
-def answered(
-    probe: PublishedProbe, version: int, engines: Any, trainers: Any, noise: Sequence[float] = (0.0, 0.0)
-) -> bool:
-    """Judge the answer of an engine with one model, published with another one."""
-    found = answer(trainers, TOKENS, CPU)
-    probe.published = WeightsVersion(version, 0, probe=Probe(found.log_prob + noise[0], found.tokens))
+@pytest.fixture
+def alone(new_bench) -> Callable[..., Bench]:
+    def make(action: Any = "resync", **options: Any) -> Bench:
+        bench = new_bench(lambda actor: OwnActor(actor, **options), in_flight=True)
+        probe = PublishedProbe(TOKENS, torch.float32, Judging(LIMIT, action, bench.metrics.engine_judged))
+        bench.roller.weights = EngineWeights(bench.engine, probe, {})
+        return bench
+
+    return make
+
+
+def publish(bench: Bench, version: int, model: Any) -> None:
+    bench.publish(version, model, probe=answer(model, TOKENS, CPU))
+
+
+def test_an_engine_that_alone_holds_the_actor_is_asked_about_each_version_that_has_an_answer(alone, caplog) -> None:
+    bench = alone()
+    with caplog.at_level(logging.WARNING):
+        roll(bench, 0, 0)
+    for version in (1, 2, 3):
+        publish(bench, version, moved(0.01 * version))
+        roll(bench, version, version)
+
+    assert bench.sealed() == [0, 1, 2, 3]
+    assert [message.policy_version for message in bench.sent.of(Sealed)] == [0, 1, 2, 3]
+    assert verdicts(bench) == {"ok": 3}
+    assert "version=0 reason=the trainer has published no answer to the probe with this version" in caplog.text
+    assert gaps(bench).count == 3, "one number a version"
+
+
+def test_no_row_of_a_version_is_sealed_that_such_an_engine_has_ignored(alone) -> None:
+    bench = alone()
+    publish(bench, 1, tiny.llama())
+    roll(bench, 0, 1)
+    bench.engine.lies = True
+    publish(bench, 2, moved(1e-4))
+    bench.ticket(1, version=2)
+
+    with pytest.raises(WeightsMismatchError, match=r"the engine computes with old weights: version=2 moved_nats=0"):
+        bench.run(lambda: bench.worker.idle)
+
+    assert [message.policy_version for message in bench.sent.of(Sealed)] == [1]
+    assert verdicts(bench) == {"ok": 1, "stale": 2}, "it got the weights once more, and ignored them again"
+    assert bench.value("rlhfd_weight_syncs_total", result="mismatch") == 1
+
+
+def test_a_version_in_flight_ends_the_question_about_the_one_before(alone) -> None:
+    bench = alone(slow_tokens=[TOKENS[0]], slowness=20)
+    publish(bench, 1, moved(0.05))
+    bench.ticket(0, version=1)
+    bench.worker.step()
+    publish(bench, 2, moved(0.02))
+    bench.run(lambda: bench.worker.idle)
+
+    assert bench.sealed() == [0]
+    assert verdicts(bench) == {"ok": 1}
+    assert not bench.engine.load.running
+
+
+def test_a_resync_of_a_version_that_is_overwritten_ends_the_worker_in_one_line(alone) -> None:
+    bench = alone()
+    publish(bench, 1, tiny.llama())
+    roll(bench, 0, 1)
+    bench.engine.lies = True
+    publish(bench, 2, moved(1e-4))
+    bench.ticket(1, version=2)
+    step = bench.engine.step
+
+    def late() -> Any:
+        for version in (3, 4, 5):
+            publish(bench, version, moved(1e-4))
+        bench.engine.step = step
+        return step()
+
+    bench.engine.step = late
+    with pytest.raises(WeightsError, match="the engine must have version 2 again, and shared memory holds it no more"):
+        bench.run(lambda: bench.worker.idle)
+    assert bench.sealed() == [0]
+
+
+def published_probe(
+    judged: list[Any], limit: float = LIMIT, action: Any = "warn", tokens: Sequence[int] = TOKENS,
+    dtype: torch.dtype = torch.float32,
+) -> PublishedProbe:  # fmt: skip
+    return PublishedProbe(tokens, dtype, Judging(limit, action, lambda verdict, gaps: judged.append((verdict, gaps))))
+
+
+def tell(probe: PublishedProbe, version: int, engines: torch.Tensor, trainers: torch.Tensor | float) -> bool:
+    """Judge the log-probs of an engine, ``(n,)``, with those that the trainer published, or their sum."""
+    total = float(trainers) if isinstance(trainers, float) else float(trainers.double().sum())
+    probe.published = WeightsVersion(version, 0, probe=Probe(total, len(engines) + 1))
     request = probe.request(7)
-    assert request.prompt_log_probs and request.prompt_ids.tolist() == TOKENS
-    logits = engines(input_ids=request.prompt_ids[None]).logits[0, :-1].detach().log_softmax(dim=-1)
-    each = logits.gather(1, request.prompt_ids[1:, None])[:, 0] + noise[1] / (len(TOKENS) - 1)
-    response = Response(torch.tensor([3]), "length", (Span(version, 0, 1),), None, each)
-    return probe.judge(response, version)
+    assert request.prompt_log_probs and len(request.prompt_ids) == len(engines) + 1
+    return probe.judge(Response(torch.tensor([3]), "length", (Span(version, 0, 1),), None, engines), version)
+
+
+def of_prompt(model: Any) -> torch.Tensor:
+    ids = torch.tensor([TOKENS])
+    return model(input_ids=ids).logits[0, :-1].detach().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 def test_an_engine_is_compared_with_the_answer_that_the_trainer_published() -> None:
     judged: list[Any] = []
     probe = published_probe(judged)
 
-    answered(probe, 0, tiny.llama(), tiny.llama())
-    answered(probe, 1, moved(1e-2), moved(1e-2))
-    answered(probe, 2, tiny.llama(), tiny.llama(), (0.0, 0.05))
+    for version, model in enumerate((tiny.llama(), moved(1e-2))):
+        tell(probe, version, of_prompt(model), answer(model, TOKENS, CPU).log_prob)
+    tell(probe, 2, of_prompt(tiny.llama()) + torch.tensor([0.01, 0.04]), answer(tiny.llama(), TOKENS, CPU).log_prob)
 
     assert [verdict for verdict, _ in judged] == ["ok", "ok", "gap"]
     assert judged[1][1] == pytest.approx([0.0], abs=1e-6)
     assert judged[2][1] == pytest.approx([0.025], abs=1e-6), "a token, of the two that have one before them"
 
 
-@pytest.mark.parametrize("by", [1e-2, 1e-5], ids=["beyond the limit", "by less, and more with each version"])
+@pytest.mark.parametrize("by", [1e-2, 1e-6], ids=["beyond the limit", "by less, and more with each version"])
 def test_an_engine_left_behind_is_found_by_the_trainers_answer(by: float) -> None:
     judged: list[Any] = []
     probe = published_probe(judged, action="stop")
-    answered(probe, 0, tiny.llama(), tiny.llama())
+    first = of_prompt(tiny.llama())
+    tell(probe, 0, first, answer(tiny.llama(), TOKENS, CPU).log_prob)
 
-    answers = (answered(probe, version, tiny.llama(), moved(by * version)) for version in range(1, 100))
+    answers = (tell(probe, n, first, answer(moved(by * n), TOKENS, CPU).log_prob) for n in range(1, 100))
     with pytest.raises(WeightsMismatchError, match="the engine computes with old weights: version="):
         assert not any(answers)
 
@@ -502,14 +610,55 @@ def test_an_engine_left_behind_is_found_by_the_trainers_answer(by: float) -> Non
     assert judged[-1][0] == "stale" and (by == 1e-2) == (judged[-1][1][0] > LIMIT)
 
 
-def test_rounding_of_16_bits_in_one_number_is_no_sign_of_old_weights() -> None:
-    model, judged = tiny.llama(), list[Any]()
-    probe = published_probe(judged, limit=0.25)
-    noise = torch.Generator().manual_seed(0)
-    for version in range(200):
-        answered(probe, version, model, model, (0.01 * torch.randn(2, generator=noise)).tolist())
+@pytest.mark.parametrize("columns", [3, 8, 9, 64])
+@pytest.mark.parametrize("spread", [0.02, 0.05])
+@pytest.mark.parametrize("drift", [0.0, 0.005])
+def test_rounding_of_16_bits_is_no_sign_of_old_weights(columns: int, spread: float, drift: float) -> None:
+    """Log-probs of engine and trainer with errors of their own at each version; the weights change by less, or not."""
+    judged: list[Any] = []
+    probe = published_probe(judged, limit=0.25, tokens=range(columns), dtype=torch.bfloat16)
+    noise = torch.Generator().manual_seed(columns)
+    each, step = torch.full((columns - 1,), -2.0), drift * torch.randn(columns - 1, generator=noise)
+    for version in range(500):
+        each = each + step * torch.randn(1, generator=noise)
+        engines, trainers = (each + spread * torch.randn(columns - 1, generator=noise) for _ in range(2))
+        tell(probe, version, engines, trainers)
 
     assert {verdict for verdict, _ in judged} == {"ok"}
+
+
+def test_in_16_bits_an_engine_left_behind_is_found_too() -> None:
+    judged: list[Any] = []
+    probe = published_probe(judged, limit=0.25, tokens=range(20), dtype=torch.bfloat16)
+    first = torch.full((19,), -2.0)
+
+    for version in range(10):
+        tell(probe, version, first, first + 1e-3 * version)
+
+    assert [verdict for verdict, _ in judged] == ["ok", *["stale"] * 9]
+
+
+def test_nan_of_both_is_no_gap_and_leaves_the_next_versions_to_be_judged() -> None:
+    judged: list[Any] = []
+    probe = published_probe(judged)
+    first, nan = of_prompt(tiny.llama()), torch.full((2,), torch.nan)
+
+    for version, (engines, trainers) in enumerate(((first, first), (nan, nan), (first, nan), (first, first))):
+        tell(probe, version, engines, trainers)
+    tell(probe, 4, first, first + 1e-4)
+
+    assert [verdict for verdict, _ in judged] == ["ok", "ok", "gap", "ok", "stale"]
+
+
+def test_a_rollback_to_the_weights_of_before_is_judged_by_these() -> None:
+    judged: list[Any] = []
+    probe = published_probe(judged)
+    first = of_prompt(tiny.llama())
+    for version, engines, trainers in ((4, first, first), (5, first - 0.1, first - 0.1), (4, first, first)):
+        tell(probe, version, engines, trainers)
+    tell(probe, 5, first, first - 0.1)
+
+    assert [verdict for verdict, _ in judged] == ["ok", "ok", "ok", "stale"]
 
 
 def test_a_version_without_an_answer_is_not_judged_and_one_of_other_tokens_is_refused() -> None:

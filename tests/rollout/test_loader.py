@@ -1,5 +1,6 @@
 """The reference model of a roller: not loaded where no KL weight needs it, and with LoRA the actor's own base."""
 
+import functools
 import json
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ConfigError
-from pipeline.models.loading import load_actor, load_tokenizer
+from pipeline.models.loading import load_actor, load_tokenizer, outline_of_actor
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapter_of
 from pipeline.rollout import loader
 from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.transformers import TransformersGenerator
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
 from tests.support import tiny_vision
@@ -120,6 +123,35 @@ def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bi
     assert len({parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}) == 2
     for name in ("sequences", "action_log_probs", "base_action_log_probs", "advantages", "reward", "kl"):
         assert torch.equal(getattr(streamed, name), getattr(whole, name)), name
+
+
+def test_a_first_prompt_that_the_engine_cannot_be_asked_about_has_the_actor_loaded(rollers, monkeypatch, caplog):
+    settings = {"model": {"reference_device": "trainer"}, "rollout": {"engine": "vllm", "log_probs": "trainer"}}
+    monkeypatch.setattr(loader, "load_engine", lambda name, actor, **options: TransformersGenerator(actor))
+    monkeypatch.setattr(loader, "first_tokens", lambda *arguments: [])
+
+    roller, paths, _ = rollers(**settings)
+
+    assert len(paths) == 1 and isinstance(roller.weights, ModelWeights)
+    assert (
+        "the actor is loaded, the engine cannot be asked about the first prompt: tokens=0 row_tokens=24" in caplog.text
+    )
+
+
+def test_the_outline_of_an_actor_has_its_tensors_without_their_memory(task):  # noqa: F811
+    outline, actor = (
+        make(task / "model", dtype="bfloat16") for make in (outline_of_actor, functools.partial(load_actor, device=CPU))
+    )
+
+    described = [{name: (t.shape, t.dtype) for name, t in model.state_dict().items()} for model in (outline, actor)]
+    assert described[0] == described[1]
+    assert {tensor.device.type for tensor in outline.state_dict().values()} == {"meta"}
+    assert not outline.training and outline.config.to_dict() == actor.config.to_dict()
+    with pytest.raises(ConfigError, match=r"model\.actor: no such directory"):
+        outline_of_actor(task / "none", dtype="float32")
+    (task / "odd").mkdir()
+    with pytest.raises(ConfigError, match=r"model\.actor: cannot load a model from"):
+        outline_of_actor(task / "odd", dtype="float32")
 
 
 def test_an_environment_is_not_blamed_for_a_reward_function(rollers, monkeypatch, tmp_path):

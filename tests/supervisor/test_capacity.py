@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from pipeline.cli.main import main
 from pipeline.cli.status import render
+from pipeline.config.losses import worker_holds_actor
 from pipeline.config.plan import models_of
 from pipeline.config.schema import Config
 from pipeline.config.sections import ClusterConfig
@@ -57,6 +58,16 @@ def with_images(folder: Path, target: Path) -> Path:
     described = json.loads((folder / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**described, "vision_config": {}}))
     return target
+
+
+def test_a_worker_of_a_model_that_takes_images_holds_the_actor_beside_vllm(folder: Path, tmp_path: Path) -> None:
+    rollout = {"engine": "vllm", "log_probs": "trainer", "max_length": 16}
+    text, vision = (
+        Config.model_validate({"model": {"actor": str(path)}, "rollout": rollout, "trainer": {"kl_coef": 0.0}})
+        for path in (folder, with_images(folder, tmp_path))
+    )
+
+    assert (worker_holds_actor(text), worker_holds_actor(vision)) == (False, True)
 
 
 def test_auto_is_none_where_a_whole_model_fits_beside_each_rank(folder: Path) -> None:

@@ -111,7 +111,7 @@ class Holdings:
             held = now & self.descriptors
             gc.collect()
             now = _descriptors()
-            # Garbage of before the snapshot would hide a leak of as many.
+            # Garbage of before the snapshot, closed by this collection, would hide a leak of as many.
             before -= len(held - now)
         new = sorted(entry for entry in now - self.descriptors if not entry[1].startswith(_LIBRARY_DESCRIPTORS))
         return new if len(now) > before else []

@@ -318,6 +318,14 @@ class WeightsReader:
         slot = self._mapping.newest()
         return None if slot is None else self._mapping.version(slot)
 
+    def newest_whole(self) -> WeightsVersion:
+        """Return the newest version, all of whose header was read before it changed.
+
+        Raises:
+            WeightsError: If there is none yet, or each attempt met a write.
+        """
+        return self._whole(None, lambda slot, found: True)
+
     def fetch(
         self, into: Mapping[str, torch.Tensor], *, age: Age | None = None, partial: bool = False
     ) -> WeightsVersion:

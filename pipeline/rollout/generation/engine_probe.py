@@ -1,4 +1,4 @@
-"""The probe of an engine: its log-probs of a few tokens with each version, compared with others of that version.
+"""The probe of an engine: its log-probs of a few tokens with each version, compared with the actor's.
 
 A worker that holds the actor compares a short response with its model (`ModelProbe`), which holds the fetched weights
 and is itself compared with the trainer's (`pipeline.models.weights.probe`). The engine is asked by the calls that
@@ -6,7 +6,7 @@ tickets use, so that its caches are tried, too. A worker whose engine alone hold
 first prompt with the one that the trainer publishes (`PublishedProbe`). Two findings are errors:
 
     gap    the mean difference of the log-probs is above a limit
-    stale  the same tokens came with the log-probs of the version before, although the others have changed
+    stale  the same tokens came with the log-probs of a version before, although the actor's have changed
 
 The second one finds an update that an engine has ignored also where the weights change by less than two kernels differ.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -47,7 +48,7 @@ class _Answer:
         version: That it was requested of.
         token_ids: Tokens that the log-probs are of, n of them; empty if they are the same for all versions.
         engines: ``(n,)`` float64, the engine's log-probs; None if it returns none.
-        expected: ``(n,)`` float64, those of the version's weights.
+        expected: Float64, the log-probs by the worker's model, ``(n,)``, or the trainer's mean of them, ``(1,)``.
         gaps: Difference of each token, in nats; without the engine's log-probs, that of the model's most probable
             token to the one that the engine took.
     """
@@ -59,29 +60,27 @@ class _Answer:
     gaps: tuple[float, ...]
 
 
-class EngineProbe(abc.ABC):
-    """Requests a response of each version, and judges it.
-
-    Args:
-        limit_nats: Largest mean difference of the log-probs of a token.
-        action: See the attribute.
-        on_judged: Called with each verdict and the differences, in nats a token.
+@dataclasses.dataclass(frozen=True)
+class Judging:
+    """How a probe is judged.
 
     Attributes:
+        limit_nats: Largest mean difference of the log-probs of a token.
         action: Of a version whose probe fails: a warning, the weights once more and then the end of the worker, or the
             end of the worker.
+        on_judged: Called with each verdict and the differences, in nats a token.
     """
 
-    def __init__(
-        self,
-        *,
-        limit_nats: float,
-        action: GapAction = "resync",
-        on_judged: Callable[[Verdict, Sequence[float]], None] = lambda verdict, gaps: None,
-    ) -> None:
-        self.action = action
-        self._limit_nats = limit_nats
-        self._on_judged = on_judged
+    limit_nats: float
+    action: GapAction = "resync"
+    on_judged: Callable[[Verdict, Sequence[float]], None] = lambda verdict, gaps: None
+
+
+class EngineProbe(abc.ABC):
+    """Requests a response of a version, and judges it."""
+
+    def __init__(self, judging: Judging) -> None:
+        self._judging = judging
         self._least_move_nats = _LEAST_MOVE_NATS
         self._before: _Answer | None = None
         self._failed_version: int | None = None
@@ -92,8 +91,7 @@ class EngineProbe(abc.ABC):
 
     def refused(self, version: int, error: FieldError | ShapeError) -> None:
         """Log that there can be no request, and that this version is not judged."""
-        log.warning("the engine is not compared with the trainer: version=%d reason=%s",
-                    version, error)  # fmt: skip
+        log.warning("the engine is not compared with the trainer: version=%d reason=%s", version, error)
 
     def judge(self, response: Response, version: int) -> bool:
         """Judge the engine by its response; return whether it must be given the version once more, and asked again.
@@ -107,16 +105,17 @@ class EngineProbe(abc.ABC):
         """
         answer = self._answer(response, version)
         problem, verdict = self._problem(answer)
-        self._on_judged(verdict, answer.gaps)
+        self._judging.on_judged(verdict, answer.gaps)
         if not problem:
             self._failed_version = None
-            # Small steps add up until they can be told from rounding.
-            if (moved := self._moved(answer)) is None or moved > self._least_move_nats:
+            # Small steps add up until they can be told from rounding. NaN is not kept.
+            if (moved := self._moved(answer)) is None or not moved <= self._least_move_nats:
                 self._before = answer
             return False
-        again = self.action == "resync" and self._failed_version != version
+        action = self._judging.action
+        again = action == "resync" and self._failed_version != version
         self._failed_version = version
-        if self.action == "stop" or (self.action == "resync" and not again):
+        if action == "stop" or (action == "resync" and not again):
             raise WeightsMismatchError(problem)
         log.warning("%s%s", problem, "; it gets them again" if again else "")
         if not again:
@@ -143,11 +142,11 @@ class EngineProbe(abc.ABC):
                     f"the engine computes with old weights: version={answer.version} moved_nats={own:.3g} of its "
                     f"log-probs since version {before.version}, those of the trainer's weights {moved:.3g}"
                 ), "stale"
-        if mean <= self._limit_nats:
+        if mean <= self._judging.limit_nats:
             return "", "ok"
         return (
             f"the engine does not compute with the weights that it was given: version={answer.version} "
-            f"gap_nats={mean:.3g} a token, at most {self._limit_nats:g} (rollout.engine_gap_nats)"
+            f"gap_nats={mean:.3g} a token, at most {self._judging.limit_nats:g} (rollout.engine_gap_nats)"
         ), "gap"
 
 
@@ -161,7 +160,7 @@ class ModelProbe(EngineProbe):
         device: torch.device,
         *,
         row_tokens: int,
-        **judging: Any,
+        judging: Judging,
     ) -> None:
         """Take over the prompt.
 
@@ -171,9 +170,9 @@ class ModelProbe(EngineProbe):
                 images are token 0.
             device: The model's.
             row_tokens: Maximum tokens of a row, at least 2.
-            **judging: As for `EngineProbe`.
+            judging: Limit, action and callback.
         """
-        super().__init__(**judging)
+        super().__init__(judging)
         room = min(PROBE_TOKENS, row_tokens - 1)
         prompt = torch.tensor(tokens[: row_tokens - room], dtype=torch.int64)
         backbone = vision_backbone(model)
@@ -202,24 +201,26 @@ class ModelProbe(EngineProbe):
 
 
 class PublishedProbe(EngineProbe):
-    """Compares the log-prob of the run's first prompt with the one that the trainer published with the version.
+    """Compares the log-probs of the run's first prompt with their sum, which the trainer published with the version.
 
-    The engine computes it anew: keys and values that it keeps of prompts are not read.
+    The engine computes them anew: keys and values that it keeps of prompts are not read.
 
     Attributes:
         published: The version fetched last, with the trainer's answer; the engine is asked about no other.
     """
 
-    def __init__(self, tokens: Sequence[int], **judging: Any) -> None:
+    def __init__(self, tokens: Sequence[int], dtype: torch.dtype, judging: Judging) -> None:
         """Take over the prompt.
 
         Args:
-            tokens: Those of the trainer's probe, at least two.
-            **judging: As for `EngineProbe`.
+            tokens: Those of the trainer's probe, at least two. In 16 bits a few tokens of the engine can be the same by
+                chance: no verdict "stale" comes of fewer than `PROBE_TOKENS`.
+            dtype: Of the models.
+            judging: Limit, action and callback.
         """
-        super().__init__(**judging)
-        # The sum of a prompt is one number, whose rounding errors no other one evens out.
-        self._least_move_nats = _LEAST_SHARE * self._limit_nats
+        super().__init__(judging)
+        if dtype != torch.float32 and len(tokens) <= PROBE_TOKENS:
+            self._least_move_nats = math.inf
         self._prompt = torch.tensor(tokens, dtype=torch.int64)
         self.published: WeightsVersion | None = None
 
@@ -242,10 +243,10 @@ class PublishedProbe(EngineProbe):
                 f"the trainer's answer to the probe is of {probe.tokens} tokens, this worker's of {len(self._prompt)}: "
                 f"version={version}"
             )
-        each = len(self._prompt) - 1
-        engines = response.prompt_log_probs.double().sum().reshape(1) / each
-        expected = torch.tensor([probe.log_prob / each], dtype=torch.float64)
-        return _Answer(version, (), engines, expected, _gaps(engines, expected))
+        engines = response.prompt_log_probs.double()
+        assert len(engines) == len(self._prompt) - 1
+        expected = torch.tensor([probe.log_prob / len(engines)], dtype=torch.float64)
+        return _Answer(version, (), engines, expected, _gaps(engines.mean(dim=0, keepdim=True), expected))
 
 
 def _greedy(key: int, prompt: Tensor, room: int) -> Request:

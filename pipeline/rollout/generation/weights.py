@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
@@ -26,22 +27,18 @@ class WeightsSource(Protocol):
         """Copy the newest version into tensors, by published name; return that version."""
 
 
-@dataclasses.dataclass
-class ModelWeights:
-    """The weights of a roller's models, replaced in place.
+class WorkerWeights(abc.ABC):
+    """The weights of a worker, replaced by each version.
 
     Attributes:
-        targets: The tensors that published weights are copied into, by published name.
-        engine: Paused during the copy, then notified of the new weights. It samples the prompts; None: the maker does.
-        check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
+        engine: Samples the prompts; None: the maker does.
         probe: Asks the engine about each version; None: it is not asked.
     """
 
-    targets: Mapping[str, Tensor]
-    engine: Engine | None = None
-    check: Callable[[WeightsVersion], None] = lambda fetched: None
-    probe: EngineProbe | None = None
+    engine: Engine | None
+    probe: EngineProbe | None
 
+    @abc.abstractmethod
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version.
 
@@ -52,30 +49,23 @@ class ModelWeights:
             The version fetched.
 
         Raises:
-            WeightsMismatchError: If the model does not compute with the version fetched.
+            WeightsMismatchError: If the weights do not fit the engine's model, or the worker's model does not compute
+                with the version fetched.
             WeightsError: If the weights are torn, or another model's.
         """
-        if self.engine is not None:
-            self.engine.pause()
-        fetched = source.fetch(self.targets)
-        if self.engine is not None:
-            hand_over(self.engine, source, fetched, self.targets)
-            self.engine.resume()
-        self.check(fetched)
-        return fetched
 
+    @abc.abstractmethod
     def hand_over_again(self, version: int) -> None:
-        """Have the engine take the version that the targets hold once more, from the targets."""
-        assert self.engine is not None
-        actor = {name.removeprefix(_ACTOR): tensor for name, tensor in self.targets.items() if name.startswith(_ACTOR)}
-        self.engine.pause()
-        self.engine.update_weights(actor, version)
-        self.engine.resume()
+        """Have the engine take the version in hand once more.
+
+        Raises:
+            WeightsError: If nothing holds it any more.
+        """
 
     def prove(self, version: int) -> int:
         """Ask the engine about a version, and return the tokens of its answers; there must be no request in hand.
 
-        An engine that refuses the request is not judged; a warning is logged.
+        An engine that cannot be asked is not judged; a warning is logged.
 
         Raises:
             WeightsMismatchError: If the engine does not compute with it (`EngineProbe.judge`).
@@ -96,48 +86,75 @@ class ModelWeights:
 
 
 @dataclasses.dataclass
-class EngineWeights(ModelWeights):
-    """The weights of a worker whose engine alone holds the actor; `targets` are the critic's, and `probe` is set.
+class ModelWeights(WorkerWeights):
+    """The weights of a worker's models, replaced in place, and of an engine beside them.
 
     Attributes:
-        first: Returns the actor's published tensors of the start of the run, for an engine that wakes before the first
-            version.
+        targets: The tensors that published weights are copied into, by published name.
+        engine: As in `WorkerWeights`; paused during the copy, then notified of the new weights.
+        check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
+        probe: As in `WorkerWeights`.
     """
 
-    probe: PublishedProbe = dataclasses.field(kw_only=True)
-    first: Callable[[], Mapping[str, Tensor]] = dict
-    _source: WeightsReader | None = None
+    targets: Mapping[str, Tensor]
+    engine: Engine | None = None
+    check: Callable[[WeightsVersion], None] = lambda fetched: None
+    probe: EngineProbe | None = None
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
-        """Replace the weights by the newest version, the engine's straight from shared memory.
+        """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
+        if self.engine is not None:
+            self.engine.pause()
+        fetched = source.fetch(self.targets)
+        if self.engine is not None:
+            hand_over(self.engine, source, fetched, self.targets)
+            self.engine.resume()
+        self.check(fetched)
+        return fetched
 
-        Raises:
-            WeightsMismatchError: If the weights do not fit the engine's model.
-            WeightsError: If each version was overwritten before the engine had taken it.
-        """
-        self._source = reader = cast("WeightsReader", source)
+    def hand_over_again(self, version: int) -> None:
+        """Have the engine take the version that the targets hold once more, from the targets."""
+        assert self.engine is not None
+        actor = {name.removeprefix(_ACTOR): tensor for name, tensor in self.targets.items() if name.startswith(_ACTOR)}
+        self.engine.pause()
+        self.engine.update_weights(actor, version)
+        self.engine.resume()
+
+
+class EngineWeights(WorkerWeights):
+    """The weights of a worker whose engine alone holds the actor.
+
+    Args:
+        engine: Takes versions out of shared memory (``fetch_weights(path, age)``, as `VllmEngine`).
+        probe: Asks it about each version.
+        critic: The tensors of the worker's critic, by published name; empty without a critic.
+    """
+
+    def __init__(self, engine: Any, probe: PublishedProbe, critic: Mapping[str, Tensor]) -> None:
+        self.engine = self._engine = engine
+        self.probe = self._probe = probe
+        self.critic = critic
+        self._reader: WeightsReader | None = None
+
+    def fetch(self, source: WeightsSource) -> WeightsVersion:
+        """Replace the weights by the newest version, the engine's straight from shared memory."""
+        self._reader = reader = cast("WeightsReader", source)
         self._engine.pause()
         for _ in range(_FETCH_ATTEMPTS):
-            fetched = reader.fetch(self.targets, partial=True) if self.targets else reader.newest()
-            # Twice, for a header is read in words; and the version may be overwritten before the engine has it.
-            is_whole = bool(self.targets) or fetched == reader.newest()
-            if fetched is not None and is_whole and self._has_taken(reader, fetched):
+            fetched = reader.fetch(self.critic, partial=True) if self.critic else reader.newest_whole()
+            if self._has_taken(reader, fetched):
                 self._engine.resume()
-                self.probe.published = fetched
+                self._probe.published = fetched
                 return fetched
+            # Overwritten before the engine had it.
         raise WeightsError(f"no version of the weights was held until the engine had it, in {_FETCH_ATTEMPTS} attempts")
 
     def hand_over_again(self, version: int) -> None:
-        """Have the engine take a version once more: the one fetched last, or that of the start of the run.
-
-        Raises:
-            WeightsError: If it is not held any more.
-        """
+        """Have the engine take the version fetched last once more."""
         self._engine.pause()
-        if self._source is None:
-            self._engine.update_weights(self.first(), version)
-        elif (fetched := self.probe.published) is None or not self._has_taken(self._source, fetched):
-            raise WeightsError(f"version {version} is no longer held, and the engine must have it again")
+        held = self._probe.published
+        if self._reader is None or held is None or not self._has_taken(self._reader, held):
+            raise WeightsError(f"the engine must have version {version} again, and shared memory holds it no more")
         self._engine.resume()
 
     def _has_taken(self, reader: WeightsReader, wanted: WeightsVersion) -> bool:
@@ -145,10 +162,6 @@ class EngineWeights(ModelWeights):
             return bool(self._engine.fetch_weights(reader.path, wanted.age) == wanted.age)
         except WeightsError:
             return False
-
-    @property
-    def _engine(self) -> Any:
-        return self.engine
 
 
 def hand_over(engine: Engine, source: Any, fetched: WeightsVersion, targets: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.config.losses import probe_every
+from pipeline.config.losses import answers_every
 from pipeline.config.schema import Config
 from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
@@ -80,7 +80,7 @@ class Publishing:
         self.version = WeightsVersion(0, 0)
         self.is_beside = True
         self._config = config.trainer
-        self._probe_every = probe_every(config)
+        self._answers_every = answers_every(config)
         self._learner = learner
         self._connection = connection
         self._models = models
@@ -241,7 +241,7 @@ class Publishing:
 
     def _probe_answer(self, number: int, *, first: bool) -> Probe | None:
         """Return the probe answer of a version; None if it carries no probe."""
-        every = self._probe_every
+        every = self._answers_every
         if self._probe is None or not every or not (first or number % every == 0):
             return None
         if self._sharding is not None:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Of vLLM, whose class of a head is derived from it.
+_EMBEDDING = "VocabParallelEmbedding"
+
 _Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -29,13 +32,13 @@ class PackedMatrices:
     def __init__(self, model: torch.nn.Module, pack: Callable[[Tensor], Any], multiply: Callable[..., Tensor]) -> None:
         self._pack = pack
         self._multiply = multiply
-        # A tied head may be the embedding itself; nothing multiplies by any other embedding.
-        names = list(model.named_modules(remove_duplicate=False))
-        heads = [layer for name, layer in names if name.rpartition(".")[2] == "lm_head"]
+        # Nothing multiplies by an embedding that is no head; a tied head may be the embedding itself.
+        named = list(model.named_modules(remove_duplicate=False))
+        heads = [layer for name, layer in named if name.rpartition(".")[2] == "lm_head"]
         layers: list[Any] = [
             layer
             for layer in model.modules()
-            if hasattr(layer, "cpu_linear") and (not hasattr(layer, "num_embeddings") or layer in heads)
+            if hasattr(layer, "cpu_linear") and (type(layer).__name__ != _EMBEDDING or layer in heads)
         ]
         self._plain: list[tuple[Any, _Linear]] = [
             (layer, layer.cpu_linear) for layer in layers if _is_matrix(layer.weight)

@@ -16,7 +16,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, FieldError, RlhfdError, WeightsError, WeightsMismatchError
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
-from pipeline.rollout.generation.engine_probe import ModelProbe
+from pipeline.rollout.generation.engine_probe import Judging, ModelProbe
 from pipeline.rollout.generation.interface import Request, Sampling, Span
 from pipeline.rollout.generation.vllm import new_engine, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
@@ -367,10 +367,8 @@ class Weights:
         tensors = flatten(actor=first.state_dict())
         self.publisher = WeightsPublisher(folder / "weights", tensors, slots=2)
         self.path, self.reader = folder / "weights", None
-        probe = ModelProbe(
-            self.actor, [5, 6, 7], torch.device("cpu"), row_tokens=MAX_LENGTH, limit_nats=1e-3, action=action,
-            on_judged=lambda verdict, gaps: self.judged.append((verdict, max(gaps))),
-        )  # fmt: skip
+        judging = Judging(1e-3, action, lambda verdict, gaps: self.judged.append((verdict, max(gaps))))
+        probe = ModelProbe(self.actor, [5, 6, 7], torch.device("cpu"), row_tokens=MAX_LENGTH, judging=judging)
         self.weights = ModelWeights(flatten(actor=self.actor.state_dict()), engine, probe=probe)
 
     def take(self, version, model):

@@ -45,13 +45,21 @@ class Packer:
         return x @ packed if bias is None else x @ packed + bias
 
 
+class VocabParallelEmbedding(torch.nn.Embedding):
+    """By its name vLLM's."""
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """By its name vLLM's."""
+
+
 class WithEmbedding(torch.nn.Module):
     """An embedding, which vLLM gives the same functions, and a head: of its own, or the embedding itself."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
-        self.embed_tokens = torch.nn.Embedding(5, 3)
-        self.lm_head = self.embed_tokens if tied else torch.nn.Embedding(5, 3)
+        self.embed_tokens = VocabParallelEmbedding(5, 3)
+        self.lm_head = self.embed_tokens if tied else ParallelLMHead(5, 3)
         for layer in (self.embed_tokens, self.lm_head):
             layer.cpu_linear = functional.linear
 
