@@ -340,8 +340,8 @@ class TrainerConfig(LossSection):
     probe_every: int = Field(
         default=16,
         ge=0,
-        description="Versions between the trainer's answers to the probe, which workers compare with theirs; each "
-        "version has one where vLLM alone holds the actor. 0: no answers, and workers hold the actor.",
+        description="Versions between the trainer's answers to the probe, which workers compare with theirs (each has "
+        "one where vLLM alone holds the actor); 0: no answers, and workers hold the actor.",
     )
     record: Literal["off", "steps", "rows"] = Field(
         default="off",

@@ -27,7 +27,7 @@ from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
-from pipeline.models.weights.store import WeightsCopy
+from pipeline.models.weights.copies import WeightsCopy
 from pipeline.rollout.generation.engine_probe import Verdict
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.progress import SampledTokens

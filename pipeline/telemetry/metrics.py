@@ -247,8 +247,8 @@ METRICS: Final[tuple[Metric, ...]] = (
           "(mean, min, max); absent where rows carry no log-probs of the engine.", stat="mean min max"),
     histogram("rlhfd_engine_gap_nats", "trainer rollout", GAP_NATS,
               "Difference of the engine's and the trainer's log-probs for the same weights, in nats a token: of each "
-              "token of the probe of each version, of their mean where the engine alone holds the actor, and the mean of "
-              "each row that is trained.", point="probe train"),
+              "token of the probe of each version, of their mean where the engine alone holds the actor, and the mean "
+              "of each row that is trained.", point="probe train"),
     gauge("rlhfd_engine_gap_mean_nats", ROLLOUT, "Mean of these differences in the probe of a worker's version.",
           role=OWN, worker=OWN),
     counter("rlhfd_engine_probes_total", ROLLOUT,

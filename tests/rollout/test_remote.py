@@ -13,7 +13,8 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, WeightsError, WeightsMismatchError
 from pipeline.models.loading import load_actor, load_tokenizer
-from pipeline.models.weights.store import WeightsCopy, WeightsPublisher, WeightsReader
+from pipeline.models.weights.copies import WeightsCopy
+from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
 from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture

@@ -1,5 +1,6 @@
 """Published policy versions in shared memory.
 
+copies     a version outside shared memory, for another machine
 held       a published version read in place
 pinned     the ring of page-locked buffers
 places     where the tensors of a slot lie

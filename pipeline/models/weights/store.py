@@ -16,21 +16,19 @@ The training state is in a second such file (`pipeline.models.weights.versions`)
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import mmap
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pipeline.errors import WeightsError
+from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.places import TensorPlace, tensor_places, tensor_views
 from pipeline.models.weights.slot_copy import Slot
 from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
@@ -399,45 +397,6 @@ class WeightsReader:
         """Unmap."""
         self._slots.clear()
         self._mapping.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightsCopy:
-    """A copy of one version outside shared memory, to be sent to another machine; `fetch` is as in `WeightsReader`.
-
-    Attributes:
-        version: The version.
-        places: The places of its tensors in `data`.
-        data: ``(bytes of a slot,)`` uint8; may be read-only.
-    """
-
-    version: WeightsVersion
-    places: list[TensorPlace]
-    data: npt.NDArray[np.uint8]
-
-    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
-        """Copy the version into a model's tensors.
-
-        Args:
-            into: Targets by published name; every published tensor needs one of its shape.
-
-        Returns:
-            The version, with its verified fingerprint.
-
-        Raises:
-            WeightsError: If a target is missing or has another shape, or the bytes are not the published ones.
-        """
-        memory = self.data.data
-        with warnings.catch_warnings():
-            # Torch warns about memory that is not writable; here it is only read.
-            warnings.simplefilter("ignore", UserWarning)
-            slot = Slot(memory, tensor_views(memory, self.places))
-        if (found := slot.read(into)) != self.version.fingerprint:
-            raise WeightsError(
-                f"weights of version {self.version.version} came damaged: fingerprint {found:016x}, "
-                f"published as {self.version.fingerprint:016x}"
-            )
-        return self.version
 
 
 def bytes_of_slot(places: list[TensorPlace]) -> int:
