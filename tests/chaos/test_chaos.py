@@ -48,6 +48,8 @@ ENDLESS = (
     "daemon.hang_timeout_s=15",
 )
 SETTINGS = (*ENDLESS, "rollout.workers=2", "rollout.max_attempts=255")
+# Beside vLLM: nothing asks for an actor in the worker.
+ALONE = ("rollout.log_probs=trainer", "model.reference_device=trainer")
 PACKED = ("trainer.packing=true", "trainer.activation_checkpointing=true", "rollout.algorithm=ppo")
 
 
@@ -316,13 +318,15 @@ def test_kills_of_a_worker_with_many_tickets_and_of_its_supervisor_change_no_bit
 @pytest.mark.vllm
 @pytest.mark.full
 @pytest.mark.timeout(14400)
+@pytest.mark.parametrize("alone", [(), ALONE], ids=["beside the worker's actor", "the engine alone has the actor"])
 def test_kills_of_vllm_its_worker_and_the_supervisor_lose_no_row_and_train_none_twice(
     tmp_path: Path,
     task: Path,  # noqa: F811
     say,
     request: pytest.FixtureRequest,
+    alone: tuple[str, ...],
 ):
-    settings = (*MANY_TICKETS, *telling_reward(tmp_path), "rollout.engine=vllm", "daemon.hang_timeout_s=120")
+    settings = (*MANY_TICKETS, *telling_reward(tmp_path), "rollout.engine=vllm", "daemon.hang_timeout_s=120", *alone)
     seed = 4 + request.config.getoption("--chaos-seed")
     targets = ENGINE_WORKER_AND_SUPERVISOR
     with Campaign(tmp_path, *settings, task=task, seed=seed, targets=targets) as campaign:
