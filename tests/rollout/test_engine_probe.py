@@ -19,7 +19,7 @@ from pipeline.models.weights.store import WeightsReader, flatten
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.engine_probe import PROBE_TOKENS, Judging, ModelProbe, PublishedProbe
 from pipeline.rollout.generation.hf_generate import ActorGenerator
-from pipeline.rollout.generation.interface import Completed, Engine, Request, Response, Span
+from pipeline.rollout.generation.interface import Completed, Engine, Response, Span
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import EngineWeights
 from pipeline.rollout.prompt_batch import sample_all
@@ -453,6 +453,12 @@ def test_a_prompt_with_an_image_is_asked_without_it() -> None:
 # A worker whose engine alone holds the actor: the trainer's answer stands for the model.
 
 
+def of_prompt(model: Any) -> torch.Tensor:
+    """The model's log-probs of the probe's tokens but the first."""
+    ids = torch.tensor([TOKENS])
+    return model(input_ids=ids).logits[0, :-1].detach().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
 class OwnActor(RowStream):
     """Takes versions out of shared memory, unless it `lies`, and returns log-probs of prompts."""
 
@@ -467,18 +473,13 @@ class OwnActor(RowStream):
         return fetched.age
 
     def step(self) -> list[Completed]:
-        asked = {key: rows[0].request for key, rows in self._rows.items() if rows[0].request.prompt_log_probs}
+        asked = {key for key, rows in self._rows.items() if rows[0].request.prompt_log_probs}
         return [
-            Completed(done.key, (dataclasses.replace(done.responses[0], prompt_log_probs=self._of(asked[done.key])),))
+            Completed(done.key, (dataclasses.replace(done.responses[0], prompt_log_probs=of_prompt(self._model)),))
             if done.key in asked
             else done
             for done in super().step()
         ]
-
-    @torch.no_grad()
-    def _of(self, request: Request) -> torch.Tensor:
-        ids = request.prompt_ids[None]
-        return self._model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 @pytest.fixture
@@ -494,6 +495,16 @@ def alone(new_bench) -> Callable[..., Bench]:
 
 def publish(bench: Bench, version: int, model: Any) -> None:
     bench.publish(version, model, probe=answer(model, TOKENS, CPU))
+
+
+def ignoring_version_2(bench: Bench) -> Bench:
+    """A bench that has sealed a row of version 1, and holds a ticket of version 2, which its engine will not take."""
+    publish(bench, 1, tiny.llama())
+    roll(bench, 0, 1)
+    bench.engine.lies = True
+    publish(bench, 2, moved(1e-4))
+    bench.ticket(1, version=2)
+    return bench
 
 
 def test_an_engine_that_alone_holds_the_actor_is_asked_about_each_version_that_has_an_answer(alone, caplog) -> None:
@@ -512,12 +523,7 @@ def test_an_engine_that_alone_holds_the_actor_is_asked_about_each_version_that_h
 
 
 def test_no_row_of_a_version_is_sealed_that_such_an_engine_has_ignored(alone) -> None:
-    bench = alone()
-    publish(bench, 1, tiny.llama())
-    roll(bench, 0, 1)
-    bench.engine.lies = True
-    publish(bench, 2, moved(1e-4))
-    bench.ticket(1, version=2)
+    bench = ignoring_version_2(alone())
 
     with pytest.raises(WeightsMismatchError, match=r"the engine computes with old weights: version=2 moved_nats=0"):
         bench.run(lambda: bench.worker.idle)
@@ -541,12 +547,7 @@ def test_a_version_in_flight_ends_the_question_about_the_one_before(alone) -> No
 
 
 def test_a_resync_of_a_version_that_is_overwritten_ends_the_worker_in_one_line(alone) -> None:
-    bench = alone()
-    publish(bench, 1, tiny.llama())
-    roll(bench, 0, 1)
-    bench.engine.lies = True
-    publish(bench, 2, moved(1e-4))
-    bench.ticket(1, version=2)
+    bench = ignoring_version_2(alone())
     step = bench.engine.step
 
     def late() -> Any:
@@ -575,11 +576,6 @@ def tell(probe: PublishedProbe, version: int, engines: torch.Tensor, trainers: t
     request = probe.request(7)
     assert request.prompt_log_probs and len(request.prompt_ids) == len(engines) + 1
     return probe.judge(Response(torch.tensor([3]), "length", (Span(version, 0, 1),), None, engines), version)
-
-
-def of_prompt(model: Any) -> torch.Tensor:
-    ids = torch.tensor([TOKENS])
-    return model(input_ids=ids).logits[0, :-1].detach().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 def test_an_engine_is_compared_with_the_answer_that_the_trainer_published() -> None:

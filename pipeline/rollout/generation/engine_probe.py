@@ -108,7 +108,7 @@ class EngineProbe(abc.ABC):
         self._judging.on_judged(verdict, answer.gaps)
         if not problem:
             self._failed_version = None
-            # Small steps add up until they can be told from rounding. NaN is not kept.
+            # Small steps add up until they can be told from rounding. NaN is replaced by the next.
             if (moved := self._moved(answer)) is None or not moved <= self._least_move_nats:
                 self._before = answer
             return False

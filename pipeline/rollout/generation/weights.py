@@ -130,36 +130,39 @@ class EngineWeights(WorkerWeights):
         critic: The tensors of the worker's critic, by published name; empty without a critic.
     """
 
+    engine: Any
+    probe: PublishedProbe
+
     def __init__(self, engine: Any, probe: PublishedProbe, critic: Mapping[str, Tensor]) -> None:
-        self.engine = self._engine = engine
-        self.probe = self._probe = probe
+        self.engine = engine
+        self.probe = probe
         self.critic = critic
         self._reader: WeightsReader | None = None
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version, the engine's straight from shared memory."""
         self._reader = reader = cast("WeightsReader", source)
-        self._engine.pause()
+        self.engine.pause()
         for _ in range(_FETCH_ATTEMPTS):
             fetched = reader.fetch(self.critic, partial=True) if self.critic else reader.newest_whole()
             if self._has_taken(reader, fetched):
-                self._engine.resume()
-                self._probe.published = fetched
+                self.engine.resume()
+                self.probe.published = fetched
                 return fetched
             # Overwritten before the engine had it.
         raise WeightsError(f"no version of the weights was held until the engine had it, in {_FETCH_ATTEMPTS} attempts")
 
     def hand_over_again(self, version: int) -> None:
         """Have the engine take the version fetched last once more."""
-        self._engine.pause()
-        held = self._probe.published
+        self.engine.pause()
+        held = self.probe.published
         if self._reader is None or held is None or not self._has_taken(self._reader, held):
             raise WeightsError(f"the engine must have version {version} again, and shared memory holds it no more")
-        self._engine.resume()
+        self.engine.resume()
 
     def _has_taken(self, reader: WeightsReader, wanted: WeightsVersion) -> bool:
         try:
-            return bool(self._engine.fetch_weights(reader.path, wanted.age) == wanted.age)
+            return bool(self.engine.fetch_weights(reader.path, wanted.age) == wanted.age)
         except WeightsError:
             return False
 
