@@ -100,7 +100,7 @@ class Leases:
             for record, rows in chosen
         ]
         deliveries = max([record.most_deliveries(rows) for record, rows in chosen])
-        deaths = max([record.items[row].deaths for record, rows in chosen for row in rows])
+        deaths = max([record.most_deaths(rows) for record, rows in chosen])
         version = admission.version_of_lease(self._ledger, self._limits, lease)
         position = admission.uncovered_position(self._ledger, lease)
         self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position, deaths))

@@ -171,6 +171,13 @@ class ExtentRecord:
         items = self.items
         return max([items[row].deliveries for row in rows])
 
+    def most_deaths(self, rows: list[int]) -> int:
+        """Return the maximum number of trainers that died at a batch with one of these rows."""
+        if (item := self._alike(rows)) is not None:
+            return item.deaths
+        items = self.items
+        return max([items[row].deaths for row in rows])
+
     def _alike(self, rows: list[int]) -> Item | None:
         """Return the common value of the rows if `rows` are all of them and known to be equal; else None."""
         data = self._items

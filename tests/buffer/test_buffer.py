@@ -31,7 +31,7 @@ from pipeline.runtime.messages import (
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import DROP_REASONS
+from pipeline.storage.records import DROP_REASONS, Item
 
 LIMITS = Limits(
     sample_batch_size=8,
@@ -162,6 +162,20 @@ def test_rows_go_from_ticket_to_lease_to_trained():
 
     assert bench.ledger.totals.trained == bench.ledger.totals.sealed == 8
     assert bench.buffer.used_bytes == 0, "extents are free again"
+
+
+def test_rows_that_leave_together_are_never_decoded_one_by_one(monkeypatch):
+    """The buffer's cost of an append does not grow with its rows: one item stands for all of them."""
+    decoded, unpack_all = [], Item.unpack_all
+    monkeypatch.setattr(Item, "unpack_all", lambda data: decoded.append(unpack_all(data)) or decoded[-1])
+    bench = Bench()
+
+    lease = one_step(bench)
+    bench.say(Ack("trainer-0", lease.lease))
+
+    assert bench.ledger.totals.trained == 8
+    assert decoded
+    assert {len(items) for items in decoded} == {1}
 
 
 def test_two_workers_share_the_tickets():
