@@ -10,7 +10,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import torch
 from benches import chain
 from benches.engine_ways import Bare, Instance, Prompts, Turn, plain_generate
 from benches.measure import Sample, interleaved
+from benches.peers import python_of_vllm
 from benches.report import ROOT, Section, Table
 from benches.rollout_peers import model as untrained
 from pipeline.models.weights.store import WeightsPublisher, flatten
@@ -257,10 +257,7 @@ def _is_installed(name: str) -> bool:
 
 def _beside(*, quick: bool) -> Sequence[Section]:
     """Measure in the environment with vLLM, which is made on first use."""
-    environment = {**os.environ, "RLHFD_EXTRAS": "vllm"}
-    subprocess.run([ROOT / "bin" / "rlhfd", "--version"], env=environment, check=True, stdout=sys.stderr)
-    python = ROOT / ".venv-vllm" / "bin" / "python"
-    command = [python, "-m", "benches.engines", *(["--quick"] if quick else [])]
+    command = [python_of_vllm(), "-m", "benches.engines", *(["--quick"] if quick else [])]
     found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     sections = json.loads(found.stdout.splitlines()[-1])
     return [Section(**{**section, "tables": [Table(**table) for table in section["tables"]]}) for section in sections]

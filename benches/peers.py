@@ -8,6 +8,7 @@ and the reason is shown.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,17 @@ def python_of_trl() -> str:
         _run([str(python), "-m", "pip", "install", "--no-input", "--quiet", TRL])
         stamp.touch()
     return str(python)
+
+
+def python_of_vllm() -> str:
+    """Return the interpreter of the environment with vLLM, which is made first if it is missing.
+
+    Raises:
+        subprocess.CalledProcessError: If it cannot be made.
+    """
+    environment = {**os.environ, "RLHFD_EXTRAS": "vllm"}
+    subprocess.run([ROOT / "bin" / "rlhfd", "--version"], env=environment, check=True, stdout=sys.stderr)
+    return str(ROOT / ".venv-vllm" / "bin" / "python")
 
 
 def _run(command: list[str]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benches.measure import Sample, interleaved
-from benches.peers import TRL, NotInstallableError, python_of_trl
+from benches.peers import TRL, NotInstallableError, python_of_trl, python_of_vllm
 from benches.report import ROOT, Section, Table
 from pipeline.sort_digits import directory_of
 from pipeline.trainer.setup import prepare
@@ -37,14 +37,16 @@ _SEEDS, _STEPS, _LEAST_STEPS = 5, 250, 20
 _QUICK_SEEDS, _QUICK_STEPS = 1, 5
 _STEP_LIMIT_S = 300.0
 _POLL_S = 0.05
-_RLHFD = {"rlhfd, staleness 0": 0, "rlhfd, staleness 1": 1}
+_STALENESS = (0, 1)
+_RLHFD = "rlhfd, "
 _SCRIPTS = {"plain PyTorch": "benches.run_plain", "TRL": "benches.run_trl"}
 _THREADS = (1, 2)
 _TEXT = """The embedded task, a Llama of 0.86 M parameters that learns to sort digits by GRPO on a CPU: {rows} rows a
 step, 8 responses a prompt, learning rate 4e-4 after 10 steps of warm-up, clip .2, KL .01 to the initial model,
-float32. *rlhfd* is `rlhfd start`: one process samples, one trains, a thread each. *plain PyTorch* generates with
-transformers' `generate`, scores and steps in one process (benches/run_plain.py). *TRL* is `GRPOTrainer` of {trl} with
-the same torch and transformers (benches/run_trl.py). Each run is a command of its own; runs of a seed were made in
+float32. *rlhfd* is `rlhfd start`: one process samples, by transformers or vLLM, one trains, a thread each; vLLM comes
+with a torch and transformers of its own. *plain PyTorch* generates with transformers' `generate`, scores and steps in
+one process (benches/run_plain.py). *TRL* is `GRPOTrainer` of {trl} with the same torch and transformers
+(benches/run_trl.py). Each run is a command of its own; runs of a seed were made in
 turns, {seeds}. A step lasts from the end of a step to the end of the next one, the first {first} left out. The reward
 is the mean over all rows of the last {mean} steps. Seconds to {goal} count from the command, imports and start
 included; "less the start" counts from the beginning of the first step. {note}"""
@@ -104,14 +106,19 @@ def run(*, quick: bool) -> Sequence[Section]:
         folder = Path(name)
         torch.set_num_threads(1)
         prepare(directory_of(folder / "task"))
+        engines, pythons = {"transformers": sys.executable}, {"plain PyTorch": sys.executable}
+        for found, peer, python_of in ((engines, "vllm", python_of_vllm), (pythons, "TRL", python_of_trl)):
+            try:
+                found[peer] = python_of()
+            except (NotInstallableError, OSError, subprocess.SubprocessError) as error:
+                note += f"{peer} could not be measured here: {error}. "
         commands: dict[str, Callable[[int, Path], list[str]]] = {
-            label: rlhfd_command({"buffer.max_staleness": staleness}, steps) for label, staleness in _RLHFD.items()
+            f"{_RLHFD}{engine}, staleness {staleness}": rlhfd_command(
+                {"rollout.engine": engine, "buffer.max_staleness": staleness}, steps, python=python
+            )
+            for engine, python in engines.items()
+            for staleness in _STALENESS
         }
-        pythons = {"plain PyTorch": sys.executable}
-        try:
-            pythons["TRL"] = python_of_trl()
-        except (NotInstallableError, OSError, subprocess.SubprocessError) as error:
-            note = f"TRL could not be measured here: {error}"
         for label, python in pythons.items():
             for threads in _THREADS:
                 commands[_with_threads(label, threads)] = _script_command(
@@ -173,7 +180,9 @@ def _with_threads(label: str, threads: int) -> str:
     return f"{label}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def rlhfd_command(own: Mapping[str, Any], steps: int) -> Callable[[int, Path], list[str]]:
+def rlhfd_command(
+    own: Mapping[str, Any], steps: int, *, python: str = sys.executable
+) -> Callable[[int, Path], list[str]]:
     """Return the command of a run with these settings beside the defaults, by its seed and its folder."""
 
     def command(seed: int, folder: Path) -> list[str]:
@@ -189,7 +198,7 @@ def rlhfd_command(own: Mapping[str, Any], steps: int) -> Callable[[int, Path], l
         }
         program = "from pipeline.cli.main import main; main()"
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        return [sys.executable, "-c", program, "start", *sets]
+        return [python, "-c", program, "start", *sets]
 
     return command
 
@@ -219,7 +228,7 @@ def _way(
         seed = next(seeds)
         place = folder / f"{label.replace(' ', '-').replace(',', '')}-{seed}"
         trace_path(place).parent.mkdir(parents=True)
-        if label in _RLHFD:
+        if label.startswith(_RLHFD):
             shutil.copytree(directory_of(folder / "task"), directory_of(place))
         return follow(command(seed, place), place, steps, least)
 
