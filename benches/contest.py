@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -22,17 +23,22 @@ _START_S = 240.0
 
 
 class Contestant(NamedTuple):
-    """A way: its module, its title in tables, and its environment (None: that of rlhfd)."""
+    """A way: its module, its title in tables, its environment (None: that of rlhfd), and variables of its processes."""
 
     module: str
     title: str
     environment: Environment | None = None
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 BOUND = Contestant("bound", "bound: two plain copies and the touch, no messages")
 BARE = Contestant("bare", "bare: the same three processes, plain copies, no promise kept")
-DAEMON = Contestant("daemon", "rlhfd: worker, buffer, trainer")
-REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`")
+# numba may be installed here; it is not with rlhfd alone.
+_NUMPY = (("NUMBA_DISABLE_JIT", "1"),)
+_NUMBA = (("NUMBA_DISABLE_JIT", "0"),)
+DAEMON = Contestant("daemon", "rlhfd: worker, buffer, trainer", variables=_NUMPY)
+FAST = Contestant("daemon", "rlhfd[fast]: worker, buffer, trainer", variables=_NUMBA)
+REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`", variables=_NUMPY)
 RAW = Contestant("zeromq_raw", "ZeroMQ, raw bytes, zero-copy send")
 STREAMER = Contestant("zeromq_streamer", "ZeroMQ, raw bytes, through a process between the two")
 TRANSFER_QUEUE = Contestant("transfer_queue", "TransferQueue", RAY)
@@ -61,6 +67,8 @@ class Runner:
 
     def __init__(self, contestant: Contestant, producers: int, append_rows: int = APPEND_ROWS) -> None:
         environment = contestant.environment
+        if contestant is FAST and importlib.util.find_spec("numba") is None:
+            raise NotInstallableError("numba is not installed: pip install 'rlhfd[fast]'")
         python = sys.executable if environment is None else python_of(environment)
         # One thread each: with more, the processes of one way would compete for the cores.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -68,7 +76,10 @@ class Runner:
         self._process = subprocess.Popen(
             [python, "-m", "benches.ways", contestant.module, str(producers)],
             cwd=ROOT, text=True,
-            env={**os.environ, **threads, **quiet, "PYTHONPATH": str(ROOT), ROWS_VARIABLE: str(append_rows)},
+            env={
+                **os.environ, **threads, **quiet, **dict(contestant.variables),
+                "PYTHONPATH": str(ROOT), ROWS_VARIABLE: str(append_rows),
+            },
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 

@@ -96,7 +96,7 @@ def python_of_vllm() -> str:
     Raises:
         subprocess.CalledProcessError: If it cannot be made.
     """
-    environment = {**os.environ, "RLHFD_EXTRAS": "vllm"}
+    environment = {name: value for name, value in os.environ.items() if name != "RLHFD_VENV"} | {"RLHFD_EXTRAS": "vllm"}
     subprocess.run([ROOT / "bin" / "rlhfd", "--version"], env=environment, check=True, stdout=sys.stderr)
     return str(ROOT / ".venv-vllm" / "bin" / "python")
 

@@ -6,6 +6,7 @@ same rounds; a way's share of it is the remainder after messages, accounting, ch
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from benches.contest import (
     BOUND,
     COATI,
     DAEMON,
+    FAST,
     PEERS,
     RAW,
     REPLAY,
@@ -28,7 +30,7 @@ from benches.contest import (
 from benches.measure import Sample, figure, interleaved
 from benches.report import Section, Table
 
-OURS = (DAEMON, REPLAY)
+OURS = (DAEMON, FAST, REPLAY)
 Results = dict[Contestant, list[dict[str, Any]]]
 
 
@@ -95,15 +97,16 @@ def floors(
         shape: The appends.
         producers: Number of producers.
     """
-    for way, least in asked.items():
-        if way in results and DAEMON in results:
-            ratio = speed(results[DAEMON]).over(speed(results[way]))
-            yield f"{way.title.partition(':')[0]}, {shape}, {producers} to 1", figure(least), str(ratio)
+    for (way, least), own in itertools.product(asked.items(), (DAEMON, FAST)):
+        if way in results and own in results:
+            ratio = speed(results[own]).over(speed(results[way]))
+            names = (one.title.partition(":")[0] for one in (own, way))
+            yield f"{' against '.join(names)}, {shape}, {producers} to 1", figure(least), str(ratio)
 
 
 def floor_table(rows: Sequence[tuple[str, str, str]]) -> Table:
     """Return the table of the ratios that are asked of rlhfd."""
-    return Table(("rlhfd against", "asked, at least", "measured"), rows, "Ratios asked of rlhfd")
+    return Table(("ratio", "asked, at least", "measured"), rows, "Ratios asked of rlhfd")
 
 
 def table(results: Results, shape: str, producers: int) -> Table:
@@ -128,8 +131,9 @@ def table(results: Results, shape: str, producers: int) -> Table:
 _TEXT = """Appends of 8 ragged rows, taken out as batches of 16: small S=512 A=256, medium S=2048 A=1024, large S=8192
 A=7168, vl is medium and 1.2 MB of pixels a row. At most 8 batches are queued. GB/s are of true bytes, without padding.
 The CPU of a way's own idle daemons counts only during its turn. rlhfd runs with leases, ledger, version stamps and xxh3
-on both sides; its second row is the class for scripts, whose calls wait for an answer of its server. *bare* has the
-same three processes and messages, and plain copies of whole blocks into shared memory and out of it: no torch,
-trimming, checksums, ledger or recovery; the distance to it is the gain that is possible. Raw ZeroMQ goes directly from
-producer to consumer, so that data in a consumer is lost when it dies; its second row has ZeroMQ's own streamer between.
+on both sides; *rlhfd[fast]* is the same with numba, which compiles loops of the codec; each call of the class for
+scripts waits for an answer of its server. *bare* has the same three processes and messages, and plain copies of whole
+blocks into shared memory and out of it: no torch, trimming, checksums, ledger or recovery; the distance to it is the
+gain that is possible. Raw ZeroMQ goes directly from producer to consumer, so that data in a consumer is lost when it
+dies; its second row has ZeroMQ's own streamer between.
 """

@@ -10,6 +10,8 @@ field_arrays          fields of a padded batch as arrays, and their headers
 quarantine_reader     quarantine files, read back into tensors
 recorded_batches      the batches of recorded steps, read back into tensors
 row_blocks            blocks of rows, copied into extents and batches
+row_kernels           choice between the loops below and NumPy
+row_loops             loops over rows that numba compiles
 row_spans             spans of rows within their padding
 tensor_pool           memory of batches, reused
 types                 Experience, BufferItem and their vision-language kin

@@ -197,7 +197,7 @@ def gather(parts: Sequence[tuple[ExtentReader, Sequence[int]]], *, pin_memory: b
         _gather_part(reader, chosen, stacks, arrays, start, columns)
         start += len(chosen)
     for kind, batch_rows in columns.items():
-        if not batch_rows.is_short:
+        if batch_rows.has_padding:
             alike = [stack for stack, fields in zip(stacks, plan.stacks, strict=True) if fields[0].columns == kind]
             batch_rows.zero_padding(alike)
     info = {name.removeprefix("info."): tensors[name] for name in plan.info_names}

@@ -2,7 +2,8 @@
 
 A row of at most `SHORT_ROW_TOKENS` columns is copied in a block with the others of its group, padding included, by one
 call a field; a longer one is copied alone, without padding. On the way into a batch the padding is zeroed by the copy
-itself: each value is combined with a mask of its row, which is a window of one line of zeros and ones.
+itself: each value is combined with a mask of its row, which is a window of one line of zeros and ones. With numba each
+row is copied alone, and its padding zeroed, whatever its length (`pipeline.experience.row_kernels`).
 
     line                0 0 0 0 0 0 | 1 1 1 1 1 1
     row with padding 2        0 0     1 1 1 1         the window of 6 that begins 2 before the middle
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeline.experience import row_kernels
 from pipeline.experience.extent_format import Array, GroupHeader, index_of
 
 SHORT_ROW_BYTES = 1 << 14
@@ -28,16 +30,18 @@ class BatchRows:
 
     Attributes:
         width: Columns of the batch: the length of its longest row.
-        is_short: Whether its rows are short; else `zero_padding` must follow the copies.
+        has_padding: Whether padding is undefined after the copies so far, and `zero_padding` must follow them.
         factor: The batch's own int64 mask of ones, (B, width), once it is filled; int64 values are multiplied by it.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """Take the tokens, or actions, of each row."""
         self.width = max(lengths)
-        self.is_short = self.width <= SHORT_ROW_TOKENS
+        self.has_padding = False
         self.factor: Array | None = None
-        self._starts = self.width - np.array(lengths, np.intp)
+        self._lengths = np.array(lengths, np.int64)
+        self._starts = self.width - self._lengths
+        self._is_short = self.width <= SHORT_ROW_TOKENS
         self._bits: dict[int, Array] = {}
 
     def fill_mask(self, mask: Array, *, is_final: bool = True) -> None:
@@ -47,8 +51,11 @@ class BatchRows:
             mask: (B, width).
             is_final: Whether no row of it is written again.
         """
-        if not self.is_short:
+        if row_kernels.fill_mask(mask, self._starts):
+            return
+        if not self._is_short:
             mask[...] = 1
+            self.has_padding = True
             return
         mask[...] = _windows_of_line(self._starts, self.width, "?", 1)
         if is_final and mask.dtype == np.int64:
@@ -63,13 +70,19 @@ class BatchRows:
             out: (fields, B, width), the batch.
             targets: Their places in the batch.
         """
-        stored = values.shape[2]
+        rows, stored = values.shape[1:]
+        if row_kernels.kernels() is not None:
+            # Indexed by the places, so that they are in bounds.
+            of_group, of_batch = np.arange(rows)[sources], np.arange(len(self._lengths))[targets]
+            row_kernels.copy_rows(values, of_group, out, of_batch, self._lengths[targets])
+            return
         # A group may be wider than this batch: columns beyond the batch's width are its padding.
         width = min(stored, self.width)
         first = self.width - width
         part = values[:, sources, stored - width :]
-        if not self.is_short:
+        if not self._is_short:
             out[:, targets, first:] = part
+            self.has_padding = True
             return
         combine: np.ufunc
         if self.factor is not None and out.dtype == np.int64:

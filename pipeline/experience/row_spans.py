@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.errors import FieldError
+from pipeline.experience import row_kernels
 from pipeline.experience.extent_format import Array
 
 
@@ -39,6 +40,8 @@ class Spans(NamedTuple):
             FieldError: If a row has no token, or an action behind its last token.
         """
         rows, width = shape
+        if mask is not None and action_mask is not None and (found := row_kernels.find_spans(mask, action_mask)):
+            return cls(found.tokens, found.actions, found.end, width, columns, found.end_together, found.full_masks)
         tokens = [width] * rows if mask is None else _ones_at_the_end(mask)
         taken = [columns] * rows if action_mask is None else _ones_at_the_end(action_mask)
         if tokens is None or taken is None or not width:

@@ -140,17 +140,19 @@ class ExtentRecord:
     ready: int = 0
     held: int = 0
     _items: list[Item] | bytes = dataclasses.field(default_factory=list)
+    # The value of every row, decoded from `_items`.
+    _common: Item | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def items(self) -> list[Item]:
         """Each row; rows left by a killed buffer are decoded at their first use, few at a time."""
         if isinstance(self._items, bytes):
-            self._items = Item.unpack_all(self._items)
+            self._items, self._common = Item.unpack_all(self._items), None
         return self._items
 
     def hold(self, items: list[Item] | bytes) -> None:
         """Set the rows, or their bytes in the ledger."""
-        self._items = items
+        self._items, self._common = items, None
 
     def change(self, rows: list[int], change: Callable[[Item], None]) -> tuple[int, bytes]:
         """Change rows; return the number of the first, and the new bytes from the first to the last."""
@@ -181,9 +183,11 @@ class ExtentRecord:
     def _alike(self, rows: list[int]) -> Item | None:
         """Return the common value of the rows if `rows` are all of them and known to be equal; else None."""
         data = self._items
-        if isinstance(data, bytes) and len(data) == len(rows) * ITEM_BYTES and data == data[:ITEM_BYTES] * len(rows):
-            return Item.unpack_all(data[:ITEM_BYTES])[0]
-        return None
+        if not isinstance(data, bytes) or len(data) != len(rows) * ITEM_BYTES:
+            return None
+        if self._common is None and data == data[:ITEM_BYTES] * len(rows):
+            (self._common,) = Item.unpack_all(data[:ITEM_BYTES])
+        return self._common
 
     def pack(self) -> bytes:
         """Return the record's bytes in the ledger."""

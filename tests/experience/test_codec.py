@@ -12,7 +12,9 @@ from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
 from tests.support.experiences import made_up
+from tests.support.loops import loops  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("loops")
 TOKEN_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = ("action_log_probs", "base_action_log_probs", "values", "kl", "advantages", "action_mask")
 

@@ -14,7 +14,7 @@ MASKS = (torch.int64, torch.bool, torch.int32, torch.uint8, torch.float32)
 
 
 @st.composite
-def experiences(draw, most_rows=6, most_columns=12):
+def experiences(draw, most_rows=6, most_columns=12, masks=MASKS, action_masks=MASKS):
     rng = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     rows = draw(st.integers(1, most_rows))
     actions, prompt = draw(st.integers(1, most_columns)), draw(st.integers(0, most_columns))
@@ -42,6 +42,8 @@ def experiences(draw, most_rows=6, most_columns=12):
         if layout == "holes":
             action_mask = action_mask & (torch.rand((rows, width), generator=rng) < 0.7)
     action_mask = action_mask[:, prompt:]
+    if draw(st.booleans()):
+        action_mask = action_mask.contiguous()
 
     def field(dtype=torch.float32):
         made = torch.randn((rows, actions), generator=rng).to(dtype)
@@ -51,8 +53,8 @@ def experiences(draw, most_rows=6, most_columns=12):
 
     return Experience(
         sequences=torch.randint(0, 99, (rows, width), generator=rng),
-        attention_mask=None if layout == "no mask" else mask.to(draw(st.sampled_from(MASKS))),
-        action_mask=None if draw(st.integers(0, 5)) == 0 else action_mask.to(draw(st.sampled_from(MASKS))),
+        attention_mask=None if layout == "no mask" else mask.to(draw(st.sampled_from(masks))),
+        action_mask=None if draw(st.integers(0, 5)) == 0 else action_mask.to(draw(st.sampled_from(action_masks))),
         action_log_probs=field(),
         kl=field(draw(st.sampled_from((torch.float32, torch.bfloat16)))),
         values=torch.randn(rows, generator=rng) if draw(st.booleans()) else field(),

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from pipeline.experience import codec, row_blocks
 from pipeline.experience.row_blocks import BatchRows, write_windows
 from tests.support.experiences import made_up
+from tests.support.loops import loops  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("loops")
 
 KINDS = ("int64", "float32", "bool", "int16", "float64")
 
@@ -65,7 +68,7 @@ def test_rows_arrive_with_zeros_before_them(data):
 
     rows.fill_mask(mask)
     rows.copy(values, sources, out, targets)
-    if not rows.is_short:
+    if rows.has_padding:
         rows.zero_padding([out, mask[None]])
 
     for row, length in enumerate(lengths):

@@ -22,6 +22,7 @@ from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.records import ExtentRecord
 from tests.fuzz.mutation import damaged
 from tests.support.experiences import made_up
+from tests.support.loops import loops  # noqa: F401
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]
 LAYOUT = LedgerLayout(extents=4, rows_per_extent=4)
@@ -109,6 +110,7 @@ def test_quarantine_files(tmp_path, rng, tries):
     arena.close()
 
 
+@pytest.mark.usefixtures("loops")
 def test_extents(rng, tries):
     memory = memoryview(bytearray(1 << 16))
     encoded = codec.encode(made_up(), memory)

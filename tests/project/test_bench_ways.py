@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benches import hub
-from benches.contest import BARE, BOUND, DAEMON, RAW, STREAMER, Contestant, FailedError, Runner, running
+from benches.contest import BARE, BOUND, DAEMON, FAST, RAW, STREAMER, Contestant, FailedError, Runner, running
 from benches.peers import RAY, REVERB
 from benches.transport import contest, floors, speed, table
 from benches.ways.daemon import arrays_of, experience_of
@@ -85,12 +85,19 @@ def test_the_ratios_asked_of_rlhfd_stand_beside_those_measured():
     def measured(seconds):
         return {"seconds": seconds, "nbytes": 1000}
 
-    results = {DAEMON: [measured(2.0), measured(4.0)], BARE: [measured(1.0), measured(1.0)]}
+    results = {
+        DAEMON: [measured(2.0), measured(4.0)],
+        FAST: [measured(1.0), measured(2.0)],
+        BARE: [measured(1.0), measured(1.0)],
+    }
 
     rows = list(floors(results, {BARE: 0.6, RAW: 1.5}, "small, 64 rows an append", 2))
 
     # Raw ZeroMQ was not measured.
-    assert rows == [("bare, small, 64 rows an append, 2 to 1", "0.600", "0.375 (0.250 to 0.500)")]
+    assert rows == [
+        ("rlhfd against bare, small, 64 rows an append, 2 to 1", "0.600", "0.375 (0.250 to 0.500)"),
+        ("rlhfd[fast] against bare, small, 64 rows an append, 2 to 1", "0.600", "0.750 (0.500 to 1.00)"),
+    ]
 
 
 def test_peers_are_pinned_and_torch_is_ours():
@@ -101,7 +108,7 @@ def test_peers_are_pinned_and_torch_is_ours():
 @pytest.mark.integration
 @pytest.mark.parametrize("append_rows", [8, pytest.param(64, marks=pytest.mark.variant)])
 def test_ways_deliver_what_was_sent(append_rows):
-    ways = (BOUND, BARE, DAEMON, RAW, STREAMER)
+    ways = (BOUND, BARE, DAEMON, FAST, RAW, STREAMER)
 
     with running(ways, 1, append_rows) as (runners, failed):
         results = contest(runners, "tiny", 0.05, 2)
