@@ -152,7 +152,13 @@ def write_windows(out: Array, sources: Sequence[Array], rows: list[int], stops: 
     if not width:
         return
     columns = sources[0].shape[1]
-    starts = stops + [row * columns - width for row in rows]
+    # Behind the last value of each row, in the memory of its field; a row without values may end before it.
+    ends = np.maximum(stops, 0) + [row * columns for row in rows]
+    if row_kernels.kernels() is not None:
+        for target, source in zip(out, sources, strict=True):
+            row_kernels.copy_windows(source, ends, target)
+        return
+    starts = ends - width
     # Before the first row of a source there is no memory.
     early = [place for place, start in enumerate(starts.tolist()) if start < 0]
     if early:
@@ -162,6 +168,6 @@ def write_windows(out: Array, sources: Sequence[Array], rows: list[int], stops: 
         windows = np.ndarray((source.size - width + 1, width), source.dtype, source, 0, (step, step))
         target[...] = windows[starts]
         for place in early:
-            # A row without actions may end before the first column of actions.
-            row, stop = int(rows[place]), max(int(stops[place]), 0)
-            target[place, width - stop :] = source[row, :stop]
+            end = int(ends[place])
+            target[place, : width - end] = 0
+            target[place, width - end :] = source.reshape(-1)[:end]

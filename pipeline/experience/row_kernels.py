@@ -37,6 +37,7 @@ class Kernels(NamedTuple):
     fill_int64: Callable[[Array, Array], None]
     fill_bool: Callable[[Array, Array], None]
     copy_rows: Callable[[Array, Array, Array, Array, Array, int], None]
+    copy_windows: Callable[[Array, Array, Array, int], None]
 
 
 @functools.cache
@@ -82,10 +83,12 @@ def _is_right(compiled: Kernels) -> bool:
     values, out = np.arange(12, dtype=np.int16).reshape(1, 2, 6), np.full((1, 3, 4), 7, np.int16)
     places = np.array([1, 0]), np.array([0, 2])
     compiled.copy_rows(values.view(np.uint8), places[0], out.view(np.uint8), places[1], np.array([3, 4]), 2)
-    found = [spans.tolist(), facts.tolist(), filled.tolist(), flags.tolist(), out.tolist()]
+    windows = np.full((2, 3), 7, np.int16)
+    compiled.copy_windows(values.reshape(-1).view(np.uint8), np.array([2, 9]), windows.view(np.uint8), 2)
+    found = [spans.tolist(), facts.tolist(), filled.tolist(), flags.tolist(), out.tolist(), windows.tolist()]
     return has_spans and found == [
         [[2, 3], [1, 3], [3, 4]], [True, False, False], [[0, 1], [1, 1]], [[0, 1], [1, 1]],
-        [[[0, 9, 10, 11], [7, 7, 7, 7], [2, 3, 4, 5]]],
+        [[[0, 9, 10, 11], [7, 7, 7, 7], [2, 3, 4, 5]]], [[0, 0, 1], [6, 7, 8]],
     ]  # fmt: skip
 
 
@@ -145,3 +148,16 @@ def copy_rows(values: Array, source_rows: Array, out: Array, target_rows: Array,
     assert compiled is not None
     size = out.itemsize
     compiled.copy_rows(values.view(np.uint8), source_rows, out.view(np.uint8), target_rows, lengths, size)
+
+
+def copy_windows(source: Array, stops: Array, out: Array) -> None:
+    """Copy the values before each stop into a row, and zero the columns for which there are none; only with `kernels`.
+
+    Args:
+        source: (B, columns), contiguous.
+        stops: Places in its memory behind the last value of each row, int64, in its bounds.
+        out: (rows, width), of the same dtype; each row contiguous.
+    """
+    compiled = kernels()
+    assert compiled is not None
+    compiled.copy_windows(source.reshape(-1).view(np.uint8), stops, out.view(np.uint8), out.itemsize)

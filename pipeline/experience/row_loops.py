@@ -20,7 +20,7 @@ _memset: Any = types.ExternalFunction("memset", types.intp(types.intp, types.int
 
 
 def compiled() -> list[Callable[..., Any]] | None:
-    """Return `find_spans`, `fill_int64`, `fill_bool` and `copy_rows` compiled, from numba's cache if they are in it.
+    """Return the loops of this module compiled, in the order of `Kernels`, from numba's cache if they are in it.
 
     None if numba's compiler is turned off, by a variable or its file.
 
@@ -47,6 +47,7 @@ def _compiled(*, cache: bool) -> list[Callable[..., Any]]:
         fill_int64: types.void(types.int64[:, ::1], rows),
         fill_bool: types.void(types.uint8[:, ::1], rows),
         copy_rows: types.void(read, rows, bytes_of_rows, rows, rows, types.int64),
+        copy_windows: types.void(types.Array(types.uint8, 1, "C", readonly=True), rows, types.uint8[:, :], types.int64),
     }
     return [numba.njit(signature, cache=cache, nogil=True)(loop) for loop, signature in signatures.items()]
 
@@ -129,3 +130,19 @@ def copy_rows(values: Array, source_rows: Array, out: Array, target_rows: Array,
             to, padding, first = target[target_rows[place]], out.shape[2] - nbytes, values.shape[2] - nbytes
             _memset(to.ctypes.data, 0, padding)
             _memcpy(to[padding:].ctypes.data, source[source_rows[place], first:].ctypes.data, nbytes)
+
+
+def copy_windows(source: Array, stops: Array, out: Array, itemsize: int) -> None:
+    """Copy the values before each stop into a row, and zero the columns for which there are none.
+
+    Args:
+        source: (bytes of the values,).
+        stops: (rows,) int64, each in 0 ... values.
+        out: (rows, bytes of its columns); each row contiguous.
+        itemsize: Bytes of a value.
+    """
+    for place in range(len(stops)):
+        stop, to = stops[place] * itemsize, out[place]
+        padding = max(out.shape[1] - stop, 0)
+        _memset(to.ctypes.data, 0, padding)
+        _memcpy(to[padding:].ctypes.data, source[stop - out.shape[1] + padding :].ctypes.data, out.shape[1] - padding)
