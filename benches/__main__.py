@@ -17,8 +17,8 @@ BENCHES = (
     "transport", "tickets", "latency", "cpu", "gather", "flat", "ledger", "journal", "rollout", "rollout-124m",
     "weights", "publishing", "packing", "pinned", "maker-memory", "engines", "run", "sharding", "learning",
 )  # fmt: skip
-# Measured only if it is named: all others take 15 minutes together. Some take longer than these, or 10 GB of memory.
-_BY_NAME_ONLY = ("rollout-124m", "packing", "engines", "run", "sharding", "learning")
+# Measured only if it is named: all others take less than 15 minutes together. Some take longer, or 10 GB of memory.
+_BY_NAME_ONLY = ("rollout", "rollout-124m", "packing", "engines", "run", "sharding", "learning")
 
 
 def module_of(name: str) -> str:
