@@ -75,7 +75,8 @@ def _is_right(compiled: Kernels) -> bool:
     """
     mask = np.array([[0, 1, 1, 0], [0, 1, 1, 1]])
     action_mask = np.array([[0, 1, 0], [1, 0, 1]], np.uint8)
-    spans, facts = np.empty((3, 2), np.int64), np.empty(3, np.bool_)
+    # No memory that may hold the results already.
+    spans, facts = np.zeros((3, 2), np.int64), np.zeros(3, np.bool_)
     has_spans = compiled.find_spans(mask, action_mask, spans, facts)
     starts, filled, flags = np.array([1, 0]), np.full((2, 2), 7), np.full((2, 2), 7, np.uint8)
     compiled.fill_int64(filled, starts)

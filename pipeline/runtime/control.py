@@ -168,8 +168,14 @@ def request(record: InstanceRecord, command: str, timeout_s: float, **fields: An
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as client:
             _connect(client, path, deadline)
-            client.sendall(msgspec.json.encode({"command": command, **fields}) + b"\n")
-            line = _read_line(client, deadline)
+            try:
+                client.sendall(msgspec.json.encode({"command": command, **fields}) + b"\n")
+            except BrokenPipeError:
+                # A refusal does not wait for the request: its reason may be here, and the other end closed.
+                if not (line := _read_line(client, deadline)):
+                    raise
+            else:
+                line = _read_line(client, deadline)
         answer = msgspec.json.decode(line, type=dict[str, Any])
     except TimeoutError:
         refuse_stopped(record.pid)

@@ -396,6 +396,32 @@ class TestControl:
                     return
             pytest.fail("still too many clients")
 
+    @pytest.mark.parametrize("reason", ["too many clients", ""], ids=["refused", "gone"])
+    def test_an_end_that_closes_before_the_request_is_sent(
+        self, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        connect, closed = control._connect, threading.Event()
+
+        def refuse(listener: socket.socket) -> None:
+            client, _ = listener.accept()
+            with client:
+                client.sendall(msgspec.json.encode({"error": reason}) + b"\n" if reason else b"")
+            closed.set()
+
+        def connect_and_wait(*arguments: Any) -> None:
+            connect(*arguments)
+            assert closed.wait(10)
+
+        monkeypatch.setattr(control, "_connect", connect_and_wait)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / control.CONTROL_SOCKET))
+            listener.listen()
+            refusing = threading.Thread(target=refuse, args=(listener,))
+            refusing.start()
+            with pytest.raises(RlhfdError, match=reason or "cannot be reached at .*: Broken pipe"):
+                control.request(record(tmp_path), "status", 5)
+            refusing.join()
+
     def test_other_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with serving(tmp_path) as server:
             if os.geteuid():
