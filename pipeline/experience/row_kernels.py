@@ -43,7 +43,7 @@ class Kernels(NamedTuple):
 @functools.cache
 def kernels() -> Kernels | None:
     """Return the compiled loops; None without numba, if its compiler is turned off, or if it fails."""
-    # Looked at first: the import takes half a second.
+    # Looked at first: the import and the loops take half a second.
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0" or importlib.util.find_spec("numba") is None:
         return None
     # It logs each instruction that it compiles, at debug.
