@@ -20,16 +20,6 @@ from pipeline.experience.extent_format import Array
 log = logging.getLogger(__name__)
 
 
-class FoundSpans(NamedTuple):
-    """Spans of rows, as `pipeline.experience.row_spans.Spans` defines them."""
-
-    tokens: list[int]
-    actions: list[int]
-    end: list[int]
-    end_together: bool
-    full_masks: tuple[str, ...]
-
-
 class Kernels(NamedTuple):
     """The functions of `pipeline.experience.row_loops`, compiled. They check no bounds: their callers do."""
 
@@ -93,16 +83,17 @@ def _is_right(compiled: Kernels) -> bool:
     ]  # fmt: skip
 
 
-def find_spans(mask: Array, action_mask: Array) -> FoundSpans | None:
-    """Return the spans of a batch's rows.
+def find_spans(mask: Array, action_mask: Array) -> tuple[list[list[int]], list[bool]] | None:
+    """Return the spans of a batch's rows, as `pipeline.experience.row_spans.Spans` defines them.
 
     Args:
         mask: Attention mask (B, S).
         action_mask: (B, A).
 
     Returns:
-        The spans; None without numba, for masks that are not int64 and bool in contiguous memory, and for a batch with
-        an error.
+        Tokens, actions and end of each row; and whether the attention mask and the action mask are full, and whether
+        all rows end together. None without numba, for masks that are not int64 and bool in contiguous memory, and for a
+        batch with an error.
     """
     if mask.dtype != np.int64 or action_mask.dtype != np.bool_ or not mask.size or len(mask) != len(action_mask):
         return None
@@ -111,12 +102,7 @@ def find_spans(mask: Array, action_mask: Array) -> FoundSpans | None:
     spans, facts = np.empty((3, len(mask)), np.int64), np.empty(3, np.bool_)
     if not compiled.find_spans(mask, action_mask.view(np.uint8), spans, facts):
         return None
-    attention_is_full, actions_are_full, end_together = facts.tolist()
-    full_masks: tuple[str, ...] = ("attention_mask",) if attention_is_full else ()
-    if actions_are_full:
-        full_masks += ("action_mask",)
-    tokens, actions, end = spans.tolist()
-    return FoundSpans(tokens, actions, end, end_together, full_masks)
+    return spans.tolist(), facts.tolist()
 
 
 def fill_mask(mask: Array, starts: Array) -> bool:
